@@ -77,9 +77,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
     """The tokenizer of `tiny_model` with a verified fast encoder. Every byte is a token."""
-    from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
+    from dynamo.models.tokenization.tokenizer import load_tokenizer
 
-    return load_tokenizer_blocking(tiny_model / "tokenizer.json", ensure_verified=True)
+    return load_tokenizer(tiny_model / "tokenizer.json", ensure_verified=True)
 
 
 @pytest.fixture(scope="session")

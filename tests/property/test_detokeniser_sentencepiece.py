@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -42,7 +42,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     library.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     path: Path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.json"
     library.save(str(path))
-    return load_tokenizer_blocking(path)
+    return load_tokenizer(path)
 
 
 @settings(deadline=None)

@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
+T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]
 """Called from any thread with activity, bytes done and bytes in all (0: unknown)."""
 
@@ -33,6 +35,16 @@ class _HashRecord(msgspec.Struct, frozen=True):
     sha256: str
     size_bytes: int
     mtime_ns: int
+
+
+def read_json(path: Path, kind: type[T], content: str = "valid JSON") -> T:
+    """Return the decoded content of a file. Raises `ModelUnavailable`, which names `content`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelUnavailable(f"{path} is not {content}: {error}") from error
 
 
 def ignore_progress(activity: str, done: int, total: int) -> None:
@@ -72,9 +84,9 @@ def store_hash(path: Path, sha256: str) -> None:
 def stored_hash(path: Path) -> str | None:
     """Return the stored hash of `path`, or None if the file has changed since."""
     try:
-        record = msgspec.json.decode(_hash_record_path(path).read_bytes(), type=_HashRecord)
+        record = read_json(_hash_record_path(path), _HashRecord)
         stat = path.stat()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, ModelUnavailable):
         return None
     unchanged = (record.size_bytes, record.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     return record.sha256 if unchanged else None

@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.file_cache import read_json
 from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
 
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -119,12 +120,7 @@ def _read_chat_template(folder: Path, tokens: dict[str, Any]) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+    return read_json(path, dict[str, Any]) if path.is_file() else {}
 
 
 def _token_text(token: Any) -> str:

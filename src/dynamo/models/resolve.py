@@ -11,7 +11,6 @@ from threading import Event
 import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.values import EngineInfo
 from dynamo.models.card import ModelCard
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
@@ -45,8 +44,6 @@ class ModelFiles(msgspec.Struct, frozen=True):
         names: Sequence[str] = (),
         context_tokens: int = 0,
         block_tokens: int = 16,
-        engine: EngineInfo | None = None,
-        created: int | None = None,
     ) -> ModelCard:
         """Return the model's card. `names` and `context_tokens` override the metadata."""
         metadata = self.metadata
@@ -61,8 +58,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
             eos_token=metadata.eos_token,
             chat_template=metadata.chat_template,
             generation=msgspec.to_builtins(metadata.generation),
-            created=int(time.time()) if created is None else created,
-            engine=engine,
+            created=int(time.time()),
             source=self.source,
         )
 

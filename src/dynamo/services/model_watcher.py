@@ -115,7 +115,9 @@ class ModelWatcher:
             tokenizer_file = await ensure_file(runtime, files, card.tokenizer)
         finally:
             await files.close()
-        tokenizer = await load_tokenizer(tokenizer_file, clock=runtime.clock, ensure_verified=True)
+        tokenizer = await runtime.clock.offload(
+            load_tokenizer, tokenizer_file, ensure_verified=True
+        )
         template = await runtime.clock.offload(
             ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
         )

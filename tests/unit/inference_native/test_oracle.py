@@ -23,7 +23,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.resolve import ModelFiles, resolve_model_blocking
-from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import load_tokenizer
 
 NEAR_TIE = 1e-3
 MAX_TIES = 3
@@ -136,7 +136,7 @@ async def test_preemption_and_eviction_change_no_token(
 
 def test_rendered_prompts_and_decoded_texts(model: ModelFiles) -> None:
     card = model.build_card()
-    tokenizer = load_tokenizer_blocking(card.tokenizer)
+    tokenizer = load_tokenizer(card.tokenizer)
     template = ChatTemplate(card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token)
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         text = template.render(prompt["messages"])

@@ -21,7 +21,6 @@ from dynamo.models.tokenization.gguf_tokenizer import convert_tokenizer, convert
 from dynamo.models.tokenization.tokenizer import (
     Tokenizer,
     load_tokenizer,
-    load_tokenizer_blocking,
     read_text_token_ids,
 )
 from dynamo.models.tokenization.tokenizer_file import (
@@ -155,16 +154,16 @@ def test_tokenizers_whose_texts_can_be_split(edited_tokenizer):
     assert not allowed(added_tokens=[stripping])
 
 
-async def test_an_unverified_tokenizer_uses_the_reference(tokenizer_path):
-    tokenizer = await load_tokenizer(file_ref(tokenizer_path))
+def test_an_unverified_tokenizer_uses_the_reference(tokenizer_path):
+    tokenizer = load_tokenizer(file_ref(tokenizer_path))
     assert tokenizer.encoder_name == "tokenizers"
     assert not tokenizer.can_split
 
 
-async def test_verification_runs_once_and_is_stored(tokenizer_path, monkeypatch):
+def test_verification_runs_once_and_is_stored(tokenizer_path, monkeypatch):
     ref = file_ref(tokenizer_path)
     assert cached_verification(ref) is None
-    tokenizer = await load_tokenizer(ref, ensure_verified=True)
+    tokenizer = load_tokenizer(ref, ensure_verified=True)
     result = cached_verification(ref)
     assert result is not None
     assert result.equal
@@ -174,7 +173,7 @@ async def test_verification_runs_once_and_is_stored(tokenizer_path, monkeypatch)
     assert tokenizer.can_split
     monkeypatch.setattr(encoders.sys, "executable", "/nowhere")
     assert verify_encoder(ref) == result
-    assert load_tokenizer_blocking(tokenizer_path).encoder_name == "fastokens"
+    assert load_tokenizer(tokenizer_path).encoder_name == "fastokens"
 
 
 def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
@@ -283,7 +282,7 @@ def test_invalid_tokenizer_files_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("[]")
     with pytest.raises(ModelUnavailable, match="not a tokenizer"):
-        load_tokenizer_blocking(path)
+        load_tokenizer(path)
     path.write_text('{"model": {"type": "Unknown", "vocab": {}}}')
     with pytest.raises(ModelUnavailable, match="cannot be read"):
-        load_tokenizer_blocking(path)
+        load_tokenizer(path)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -76,7 +77,10 @@ def test_unsupported_number_types_are_refused_on_access(model_folder):
     entry = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
     head = json.dumps({"x": entry}).encode()
     (model_folder / SINGLE_FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
-    with SafetensorsFolder(model_folder) as files, pytest.raises(ModelUnavailable, match="I64"):
+    with (
+        closing(SafetensorsFolder(model_folder)) as files,
+        pytest.raises(ModelUnavailable, match="I64"),
+    ):
         files.tensor("x")
 
 

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo.core.text import TextFinish, TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import load_tokenizer
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
@@ -223,7 +223,7 @@ def test_bytes_of_a_sentencepiece_token(tmp_path: Any) -> None:
         ]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary(load_tokenizer(tmp_path / "tokenizer.json"))
     raws = [vocabulary.get_token_bytes(number) for number in range(1, len(words) + 1)]
     texts = [" ", " a", " hello", "hello", "é", "\ufffd", "\n"]
     assert raws == [*(text.encode() for text in texts), b"\xf0", b""]
@@ -236,7 +236,7 @@ def test_a_tokenizer_without_exact_bytes(tmp_path: Any, recording_reply: Any) ->
     library.decoder = decoders.Metaspace()
     library.save(str(tmp_path / "tokenizer.json"))
     vocabulary, reader = (
-        Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json")),
+        Vocabulary(load_tokenizer(tmp_path / "tokenizer.json")),
         recording_reply(),
     )
     sink = make(vocabulary, reader, stop=("dsx",))

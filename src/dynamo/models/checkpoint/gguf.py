@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -48,7 +49,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path)
         self._size_bytes = len(self._map)
         self._value_readers: dict[str, Callable[[], Any]] = {}
         try:
@@ -138,9 +139,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
 
     def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         per_block, block_bytes = block_layout(kind)
-        count = 1
-        for dim in shape:
-            count *= dim
+        count = prod(shape)
         if count == 0 or (per_block > 1 and (not shape or shape[-1] % per_block)):
             raise self._damaged_error(f"{name} has shape {shape}")
         size = count // per_block * block_bytes
@@ -213,7 +212,8 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         return ModelUnavailable(f"{self.path.name} is damaged: {what}", hint="fetch the file again")
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file for reading. Raises `ModelUnavailable`."""
     try:
         with path.open("rb") as source:
             return mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)

@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.file_cache import read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,12 +108,7 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
 
     `has_output`: the checkpoint has an output matrix, which decides `tied` if the file does not.
     """
-    try:
-        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
+    raw = read_json(path, dict[str, Any])
     _check_architecture(raw.get("model_type", ""), _HF_ARCHITECTURES)
     if raw.get("sliding_window"):
         raise ModelUnavailable("sliding-window attention is not supported")

@@ -6,13 +6,14 @@ A file has 8 bytes of header length, a JSON header, then the data. All offsets a
 from __future__ import annotations
 
 import mmap
-from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.gguf import map_file
 from dynamo.models.checkpoint.quantization import BF16, F16, F32, dequantize
 
 if TYPE_CHECKING:
@@ -40,36 +41,28 @@ class _MappedTensor(NamedTuple):
     base: int
 
 
-class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
+class SafetensorsFolder:
     """The memory-mapped tensors of a model folder, decoded on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._maps: list[mmap.mmap] = []
-        self._tensors: dict[str, _MappedTensor] = {}
+        self.tensors: dict[str, _MappedTensor] = {}
         for path in weight_files(folder):
             self._read_file(path)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Unmap all files. Returned arrays stay valid, since they are copies."""
         for data in self._maps:
             data.close()
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        return frozenset(self._tensors)
-
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise ModelUnavailable(f"{self.folder.name} has no tensor {name}")
-        data, entry, base = self._tensors[name]
+        data, entry, base = self.tensors[name]
         if entry.dtype not in _DTYPES:
             raise ModelUnavailable(
                 f"{name} has the unsupported type {entry.dtype}",
@@ -80,11 +73,7 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
 
     def _read_file(self, path: Path) -> None:
-        try:
-            with path.open("rb") as source:
-                data = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+        data = map_file(path)
         self._maps.append(data)
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(_MAX_HEADER_BYTES, len(data) - 8):
@@ -98,7 +87,7 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         base = 8 + length
         for name, entry in entries.items():
             _check_entry(path, name, entry, len(data) - base)
-            self._tensors[name] = _MappedTensor(data, entry, base)
+            self.tensors[name] = _MappedTensor(data, entry, base)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -128,9 +117,7 @@ def _check_entry(path: Path, name: str, entry: _TensorEntry, data_bytes: int) ->
     if not 0 <= start <= end <= data_bytes or min(entry.shape, default=0) < 0:
         raise _damaged_error(path, f"{name} lies outside the file")
     if entry.dtype in _DTYPES:
-        size = _DTYPES[entry.dtype][1]
-        for dim in entry.shape:
-            size *= dim
+        size = _DTYPES[entry.dtype][1] * prod(entry.shape)
         if size != end - start:
             raise _damaged_error(path, f"{name} has {end - start} bytes for shape {entry.shape}")
 

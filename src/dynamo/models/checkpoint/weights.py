@@ -61,7 +61,7 @@ class SafetensorsWeights(ModelWeights):
                 hint="the mock and echo engines need no weights; native needs model.safetensors",
             )
         self._files = SafetensorsFolder(folder)
-        names = self._files.names
+        names = self._files.tensors
         _reject_biases(names)
         self.config = config_from_json(folder / "config.json", "lm_head.weight" in names)
 

@@ -21,7 +21,14 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import InvalidRequest, ModelUnavailable
-from dynamo.models.file_cache import FileRef, cache_dir, file_lock, find_file, write_atomically
+from dynamo.models.file_cache import (
+    FileRef,
+    cache_dir,
+    file_lock,
+    find_file,
+    read_json,
+    write_atomically,
+)
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +157,7 @@ def fastest_encoder(path: Path, verification: EncoderVerification | None) -> Enc
 
 def cached_verification(ref: FileRef) -> EncoderVerification | None:
     """Return the stored verification for the installed versions, or None."""
-    try:
-        return msgspec.json.decode(_verification_path(ref).read_bytes(), type=EncoderVerification)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    return _read_verification(_verification_path(ref))
 
 
 def verify_encoder(ref: FileRef) -> EncoderVerification:
@@ -186,17 +190,21 @@ def _run_verification(tokenizer: Path, target: Path) -> EncoderVerification:
         )
     except subprocess.TimeoutExpired:
         return EncoderVerification(equal=False, cuts=False, why="the verification took too long")
+    if (verification := _read_verification(target)) is not None:
+        return verification
+    code, stderr = ended.returncode, ended.stderr.decode(errors="replace").strip()[-500:]
+    log.warning("verification failed", extra={"fields": {"code": code, "stderr": stderr}})
+    failed = EncoderVerification(equal=False, cuts=False, why=f"the verification ended with {code}")
+    if code < 0:  # an encoder crashed: store the result, so that it is not repeated
+        write_atomically(target, msgspec.json.encode(failed))
+    return failed
+
+
+def _read_verification(path: Path) -> EncoderVerification | None:
     try:
-        return msgspec.json.decode(target.read_bytes(), type=EncoderVerification)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        code, stderr = ended.returncode, ended.stderr.decode(errors="replace").strip()[-500:]
-        log.warning("verification failed", extra={"fields": {"code": code, "stderr": stderr}})
-        failed = EncoderVerification(
-            equal=False, cuts=False, why=f"the verification ended with {code}"
-        )
-        if code < 0:  # an encoder crashed: store the result, so that it is not repeated
-            write_atomically(target, msgspec.json.encode(failed))
-        return failed
+        return read_json(path, EncoderVerification)
+    except ModelUnavailable:
+        return None
 
 
 def _verification_path(ref: FileRef) -> Path:

@@ -8,7 +8,6 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 
-from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.file_cache import FileRef, file_ref, find_file
 from dynamo.models.tokenization.encoders import (
@@ -150,20 +149,11 @@ class StreamDecoder:
         return self._decode(ids, skip_special=self._skip_special)
 
 
-async def load_tokenizer(
-    source: FileRef | Path, *, clock: Clock | None = None, ensure_verified: bool = False
-) -> Tokenizer:
-    """Load a tokenizer off the event loop. Raises `ModelUnavailable`.
+def load_tokenizer(source: FileRef | Path, *, ensure_verified: bool = False) -> Tokenizer:
+    """Load a tokenizer. Blocks. Raises `ModelUnavailable`.
 
     `ensure_verified`: verify the fast encoder if that was not done (seconds, once).
     """
-    return await (clock or SystemClock()).offload(
-        load_tokenizer_blocking, source, ensure_verified=ensure_verified
-    )
-
-
-def load_tokenizer_blocking(source: FileRef | Path, *, ensure_verified: bool = False) -> Tokenizer:
-    """Like `load_tokenizer`, but blocking."""
     ref = file_ref(source) if isinstance(source, Path) else source
     path = find_file(ref)
     if path is None:
@@ -187,7 +177,7 @@ def read_text_token_ids(source: FileRef | Path) -> list[int]:
     table = token_bytes_table(file)
     if any(raw is not None for raw in table):
         return _text_token_ids(table, special_ids(file))
-    return load_tokenizer_blocking(source).text_token_ids
+    return load_tokenizer(source).text_token_ids
 
 
 def _trim_heap() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.models.file_cache import read_json
 
 _MAX_TOKEN_ID = 1 << 24
 
@@ -48,12 +49,7 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 def read_tokenizer_file(path: Path) -> TokenizerFile:
     """Read a tokenizer.json. Raises `ModelUnavailable`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
-    except OSError as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelUnavailable(f"{path} is not a tokenizer.json: {error}") from error
+    return read_json(path, TokenizerFile, "a tokenizer.json")
 
 
 def vocabulary(file: TokenizerFile) -> list[str | None]:

@@ -88,13 +88,13 @@ def words_from_tokenizer(folder: str) -> Sequence[str]:
 
 
 def _load_tokenizer(folder: str) -> Tokenizer:
-    from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
+    from dynamo.models.tokenization.tokenizer import load_tokenizer
 
     path = Path(folder)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"no tokenizer in {folder}", hint="name a folder with tokenizer.json")
-    return load_tokenizer_blocking(path)
+    return load_tokenizer(path)
 
 
 def token_counter_from_tokenizer(folder: str) -> Callable[[str], int]:
