@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import msgspec
 
@@ -13,14 +14,12 @@ RunCommand = Callable[[Sequence[str]], int]
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command. `run` and `parser` name functions of `module`: `run(arguments)` returns the exit
-    code, `parser()` a `Parser`. A hidden command is not listed in the help."""
+    """A command. `target` is a module, or MODULE:OBJECT, with two functions: `run(arguments)`
+    returns the exit code, `parser()` a `Parser`. A hidden command is not listed in the help."""
 
-    module: str
+    target: str
     help: str
     hidden: bool = False
-    run: str = "run"
-    parser: str = "parser"
 
 
 COMMANDS = {
@@ -31,23 +30,12 @@ COMMANDS = {
     "call": Command("dynamo.cli.call", "call one endpoint of a running service"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
-    "scale": Command(
-        "dynamo.cli.control",
-        "change the number of processes of a kind",
-        run="run_scale",
-        parser="scale_parser",
-    ),
+    "scale": Command("dynamo.cli.control:SCALE", "change the number of processes of a kind"),
     "drain": Command(
-        "dynamo.cli.control",
-        "take one process out of service; its requests move to others",
-        run="run_drain",
-        parser="drain_parser",
+        "dynamo.cli.control:DRAIN", "take one process out of service; its requests move to others"
     ),
     "restart": Command(
-        "dynamo.cli.control",
-        "replace processes one by one without downtime",
-        run="run_restart",
-        parser="restart_parser",
+        "dynamo.cli.control:RESTART", "replace processes one by one without downtime"
     ),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
@@ -65,13 +53,17 @@ COMMANDS = {
 
 def command_run(name: str) -> RunCommand:
     """Return the function that runs a command of `COMMANDS`."""
-    command = COMMANDS[name]
-    run: RunCommand = getattr(import_module(command.module), command.run)
+    run: RunCommand = _import_target(name).run
     return run
 
 
 def command_parser(name: str) -> Parser:
     """Return a command's parser, for its help and the reference page."""
-    command = COMMANDS[name]
-    parser: Parser = getattr(import_module(command.module), command.parser)()
+    parser: Parser = _import_target(name).parser()
     return parser
+
+
+def _import_target(name: str) -> Any:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    imported = import_module(module)
+    return getattr(imported, attribute) if attribute else imported

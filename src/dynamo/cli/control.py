@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, DeadlineExceeded
@@ -12,114 +13,79 @@ from dynamo.core.errors import ConfigError, DeadlineExceeded
 DEFAULT_TIMEOUT_S = 120.0
 
 
-def add_deployment_flags(parser: Parser) -> None:
-    """Add the flags that all control commands have."""
-    parser.add_argument(
-        "--deployment", metavar="NAME|PORT", help="deployment, if several run (see `dynamo ps`)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="SECONDS",
-        help=f"wait so long (default: {DEFAULT_TIMEOUT_S:g}); the deployment completes the request "
-        "even after a timeout",
-    )
+class ControlCommand(msgspec.Struct, frozen=True):
+    """A command that sends a control request. `target` declares the argument that names what to
+    control."""
+
+    name: Literal["scale", "drain", "restart"]
+    description: str
+    examples: str
+    target: Mapping[str, Any]
+
+    def parser(self) -> Parser:
+        """Return the parser: the target, the deployment and the timeout."""
+        parser = Parser(f"dynamo {self.name}", self.description, self.examples)
+        parser.add_argument("target", **self.target)
+        parser.add_argument(
+            "--deployment", metavar="NAME|PORT", help="deployment, if several run (see `dynamo ps`)"
+        )
+        parser.add_argument(
+            "--timeout",
+            type=float,
+            default=DEFAULT_TIMEOUT_S,
+            metavar="SECONDS",
+            help=f"wait so long (default: {DEFAULT_TIMEOUT_S:g}); the deployment completes the "
+            "request even after a timeout",
+        )
+        return parser
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Send the request and print the deployment's messages until it is done."""
+        from dynamo.cli.stop import select_deployments
+        from dynamo.runtime.deployment import live_deployments
+        from dynamo.runtime.processes.control import ControlRequest, send_control_request
+
+        args = self.parser().parse(arguments)
+        name, _, count = args.target.partition("=") if self is SCALE else (args.target, "", "0")
+        if self is SCALE and not (name and count.isdecimal()):
+            hint = "e.g. dynamo scale worker=5"
+            raise ConfigError(f"{args.target!r} is not KIND=COUNT", hint=hint)
+        (deployment,) = select_deployments(live_deployments(), args.deployment)
+        request = ControlRequest(self.name, name, int(count))
+        try:
+            for message in send_control_request(request, deployment.folder, args.timeout):
+                print(message, flush=True)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{deployment.id} is not done after {args.timeout:g} s",
+                hint="the deployment continues; `dynamo ps` shows its state",
+            ) from None
+        return 0
 
 
-def send_control_request(
-    args: argparse.Namespace, do: Literal["scale", "drain", "restart"], name: str, count: int = 0
-) -> int:
-    """Send a control request and print the deployment's messages until it is done."""
-    from dynamo.cli.stop import select_deployments
-    from dynamo.runtime.deployment import live_deployments
-    from dynamo.runtime.processes.control import ControlRequest, send_control_request
-
-    (deployment,) = select_deployments(live_deployments(), args.deployment)
-    try:
-        request = ControlRequest(do, name, count)
-        for message in send_control_request(request, deployment.folder, args.timeout):
-            print(message, flush=True)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"{deployment.id} is not done after {args.timeout:g} s",
-            hint="the deployment continues; `dynamo ps` shows its state",
-        ) from None
-    return 0
-
-
-SCALE_EXAMPLES = """\
+SCALE = ControlCommand(
+    "scale",
+    "Set the number of processes of one kind. The command returns when new processes serve. "
+    "Requests of stopped processes move to the others.",
+    """\
   dynamo scale worker=5
-  dynamo scale worker=2 --deployment 8000     the deployment on this port"""
-
-
-def scale_parser() -> Parser:
-    """Return the parser of `dynamo scale`."""
-    parser = Parser(
-        "dynamo scale",
-        "Set the number of processes of one kind. The command returns when new processes serve. "
-        "Requests of stopped processes move to the others.",
-        SCALE_EXAMPLES,
-    )
-    parser.add_argument("what", metavar="KIND=COUNT", help="e.g. worker=5")
-    add_deployment_flags(parser)
-    return parser
-
-
-def run_scale(arguments: Sequence[str]) -> int:
-    """Scale a kind of process and wait until the deployment has that many."""
-    args = scale_parser().parse(arguments)
-    kind, _, count = args.what.partition("=")
-    if not (kind and count.isdecimal()):
-        raise ConfigError(f"{args.what!r} is not KIND=COUNT", hint="e.g. dynamo scale worker=5")
-    return send_control_request(args, "scale", kind, int(count))
-
-
-DRAIN_EXAMPLES = """\
-  dynamo drain worker-2"""
-
-
-def drain_parser() -> Parser:
-    """Return the parser of `dynamo drain`."""
-    parser = Parser(
-        "dynamo drain",
-        "Take one process out of service. The process gets no new requests and is not restarted. "
-        "Its requests in flight move to others; the last process of a kind finishes its own.",
-        DRAIN_EXAMPLES,
-    )
-    parser.add_argument("name", metavar="PROCESS", help="name of the process in `dynamo ps`")
-    add_deployment_flags(parser)
-    return parser
-
-
-def run_drain(arguments: Sequence[str]) -> int:
-    """Drain a process and wait until it has ended."""
-    args = drain_parser().parse(arguments)
-    return send_control_request(args, "drain", args.name)
-
-
-RESTART_EXAMPLES = """\
+  dynamo scale worker=2 --deployment 8000     the deployment on this port""",
+    {"metavar": "KIND=COUNT", "help": "e.g. worker=5"},
+)
+DRAIN = ControlCommand(
+    "drain",
+    "Take one process out of service. The process gets no new requests and is not restarted. "
+    "Its requests in flight move to others; the last process of a kind finishes its own.",
+    "  dynamo drain worker-2",
+    {"metavar": "PROCESS", "help": "name of the process in `dynamo ps`"},
+)
+RESTART = ControlCommand(
+    "restart",
+    "Replace processes one by one. An old process ends when its replacement serves; its "
+    "requests move to others. The machine needs room for one more process meanwhile.",
+    """\
   dynamo restart                  every worker, one after the other
   dynamo restart worker-2         one process
-  dynamo restart frontend"""
-
-
-def restart_parser() -> Parser:
-    """Return the parser of `dynamo restart`."""
-    parser = Parser(
-        "dynamo restart",
-        "Replace processes one by one. An old process ends when its replacement serves; its "
-        "requests move to others. The machine needs room for one more process meanwhile.",
-        RESTART_EXAMPLES,
-    )
-    parser.add_argument(
-        "what", nargs="?", default="worker", metavar="PROCESS|KIND", help="default: worker"
-    )
-    add_deployment_flags(parser)
-    return parser
-
-
-def run_restart(arguments: Sequence[str]) -> int:
-    """Restart processes and wait until all are replaced."""
-    args = restart_parser().parse(arguments)
-    return send_control_request(args, "restart", args.what)
+  dynamo restart frontend""",
+    {"nargs": "?", "default": "worker", "metavar": "PROCESS|KIND", "help": "default: worker"},
+)

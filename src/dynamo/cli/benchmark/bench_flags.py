@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +48,23 @@ def parser() -> Parser:
     return parser
 
 
+def _add_number(
+    group: argparse._ArgumentGroup, names: Sequence[str], default: float, text: str
+) -> None:
+    """Add a flag for a number of the default's type. A default of 0 is not part of the help."""
+    kind = type(default)
+    group.add_argument(
+        *names,
+        type=kind,
+        default=default,
+        metavar="N" if kind is int else "X",
+        help=f"{text} (default: {default:g})" if default else text,
+    )
+
+
 def _add_load_flags(parser: Parser) -> None:
     group = parser.add_argument_group("load")
-    _add_number(
-        group,
-        "-c",
-        "--concurrency",
-        default=1,
-        text="requests in flight in a closed loop (default: 1)",
-    )
+    _add_number(group, ["-c", "--concurrency"], 1, "requests in flight in a closed loop")
     group.add_argument(
         "--rate",
         metavar="R|A..B",
@@ -65,32 +74,22 @@ def _add_load_flags(parser: Parser) -> None:
     group.add_argument(
         "--duration", metavar="TIME", help="time to send (default: 10s without --requests)"
     )
-    _add_number(group, "--requests", default=0, text="requests to send")
-    group.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="unmeasured requests first"
-    )
-    _add_number(
-        group,
-        "--seed",
-        default=0,
-        text="seed of the prompts (default: random, so that no cache has them)",
-    )
+    _add_number(group, ["--requests"], 0, "requests to send")
+    _add_number(group, ["--warmup"], 0, "unmeasured requests first")
+    seed_help = "seed of the prompts (default: random, so that no cache has them)"
+    _add_number(group, ["--seed"], 0, seed_help)
     _add_trace_flags(group)
 
 
-def _add_trace_flags(group: Any) -> None:
+def _add_trace_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
         help="Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
         "output_length, hash_ids; optional session_id and delay",
     )
-    _add_number(
-        group, "--block-tokens", default=512, text="tokens per hash id of the trace (default: 512)"
-    )
-    group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="divide the trace's times by X"
-    )
+    _add_number(group, ["--block-tokens"], 512, "tokens per hash id of the trace")
+    _add_number(group, ["--speed"], 1.0, "divide the trace's times by X")
     group.add_argument(
         "--closed", action="store_true", help="ignore the trace's times: -c sessions at a time"
     )
@@ -104,24 +103,11 @@ def _add_trace_flags(group: Any) -> None:
 
 def _add_request_flags(parser: Parser) -> None:
     group = parser.add_argument_group("requests")
-    _add_number(
-        group,
-        "--isl",
-        "--input-tokens",
-        default=128,
-        text="prompt tokens without the chat template (default: 128)",
-    )
-    _add_number(group, "--osl", "--output-tokens", default=64, text="output tokens (default: 64)")
-    _add_number(
-        group, "--prefix-share", default=0.0, text="share of each prompt that is a shared prefix"
-    )
-    _add_number(group, "--prefixes", default=1, text="number of shared prefixes (default: 1)")
-    _add_number(
-        group,
-        "--turns",
-        default=1,
-        text="turns per conversation (default: 1; 0 takes all of --sharegpt)",
-    )
+    _add_number(group, ["--isl", "--input-tokens"], 128, "prompt tokens without the chat template")
+    _add_number(group, ["--osl", "--output-tokens"], 64, "output tokens")
+    _add_number(group, ["--prefix-share"], 0.0, "share of each prompt that is a shared prefix")
+    _add_number(group, ["--prefixes"], 1, "number of shared prefixes")
+    _add_number(group, ["--turns"], 1, "turns per conversation; 0 takes all of --sharegpt")
     group.add_argument(
         "--stop-at-eos",
         action="store_true",
@@ -152,12 +138,6 @@ def _add_result_flags(parser: Parser) -> None:
     group.add_argument("--picture", metavar="FILE", help="plot the result as PNG")
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--name", default="", help="name of the result")
-
-
-def _add_number(group: Any, *flags: str, default: float, text: str) -> None:
-    kind = type(default)
-    metavar = "X" if kind is float else "N"
-    group.add_argument(*flags, type=kind, default=default, metavar=metavar, help=text)
 
 
 def parse_bench_config(args: argparse.Namespace) -> BenchConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,28 +70,27 @@ def parser() -> Parser:
 def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace-block-size",
-        type=_positive_int,
+        type=_number(int),
         default=512,
         metavar="TOKENS",
         help="tokens per hash id of the trace (default: 512)",
     )
     group.add_argument(
         "--speed",
-        type=_positive_float,
+        type=_number(float),
         default=1.0,
         metavar="X",
         help="divide the trace's times by X (default: 1)",
     )
     group.add_argument(
         "--smear",
-        type=_non_negative_float,
+        type=_number(float, allow_zero=True),
         default=0.0,
         metavar="SECONDS",
         help="delay each conversation by a random time up to this, in trace time",
     )
-    group.add_argument(
-        "--rows", type=_positive_int, default=0, metavar="N", help="only the first N lines"
-    )
+    rows = "only the first N lines"
+    group.add_argument("--rows", type=_number(int), default=0, metavar="N", help=rows)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
 
 
@@ -252,21 +251,14 @@ def _write_lines(path: str, lines: Iterable[bytes]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
+def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:
+    """Return a parser of finite numbers of `kind` that are positive, or 0 if allowed."""
 
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 <= value < math.inf or not (value or allow_zero):
+            error = "must not be negative" if allow_zero else "must be above 0"
+            raise argparse.ArgumentTypeError(error)
+        return value
 
-def _positive_int(text: str) -> int:
-    if int(text) <= 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return int(text)
-
-
-def _non_negative_float(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
+    return number
