@@ -27,11 +27,11 @@ class MemoryRequests(Requests):
     """The backend `memory:`. Each object stands for one process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._address = f"memory://{new_incarnation()}"
         self.endpoints = Endpoints()
         self._connections: dict[str, _MemoryConnection] = {}
         self.incoming: set[_MemoryConnection] = set()
-        self._broken_callbacks: list[Callable[[str], None]] = []
         self.severed = False
         self.stalled: set[_MemoryConnection] = set()
 
@@ -75,10 +75,6 @@ class MemoryRequests(Requests):
         if connection is not None:
             connection.close_client()
 
-    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        self._broken_callbacks.append(callback)
-        return lambda: self._broken_callbacks.remove(callback)
-
     async def close(self) -> None:
         _planes.pop(self._address, None)
         await self.endpoints.close()
@@ -118,10 +114,6 @@ class MemoryRequests(Requests):
             del self._connections[address]
             if self._address in _planes:
                 self._notify_broken(address)
-
-    def _notify_broken(self, address: str) -> None:
-        for callback in tuple(self._broken_callbacks):
-            callback(address)
 
 
 class _MemoryConnection:

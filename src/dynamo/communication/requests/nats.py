@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final, Self
 
 from dynamo.communication.nats_client import NatsClient
@@ -31,6 +30,7 @@ class NatsRequests(Requests):
     def __init__(
         self, nats: NatsClient, transport: NatsPlaneTransport, direct: TcpPlaneTransport
     ) -> None:
+        super().__init__()
         endpoints = Endpoints()
         self._nats = nats
         self._nats_transport = transport
@@ -38,7 +38,6 @@ class NatsRequests(Requests):
         self._via_nats = TcpRequests(transport, endpoints)
         self._direct = TcpRequests(direct, endpoints)
         self._addresses: dict[str, str] = {}
-        self._broken_callbacks: list[Callable[[str], None]] = []
         self._tasks = BackgroundTasks()
         self._closed = False
         self._bypassed: set[str] = set()
@@ -121,10 +120,6 @@ class NatsRequests(Requests):
         asyncio.get_running_loop().call_later(BYPASS_S, self._bypassed.discard, nats_address)
         self._via_nats.disconnect(nats_address)
 
-    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        self._broken_callbacks.append(callback)
-        return lambda: self._broken_callbacks.remove(callback)
-
     async def close(self) -> None:
         self._closed = True
         await self._tasks.close()
@@ -147,9 +142,7 @@ class NatsRequests(Requests):
             self._tasks.start(self._direct.ensure_connected(direct_address), f"reach {address}")
 
     def _on_broken(self, address: str) -> None:
-        whole = self._addresses.get(address, address)
-        for callback in tuple(self._broken_callbacks):
-            callback(whole)
+        self._notify_broken(self._addresses.get(address, address))
 
 
 def split_address(address: str) -> tuple[str, str]:

@@ -66,6 +66,9 @@ A `DynamoError` is raised at the caller. Another exception is logged here and be
 class Requests(ABC):
     """Serves handlers under this process's address and calls those of other processes."""
 
+    def __init__(self) -> None:
+        self._broken_callbacks: list[Callable[[str], None]] = []
+
     @property
     def connection_error(self) -> str:
         """The reason why the plane's server is unreachable now, or ""."""
@@ -127,9 +130,14 @@ class Requests(ABC):
         """Reach an instance directly for some seconds. Calls in flight raise `WorkerFailed`."""
         self.disconnect(address)
 
-    @abstractmethod
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(address)` if a connection fails. Returns a function that removes it."""
+        self._broken_callbacks.append(callback)
+        return lambda: self._broken_callbacks.remove(callback)
+
+    def _notify_broken(self, address: str) -> None:
+        for callback in tuple(self._broken_callbacks):
+            callback(address)
 
     @abstractmethod
     async def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -28,6 +28,7 @@ class TcpRequests(Requests):
     """The backend `tcp://HOST:PORT`. Planes over several transports may share `Endpoints`."""
 
     def __init__(self, transport: PlaneTransport, endpoints: Endpoints | None = None) -> None:
+        super().__init__()
         self._transport = transport
         self._listen_lock = asyncio.Lock()
         self._flusher = TurnFlusher()
@@ -38,7 +39,6 @@ class TcpRequests(Requests):
         self._open_client_connections: set[ClientConnection] = set()
         self._pending_dials: dict[str, asyncio.Task[ClientConnection | DynamoError]] = {}
         self._tasks = BackgroundTasks()
-        self._broken_callbacks: list[Callable[[str], None]] = []
         self._closed = False
 
     @classmethod
@@ -108,10 +108,6 @@ class TcpRequests(Requests):
         connection = self._client_connections.get(address)
         if connection is not None:
             connection.link.abort()
-
-    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        self._broken_callbacks.append(callback)
-        return lambda: self._broken_callbacks.remove(callback)
 
     async def close(self) -> None:
         self._closed = True
@@ -203,5 +199,4 @@ class TcpRequests(Requests):
 
     def _notify_broken(self, address: str) -> None:
         if not self._closed:
-            for callback in tuple(self._broken_callbacks):
-                callback(address)
+            super()._notify_broken(address)
