@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from dynamo.core.context import Context
 from dynamo.core.errors import ModelNotFound, ModelNotReady
-from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
 
 DEFAULT_MODEL = "default"
 RETRY_AFTER_S = 2.0
 MAX_NAMES_SHOWN = 20
 
 
-class TextProcessor(Protocol):
-    """Answers requests of one model in text, e.g. `scheduling.processor.ChatProcessor`."""
-
-    def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
-        """Answer a conversation."""
-
-    async def complete(
-        self, request: CompletionRequest, context: Context, reply: TextReply
-    ) -> None:
-        """Continue a prompt."""
-
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
-    ) -> list[int]:
-        """Return the token ids of a text, or of messages rendered by the chat template."""
-
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-
-    async def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id by itself."""
-
-
 class ServedModel(msgspec.Struct, frozen=True):
     """A model that is served under `names`; the first one is its id.
 
+    `processor` has the methods of `scheduling.processor.ChatProcessor`, which answer in text.
     `derived` models are built on other models. The name `default` prefers models that are not.
     `context_tokens` is 0 where the length is unknown; `created` is Unix time.
     """
@@ -76,15 +52,6 @@ class Gateway:
             self._pending.pop(name, None)
             self._models[name] = served
         self._models = dict(sorted(self._models.items(), key=lambda item: item[1].derived))
-
-    def remove(self, name: str) -> None:
-        """Stop serving a model, under all of its names."""
-        self._pending.pop(name, None)
-        served = self._models.get(name)
-        if served is not None:
-            self._models = {
-                key: value for key, value in self._models.items() if value is not served
-            }
 
     @property
     def models(self) -> dict[str, ServedModel]:

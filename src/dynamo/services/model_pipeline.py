@@ -38,7 +38,7 @@ from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.sdk.decorators import spec_of
 from dynamo.services.cache_views import open_cache_view
-from dynamo.services.compatibility import CardCompatibility
+from dynamo.services.catalogue import CardCompatibility
 from dynamo.services.components import Router
 from dynamo.services.routing import ModelRouting, ProcessRouting
 

@@ -32,15 +32,9 @@ async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) 
     if await offload(find_file, ref) is not None:
         return ref
     for instance in list(files.instances.values()):
-        parts: list[bytes] = []
-
-        def receive(part: bytes, parts: list[bytes] = parts) -> bool:
-            parts.append(part)
-            return True
-
         context = Context(request_id=secrets.token_hex(8))
         try:
-            await files.call(instance, ref.sha256.encode(), context, receive)
+            parts = await files.collect(instance, ref.sha256.encode(), context)
         except (NotFound, WorkerFailed):
             continue
         await offload(store_file, ref, b"".join(parts))

@@ -138,16 +138,10 @@ class RoutingQueries:
     async def _query_instance(
         self, client: Client, instance: Instance, query: RoutingQuery, kind: Any
     ) -> list[Any]:
-        answers: list[bytes] = []
-
-        def sink(payload: bytes) -> bool:
-            answers.append(payload)
-            return True
-
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 context = Context("routing", timeout_s=QUERY_TIMEOUT_S)
-                await client.call(instance, _encode(query), context, sink)
+                answers = await client.collect(instance, _encode(query), context)
             items: list[Any] = msgspec.msgpack.decode(answers[0], type=kind)
         except (
             DynamoError,

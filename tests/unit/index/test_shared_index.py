@@ -179,7 +179,7 @@ def test_an_incompatible_worker_is_refused_with_a_warning(
 ) -> None:
     from dynamo.models.card import ModelCard
     from dynamo.models.file_cache import FileRef
-    from dynamo.services.compatibility import CardCompatibility
+    from dynamo.services.catalogue import CardCompatibility
 
     compatibility = CardCompatibility(
         ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, ""))

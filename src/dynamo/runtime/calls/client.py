@@ -117,6 +117,17 @@ class Client:
         finally:
             self._end_call(load)
 
+    async def collect(self, instance: Instance, payload: bytes, context: Context) -> list[bytes]:
+        """Call `instance` and return all payloads of the answer. Raises the errors of `call`."""
+        payloads: list[bytes] = []
+
+        def sink(payload: bytes) -> bool:
+            payloads.append(payload)
+            return True
+
+        await self.call(instance, payload, context, sink)
+        return payloads
+
     @contextmanager
     def track_call(self, instance: Instance) -> Iterator[None]:
         """Count the body of the `with` statement as a call of `instance` for load balancing."""

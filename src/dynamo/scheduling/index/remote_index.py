@@ -63,13 +63,7 @@ class RemoteIndex:
             await self._clock.sleep(MODES_POLL_INTERVAL_S)
 
     async def _query(self, client: Client, payload: bytes) -> bytes:
-        answer = bytearray()
-
-        def on_payload(part: bytes) -> bool:
-            answer.extend(part)
-            return True
-
         timeout_s = MATCH_TIMEOUT_S if client is self._match_client else MODES_POLL_INTERVAL_S
         async with asyncio.timeout(timeout_s):
-            await client.call(client.pick("round_robin"), payload, Context("index"), on_payload)
-        return bytes(answer)
+            instance = client.pick("round_robin")
+            return b"".join(await client.collect(instance, payload, Context("index")))

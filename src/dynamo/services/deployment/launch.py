@@ -61,19 +61,14 @@ def create_service(role: str) -> ProcessService:
     return service
 
 
-def run_child(role: str, settings: Settings | None = None, name: str = "") -> int:
-    """Run one process of a deployment and return its exit code.
-
-    Without `settings`, settings and name are read from the supervisor on standard input, and the
-    process ends with the supervisor.
-    """
+def run_child(role: str) -> int:
+    """Run the process that the supervisor names on standard input, and return its exit code. The
+    process ends with the supervisor."""
     from dynamo.runtime.processes.process import run_process, tune_malloc
 
     if role != "worker":
         tune_malloc()
     service = create_service(role)
-    if settings is not None:
-        return run_process(service.attach, settings, role, name)
     parent = ParentPipe.from_stdin()
     start = parent.start_message
     return run_process(service.attach, start.settings, role, start.name, parent=parent)
