@@ -89,7 +89,7 @@ ENGINES = PluginTable(
     "engine",
     "dynamo.engines",
     {
-        "native": "dynamo.inference.native:open_engine",
+        "native": "dynamo.inference.native.runner:open_engine",
         "mock": "dynamo.inference.mock.engine:open_engine",
         "echo": "dynamo.inference.echo:open_engine",
     },

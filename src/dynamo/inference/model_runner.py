@@ -33,8 +33,8 @@ class StepChunk(msgspec.Struct, frozen=True):
     save_blocks: tuple[tuple[int, int], ...] = ()
 
 
-class StepPlan(msgspec.Struct, frozen=True):
-    """The work of one step. Its sequences do not change while the step is computed.
+class StepPlan(msgspec.Struct):
+    """The work of one step. Plan and sequences do not change while the step is computed.
 
     - `released`: sequences that ended or were preempted since the last plan. The runner frees their
       areas before it computes. A preempted sequence comes again later as a new one.
@@ -43,7 +43,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     - `back_to_back`: the engine was not idle between the previous step and this one.
     """
 
-    chunks: Sequence[StepChunk]
+    chunks: list[StepChunk] = []
     released: Sequence[EngineSequence] = ()
     new_tokens: int = 0
     decode_seqs: int = 0

@@ -36,17 +36,6 @@ class BatchLimits(msgspec.Struct, frozen=True):
     context_tokens: int
 
 
-class StepPlanBuilder(msgspec.Struct):
-    """A `StepPlan` under construction and the token budget that is left."""
-
-    budget: int
-    chunks: list[StepChunk] = []
-    new_tokens: int = 0
-    decode_seqs: int = 0
-    decode_context: int = 0
-    preempted: bool = False
-
-
 def admission_order(sequence: EngineSequence) -> tuple[int, int]:
     """Sort key of waiting sequences: the higher priority first, then the earlier arrival."""
     return -sequence.priority, sequence.arrival
@@ -76,6 +65,7 @@ class StepScheduler:
         self._released: list[EngineSequence] = []
         self._arrivals = 0
         self._had_work = False
+        self._budget = 0
         self._batch_changed = True
 
     def add(self, sequence: EngineSequence) -> None:
@@ -112,22 +102,16 @@ class StepScheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do."""
         self._batch_changed = False
-        builder = StepPlanBuilder(self.limits.max_num_batched_tokens)
-        self._plan_running(builder)
-        if self.waiting and not builder.preempted:
-            self._plan_waiting(builder)
-        back_to_back, self._had_work = self._had_work, bool(builder.chunks)
-        if not builder.chunks:
+        self._budget = self.limits.max_num_batched_tokens
+        plan = StepPlan(back_to_back=self._had_work)
+        self._plan_running(plan)
+        if self.waiting and not self._batch_changed:  # no sequence was preempted
+            self._plan_waiting(plan)
+        self._had_work = bool(plan.chunks)
+        if not plan.chunks:
             return None
-        released, self._released = self._released, []
-        return StepPlan(
-            builder.chunks,
-            released,
-            builder.new_tokens,
-            builder.decode_seqs,
-            builder.decode_context,
-            back_to_back,
-        )
+        plan.released, self._released = self._released, []
+        return plan
 
     def complete(self, plan: StepPlan, tokens: Sequence[int]) -> None:
         """Apply a computed step. `tokens` has one entry for each chunk with `samples`."""
@@ -192,28 +176,27 @@ class StepScheduler:
             tokens += uncomputed if uncomputed > 1 else 0
         return tokens
 
-    def _plan_running(self, builder: StepPlanBuilder) -> None:
+    def _plan_running(self, plan: StepPlan) -> None:
         running = self.running
         block_tokens = self._block_tokens
         index = 0
-        while index < len(running) and builder.budget:
+        while index < len(running) and self._budget:
             sequence = running[index]
             start = sequence.computed_tokens
-            count = min(sequence.length - start, builder.budget)
+            count = min(sequence.length - start, self._budget)
             end = start + count
-            if end > len(sequence.blocks) * block_tokens and not self._allocate_up_to(
-                builder, sequence, end
-            ):
+            allocated = end <= len(sequence.blocks) * block_tokens
+            if not allocated and not self._allocate_up_to(sequence, end):
                 return
-            self._add_chunk(builder, sequence, start, count, ())
+            self._add_chunk(plan, sequence, start, count, ())
             index += 1
 
-    def _plan_waiting(self, builder: StepPlanBuilder) -> None:
+    def _plan_waiting(self, plan: StepPlan) -> None:
         """Admit sequences while tokens, batch slots and blocks are left. A sequence is admitted
         only if all its known tokens fit into free blocks now. Otherwise it would soon be
         preempted."""
         pool, waiting = self.pool, self.waiting
-        while waiting and builder.budget and len(self.running) < self.limits.max_num_seqs:
+        while waiting and self._budget and len(self.running) < self.limits.max_num_seqs:
             sequence = waiting[0]
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
@@ -222,11 +205,11 @@ class StepScheduler:
             if need > pool.available - pool.count_unreferenced(hits):
                 return
             del waiting[0]
-            self._admit(builder, sequence, hits)
+            self._admit(plan, sequence, hits)
 
-    def _admit(self, builder: StepPlanBuilder, sequence: EngineSequence, hits: list[Block]) -> None:
+    def _admit(self, plan: StepPlan, sequence: EngineSequence, hits: list[Block]) -> None:
         start = len(hits) * self._block_tokens
-        count = min(sequence.length - start, builder.budget)
+        count = min(sequence.length - start, self._budget)
         self.pool.reference(hits)
         need = -(-(start + count) // self._block_tokens) - len(hits)
         sequence.blocks = hits + self.pool.allocate(need)
@@ -237,11 +220,11 @@ class StepScheduler:
             sequence.cached_tokens = start
         insort(self.running, sequence, key=running_order)
         load = tuple(block.id for block in hits)
-        self._add_chunk(builder, sequence, start, count, load, admission=True)
+        self._add_chunk(plan, sequence, start, count, load, admission=True)
 
     def _add_chunk(
         self,
-        builder: StepPlanBuilder,
+        plan: StepPlan,
         sequence: EngineSequence,
         start: int,
         count: int,
@@ -258,22 +241,22 @@ class StepScheduler:
             elif self._saves_blocks:
                 blocks = sequence.blocks
                 save = tuple((at, blocks[at].id) for at in range(sequence.registered_blocks, full))
-        builder.chunks.append(StepChunk(sequence, start, count, samples, load, save))
-        builder.budget -= count
+        plan.chunks.append(StepChunk(sequence, start, count, samples, load, save))
+        self._budget -= count
         if samples and count == 1 and not admission and sequence.length > sequence.prompt_tokens:
-            builder.decode_seqs += 1
-            builder.decode_context += end
+            plan.decode_seqs += 1
+            plan.decode_context += end
         else:
-            builder.new_tokens += count
+            plan.new_tokens += count
 
-    def _allocate_up_to(self, builder: StepPlanBuilder, sequence: EngineSequence, end: int) -> bool:
+    def _allocate_up_to(self, sequence: EngineSequence, end: int) -> bool:
         """Allocate blocks for positions up to `end`, preempting from the last running sequence.
         Returns False if `sequence` itself was preempted."""
         need = -(-end // self._block_tokens) - len(sequence.blocks)
         while need > self.pool.available:
             victim = self.running.pop()
             self._preempt(victim)
-            builder.preempted = self._batch_changed = True
+            self._batch_changed = True
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(need)

@@ -95,16 +95,13 @@ def matmul(rows: Floats, matrix: BlockedMatrix, out: Floats, thread_pool: Thread
     )
 
 
-def matmul_on_this_thread(rows: Floats, matrix: BlockedMatrix, out: Floats) -> None:
-    """Compute `matmul` without the thread pool."""
-    matmul_blocks(rows, matrix, out, 0, len(matrix.blocks))
-
-
-def matmul_blocks(rows: Floats, matrix: BlockedMatrix, out: Floats, low: int, high: int) -> None:
-    """Compute the columns of `out` that belong to blocks `low` to `high`."""
+def matmul_blocks(
+    rows: Floats, matrix: BlockedMatrix, out: Floats, low: int = 0, high: int | None = None
+) -> None:
+    """Compute the columns of `out` that belong to blocks `low` to `high`, on this thread."""
     blocks, count = matrix.blocks[low:high], len(rows)
-    size = blocks.shape[2]
-    part = out[:, low * size : high * size].reshape(count, high - low, size)
+    num_blocks, _, size = blocks.shape
+    part = out[:, low * size : (low + num_blocks) * size].reshape(count, num_blocks, size)
     if count == 1:
         np.matmul(rows[0], blocks, out=part[0])
         return
@@ -114,7 +111,7 @@ def matmul_blocks(rows: Floats, matrix: BlockedMatrix, out: Floats, low: int, hi
     np.matmul(
         rows[:tiled_rows].reshape(1, whole, tile, -1),
         blocks[:, None],
-        out=part[:tiled_rows].reshape(whole, tile, high - low, size).transpose(2, 0, 1, 3),
+        out=part[:tiled_rows].reshape(whole, tile, num_blocks, size).transpose(2, 0, 1, 3),
     )
     if tiled_rows < count:
         np.matmul(rows[tiled_rows:], blocks, out=part[tiled_rows:].swapaxes(0, 1))

@@ -16,7 +16,7 @@ from dynamo.inference.native.blocked_matmul import (
     BLOCK_COLUMNS,
     BlockedMatrix,
     make_blocked_matrix,
-    matmul_on_this_thread,
+    matmul_blocks,
 )
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ def add_gated_mlp(
 def _compute_shard(
     rows: Floats, shard: MlpShard, gate_up: Floats, gated: Floats, out: Floats
 ) -> None:
-    matmul_on_this_thread(rows, shard.gate_up, gate_up)
+    matmul_blocks(rows, shard.gate_up, gate_up)
     width = shard.width
     for first_row in range(0, len(rows), TILE_ROWS):
         part = gate_up[first_row : first_row + TILE_ROWS]
         _silu_and_mul(
             part[:, :width], part[:, width : 2 * width], gated[first_row : first_row + TILE_ROWS]
         )
-    matmul_on_this_thread(gated, shard.down, out)
+    matmul_blocks(gated, shard.down, out)
 
 
 def _silu_and_mul(minus_gate: Floats, minus_up: Floats, out: Floats) -> None:

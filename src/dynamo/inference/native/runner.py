@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.model_runner import ModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.native.engine_sizing import plan_engine_info, usable_cores
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
@@ -18,6 +20,7 @@ from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dynamo.inference.engine_registry import EngineInputs
     from dynamo.models.checkpoint.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -108,3 +111,17 @@ class NativeRunner(ModelRunner):
         return SlotChunk(
             sequence.runner_state, chunk.start, sequence.tokens[chunk.start : end], chunk.samples
         )
+
+
+async def open_engine(inputs: EngineInputs) -> BatchedEngine:
+    """Create the engine. The model's weights are read when it starts."""
+    settings = inputs.settings.engine
+    runner = NativeRunner(
+        inputs.files.open_weights, settings, context_tokens=inputs.card.context_tokens
+    )
+    return BatchedEngine(
+        runner,
+        eos_token_ids=inputs.card.eos_token_ids,
+        prefix_caching=settings.prefix_caching,
+        eviction=make_eviction_policy(settings.eviction),
+    )

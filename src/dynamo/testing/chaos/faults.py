@@ -97,7 +97,9 @@ class SimulatedWorkers:
         """Start a worker. Workers with even numbers keep their name over a restart."""
         self._starts += 1
         name = f"w{number}" if number % 2 == 0 else f"w{number}-{self._starts}"
-        self.workers[number] = await SimulatedWorker.start(self._network, name, self._starts)
+        worker = SimulatedWorker(self._network, name)
+        await worker.start(self._starts)
+        self.workers[number] = worker
 
     async def _crash_repeatedly(self, number: int) -> None:
         clock, rng = self._network.clock, self._rng

@@ -15,7 +15,6 @@ from dynamo.communication.requests.memory import MemoryRequests
 from dynamo.core.settings import Settings
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock
-from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
@@ -79,32 +78,11 @@ class SimulatedNetwork(msgspec.Struct, frozen=True):
 
 
 class SimulatedWorker:
-    """A worker process. Create it with `start`."""
+    """A worker process."""
 
-    def __init__(
-        self,
-        name: str,
-        runtime: DistributedRuntime,
-        leased_discovery: MemoryDiscovery,
-        worker: EngineWorker,
-        engine: BatchedEngine,
-        fast_forward: FastForward,
-    ) -> None:
+    def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name
-        self.engine = engine
-        self.fast_forward = fast_forward
-        self.alive = True
-        self._runtime = runtime
-        self._requests = cast("MemoryRequests", runtime.requests)
-        self._events = cast("MemoryEvents", runtime.events)
-        self._leased_discovery = leased_discovery
-        self._worker = worker
-        self._lease_expired = False
-
-    @classmethod
-    async def start(cls, network: SimulatedNetwork, name: str, seed: int) -> SimulatedWorker:
-        """Start a worker and wait until it is announced."""
-        engine, fast_forward = make_simulated_engine(
+        self.engine, self.fast_forward = make_simulated_engine(
             network.engine,
             network.timing,
             network.clock,
@@ -113,10 +91,18 @@ class SimulatedWorker:
             vocabulary=MOCK_VOCABULARY,
             fast_forwarding=network.fast_forwarding,
         )
-        runtime, leased_discovery = await network.create_runtime("worker", name, seed)
-        worker = EngineWorker(engine, network.card)
-        await worker.attach(runtime)
-        return cls(name, runtime, leased_discovery, worker, engine, fast_forward)
+        self.alive = True
+        self._network = network
+        self._worker = EngineWorker(self.engine, network.card)
+        self._lease_expired = False
+
+    async def start(self, seed: int) -> None:
+        """Start the worker and wait until it is announced."""
+        create_runtime = self._network.create_runtime
+        self._runtime, self._leased_discovery = await create_runtime("worker", self.name, seed)
+        self._requests = cast("MemoryRequests", self._runtime.requests)
+        self._events = cast("MemoryEvents", self._runtime.events)
+        await self._worker.attach(self._runtime)
 
     @property
     def partitioned(self) -> bool:
