@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from random import Random
+from typing import Any, NamedTuple, Protocol
 
-from dynamo.communication.requests import RequestHandler
+from dynamo.communication.discovery import Discovery
+from dynamo.communication.events import Events
+from dynamo.communication.requests import RequestHandler, Requests
+from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import (
@@ -19,16 +23,34 @@ from dynamo.runtime.calls.instances import (
     workers_prefix,
 )
 from dynamo.runtime.calls.streams import ItemFunction, item_handler
+from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
-
-if TYPE_CHECKING:
-    from dynamo.runtime.distributed import DistributedRuntime
 
 WITHDRAW_GRACE_S = 0.25
 """Callers learn of a withdrawal with a delay; calls within this time are still answered."""
 
 _NAME_PATTERN = re.compile(r"[^./\s]+\Z")
 _ENDPOINT_PATTERN = re.compile(r"\S+\Z")
+
+
+class EndpointHost(Protocol):
+    """The part of a process that namespaces, components and endpoints use. `DistributedRuntime`
+    implements it."""
+
+    discovery: Discovery
+    requests: Requests
+    events: Events
+    clock: Clock
+    rng: Random
+    health: ProcessHealth
+    clients: set[Client]
+    instance_id: str
+
+    def add_served_endpoint(self, served: ServedEndpoint) -> None:
+        """Note that the process serves an endpoint. Raises `ConfigError` if it does already."""
+
+    def remove_served_endpoint(self, served: ServedEndpoint) -> None:
+        """Note that the process does not serve the endpoint any more."""
 
 
 class EndpointReference(NamedTuple):
@@ -63,7 +85,7 @@ def _check_name(kind: str, name: str) -> str:
 class Namespace:
     """Isolates the components of a tenant or environment from others."""
 
-    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
+    def __init__(self, runtime: EndpointHost, name: str) -> None:
         self.runtime = runtime
         self.name = _check_name("namespace", name)
 
