@@ -24,7 +24,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
 _decode_ids_with_logprobs = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
-_decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+
+encode_request: Callable[[GenerateRequest], bytes] = _encode
+decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+"""Decodes the result of `encode_request`. Raises `msgspec.DecodeError`."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -35,16 +38,6 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
     """Unpack the result of `pack_ids`."""
     return unpack_from(f"<{len(packed) // 4}I", packed)
-
-
-def encode_request(request: GenerateRequest) -> bytes:
-    """Encode a request as msgpack."""
-    return _encode(request)
-
-
-def decode_request(payload: bytes | memoryview) -> GenerateRequest:
-    """Decode the result of `encode_request`. Raises `msgspec.DecodeError`."""
-    return _decode_request(payload)
 
 
 class ReplyEncoder(Reply):

@@ -16,26 +16,25 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dynamo.core.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-class PluginTable:
+class PluginTable(msgspec.Struct, frozen=True):
     """Implementations of one kind by name.
 
     `kind` names the kind in messages. `planned` are names that users may know from other systems
     and that are not implemented yet; choosing one raises `Unsupported` instead of `ConfigError`.
     """
 
-    def __init__(
-        self, kind: str, group: str, builtin: Mapping[str, str], planned: Sequence[str] = ()
-    ) -> None:
-        self.kind = kind
-        self.group = group
-        self.builtin = builtin
-        self.planned = planned
+    kind: str
+    group: str
+    builtin: Mapping[str, str]
+    planned: Sequence[str] = ()
 
     def __contains__(self, name: object) -> bool:
         return name in self.builtin or any(point.name == name for point in self._entry_points())

@@ -26,7 +26,7 @@ def build_config(service: type[Any], section: Mapping[str, Any]) -> Any:
 
     Raises `ConfigError` that names a wrong key.
     """
-    options = without_service_args(section)
+    options = {key: value for key, value in section.items() if key != SERVICE_ARGS_KEY}
     kind = config_type(service)
     if kind is None:
         return options
@@ -54,11 +54,6 @@ def parse_service_args(service: type[Any], section: Mapping[str, Any]) -> Servic
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}.workers = {args.workers}: at least 1")
     return args
-
-
-def without_service_args(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section without `ServiceArgs`."""
-    return {key: value for key, value in section.items() if key != SERVICE_ARGS_KEY}
 
 
 def config_type(service: type[Any]) -> type[Any] | None:

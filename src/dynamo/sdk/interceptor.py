@@ -10,8 +10,6 @@ from dynamo.core.errors import DeadlineExceeded, DynamoError, InstanceGone, Work
 from dynamo.sdk.request_context import set_current_request
 from dynamo.telemetry import Registry
 
-OK_CODE = "ok"
-CANCELLED_CODE = "cancelled"
 DURATION_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1, 2, 5, 10, 30, 60, 300),
@@ -41,7 +39,7 @@ class EndpointInterceptor:
         """Return `handler` with metrics and the deadline of each request."""
         now, inflight = self._clock.now, self._inflight
         seconds = self._duration_seconds.labels(self._service, endpoint)
-        succeeded = self._requests.labels(self._service, endpoint, OK_CODE)
+        succeeded = self._requests.labels(self._service, endpoint, "ok")
 
         async def wrapped(payload: bytes, out: ResponseWriter) -> None:
             start = now()
@@ -64,7 +62,7 @@ class EndpointInterceptor:
 def error_code(error: BaseException) -> str:
     """Return the label value of an error in metrics."""
     if isinstance(error, asyncio.CancelledError):
-        return CANCELLED_CODE
+        return "cancelled"
     return error.code if isinstance(error, DynamoError) else DynamoError.code
 
 

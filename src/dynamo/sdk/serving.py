@@ -22,40 +22,35 @@ from dynamo.sdk.serialization import encode, request_decoder
 from dynamo.sdk.service_model import ServiceModelRecord, service_model_key
 
 
-class ServiceInstance:
+class ServiceInstance(msgspec.Struct):
     """A served instance. `service` is the user's object."""
 
-    def __init__(
-        self, runtime: DistributedRuntime, service_class: type[Any], spec: ServiceSpec, service: Any
-    ) -> None:
-        self.service = service
-        self._service_class = service_class
-        self._runtime = runtime
-        self._spec = spec
-        self._served_endpoints: list[ServedEndpoint] = []
+    runtime: DistributedRuntime
+    service_class: type[Any]
+    spec: ServiceSpec
+    service: Any
+    served_endpoints: list[ServedEndpoint] = []
 
     async def start(self) -> None:
         """Run the start hooks, then answer calls."""
-        await self._run_hooks(self._spec.start_hooks)
-        namespace = self._runtime.namespace(self._spec.namespace)
-        component = namespace.component(self._spec.component)
-        interceptor = EndpointInterceptor(
-            self._spec.name, self._runtime.clock, self._runtime.metrics
-        )
-        for endpoint in self._spec.endpoints.values():
+        await self._run_hooks(self.spec.start_hooks)
+        namespace = self.runtime.namespace(self.spec.namespace)
+        component = namespace.component(self.spec.component)
+        interceptor = EndpointInterceptor(self.spec.name, self.runtime.clock, self.runtime.metrics)
+        for endpoint in self.spec.endpoints.values():
             if method := getattr(self.service, endpoint.method, None):
                 handler = endpoint_handler(endpoint, method)
             else:
                 handler = _unimplemented_handler(self.service, endpoint)
             handler = interceptor.wrap(endpoint.name, handler)
-            self._served_endpoints.append(await component.endpoint(endpoint.name).serve(handler))
-        if self._spec.model:
+            self.served_endpoints.append(await component.endpoint(endpoint.name).serve(handler))
+        if self.spec.model:
             await self._register_model(namespace.name)
 
     async def stop(self, drain_s: float) -> None:
         """Complete calls in flight for up to `drain_s`, then run the stop hooks."""
-        await run_all(*(served.withdraw(drain_s) for served in self._served_endpoints))
-        await self._run_hooks(self._spec.stop_hooks)
+        await run_all(*(served.withdraw(drain_s) for served in self.served_endpoints))
+        await self._run_hooks(self.spec.stop_hooks)
 
     async def _run_hooks(self, hooks: tuple[str, ...]) -> None:
         for hook in hooks:
@@ -64,11 +59,11 @@ class ServiceInstance:
                 await result
 
     async def _register_model(self, namespace: str) -> None:
-        record = ServiceModelRecord.from_service(self._service_class, namespace)
+        record = ServiceModelRecord.from_service(self.service_class, namespace)
         key = service_model_key(
-            self._runtime.settings.runtime.namespace, record.model, self._runtime.instance_id
+            self.runtime.settings.runtime.namespace, record.model, self.runtime.instance_id
         )
-        await self._runtime.discovery.put(key, msgspec.json.encode(record))
+        await self.runtime.discovery.put(key, msgspec.json.encode(record))
 
 
 async def start_service(

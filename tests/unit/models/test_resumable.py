@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads.resumable import fetch_resumable
+from dynamo.models.downloads.pip import fetch_resumable
 
 CONTENT = bytes(range(256)) * 4000
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo.runtime.processes.status import add_process_metrics
 from dynamo.telemetry import Registry, render_merged
 from dynamo.telemetry.metrics import Histogram
-from dynamo.telemetry.process_metrics import add_process_metrics
 
 
 def test_counters_gauges_and_their_labels_are_rendered() -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest
 
-T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 _FIELD_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`\Z")
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 
 
-class BodyDecoder(Protocol[T_co]):
-    """The interface of `msgspec.json.Decoder`."""
-
-    def decode(self, buf: bytes, /) -> T_co:
-        """Raises msgspec.DecodeError."""
-
-
-def decode_body(decoder: BodyDecoder[T_co], request: Request) -> T_co:
+def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     """Return the body as the decoder's type. Raises `InvalidRequest`."""
     body = request.body
     if b"content-encoding" in request.headers:

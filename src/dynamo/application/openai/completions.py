@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +19,7 @@ from dynamo.application.openai.generation_body import (
 from dynamo.application.openai.logprobs import completion_logprobs
 from dynamo.application.openai.response_encoder import ResponseTemplate
 from dynamo.communication.http import Request
+from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
 
@@ -79,22 +79,12 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
             "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
         )
     if first is int:
-        return [pack_token_ids(prompt)]
+        return [pack_ids(prompt)]
     if first is str:
         return list(prompt)
     if [] in prompt:
         raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
-    return [pack_token_ids(ids) for ids in prompt]
-
-
-def pack_token_ids(ids: list[int]) -> bytes:
-    """Return token ids packed as little-endian u32. Raises `InvalidRequest`."""
-    try:
-        return struct.pack(f"<{len(ids)}I", *ids)
-    except struct.error:
-        raise InvalidRequest(
-            "token ids must be whole numbers from 0 to 2**32 - 1", param="prompt"
-        ) from None
+    return [pack_ids(ids) for ids in prompt]
 
 
 COMPLETION_RESPONSE = ResponseTemplate(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from dynamo.core.values import Started
 
 
-class UsageCounter:
+class UsageCounter(msgspec.Struct):
     """Counts the tokens of all prompts and choices. The choices of a prompt share its tokens."""
 
-    def __init__(self, choices_per_prompt: int) -> None:
-        self._choices_per_prompt = choices_per_prompt
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.worker = ""
+    choices_per_prompt: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    worker: str = ""
 
     def on_started(self, choice: int, started: Started) -> None:
         """Note the worker of a choice. The first choice of a prompt counts its cached tokens."""
         if not self.worker:
             self.worker = started.worker
-        if choice % self._choices_per_prompt == 0:
+        if choice % self.choices_per_prompt == 0:
             self.cached_tokens += started.cached_tokens
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from dynamo.core.settings.schema import SECTION_ALIASES, Settings
 
 ENVIRONMENT_PREFIX = "DYNAMO_"
 
-
 SettingsSchema = type[SettingsSection]
 
 

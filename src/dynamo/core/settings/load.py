@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.declare import SettingSpec
@@ -36,17 +37,8 @@ FRONTEND_REPLICAS_KEY = "frontend.replicas"
 HTTP_WORKERS_KEY = "server.http_workers"
 
 
-class MergedSection(msgspec.Struct, frozen=True):
-    """A section with all sections below it. See `LoadedSettings` for the mappings."""
-
-    section: Any
-    values: Mapping[str, Any]
-    origins: Mapping[str, str]
-    notes: Mapping[str, str]
-
-
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """The settings with value, origin and notes by dotted key (`decode_workers[0].name`).
+    """The settings, or a section, with value, origin and notes by key (`decode_workers[0].name`).
 
     `values` contains every accepted setting, also those without a field in `Settings`. `notes` name
     values that are not in use. `services` holds the options of each service.
@@ -56,7 +48,7 @@ class LoadedSettings(msgspec.Struct, frozen=True):
     values: Mapping[str, Any]
     origins: Mapping[str, str]
     notes: Mapping[str, str]
-    services: Mapping[str, Mapping[str, SourcedValue]]
+    services: Mapping[str, Mapping[str, SourcedValue]] = {}
 
 
 def resolve_settings(
@@ -75,10 +67,8 @@ def resolve_settings(
     ]
     derived, notes = _replicas_as_http_workers(layers)
     merged = merge_layers([*layers, derived], Settings)
-    check_consistency(merged.section, merged.origins)
-    return LoadedSettings(
-        merged.section, merged.values, merged.origins, {**merged.notes, **notes}, parsed.services
-    )
+    check_consistency(merged.settings, merged.origins)
+    return replace(merged, notes={**merged.notes, **notes}, services=parsed.services)
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -126,8 +116,8 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 def merge_layers(
     layers: Sequence[Mapping[str, SourcedValue]], schema: SettingsSchema, prefix: str = ""
-) -> MergedSection:
-    """Merge `layers`, the strongest first. `prefix` is the dotted key of the section."""
+) -> LoadedSettings:
+    """Merge `layers`, the strongest first, to the section `schema` with the dotted key `prefix`."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -145,7 +135,7 @@ def merge_layers(
                 merge_layers([entry], spec.entry_schema, f"{full_key}[{index}].")
                 for index, entry in enumerate(_parse_entries(spec, spec.entry_schema, source))
             ]
-            value = tuple(entry.section for entry in entries)
+            value = tuple(entry.settings for entry in entries)
             for entry in entries:
                 values |= entry.values
                 origins |= entry.origins
@@ -154,7 +144,7 @@ def merge_layers(
             notes[full_key] = note
             value = dict(spec.meta.not_yet).get(value) or value
         values[full_key] = value
-    return MergedSection(_build_struct(schema, prefix, values), values, origins, notes)
+    return LoadedSettings(_build_struct(schema, prefix, values), values, origins, notes)
 
 
 def _checked_value(spec: SettingSpec, source: SourcedValue) -> Any:

@@ -33,12 +33,10 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of "15", "15s", "2m", "1h30m" or "300ms". Raises `ValueError`."""
     parts = list(_NUMBER_WITH_UNIT.finditer(text))
     whole = "".join(part[0] for part in parts) == text.rstrip()
-    if not parts or not whole:
-        raise ValueError(_DURATION_ERROR)
-    if len(parts) == 1 and not parts[0][2]:
+    if len(parts) == 1 and whole and not parts[0][2]:
         return float(parts[0][1])
-    if any(part[2].lower() not in DURATION_FACTORS for part in parts):
-        raise ValueError(_DURATION_ERROR)
+    if not parts or not whole or any(part[2].lower() not in DURATION_FACTORS for part in parts):
+        raise ValueError("wanted a duration such as 15, 15s, 2m or 300ms")
     return sum(float(part[1]) * DURATION_FACTORS[part[2].lower()] for part in parts)
 
 
@@ -56,6 +54,3 @@ def parse_cores(text: str) -> float:
     if match is None or match[2] not in {"", "m"}:
         raise ValueError("wanted cores such as 2, 0.5 or 500m")
     return float(match[1]) / (1000 if match[2] else 1)
-
-
-_DURATION_ERROR = "wanted a duration such as 15, 15s, 2m or 300ms"

@@ -19,7 +19,7 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.quantization import block_layout, dequantize
 
 if TYPE_CHECKING:
-    import numpy as np
+    from dynamo.models.checkpoint.quantization import Floats
 
 T = TypeVar("T")
 MAGIC = b"GGUF"
@@ -88,7 +88,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         """Return the stored metadata. Equal bytes mean an equal tokenizer and configuration."""
         return self._map[: self._metadata_end]
 
-    def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def tensor(self, name: str) -> Floats:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 

@@ -13,9 +13,7 @@ from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.file_cache import read_json
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    from dynamo.models.checkpoint.quantization import Floats
 
 _HF_ARCHITECTURES = ("llama", "mistral")
 _GGUF_ARCHITECTURES = ("llama",)

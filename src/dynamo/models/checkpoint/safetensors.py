@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -17,7 +17,7 @@ from dynamo.models.checkpoint.gguf import map_file
 from dynamo.models.checkpoint.quantization import BF16, F16, F32, dequantize
 
 if TYPE_CHECKING:
-    import numpy as np
+    from dynamo.models.checkpoint.quantization import Floats
 
 _DTYPES = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
 _MAX_HEADER_BYTES = 100 << 20
@@ -56,7 +56,7 @@ class SafetensorsFolder:
         for data in self._maps:
             data.close()
 
-    def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def tensor(self, name: str) -> Floats:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
@@ -21,9 +21,7 @@ from dynamo.models.checkpoint.llama_config import (
 from dynamo.models.checkpoint.safetensors import SafetensorsFolder, weight_files
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    from dynamo.models.checkpoint.quantization import Floats
 
 
 class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
@@ -40,9 +38,9 @@ class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
         another shape than `config` requires.
         """
 
-    @abstractmethod
     def rope_divisors(self) -> Floats:
         """Return the divisors of rotary frequencies, [head_dim / 2] float32; ones: no scaling."""
+        return rope_divisors(self.config)
 
     @abstractmethod
     def close(self) -> None: ...
@@ -68,9 +66,6 @@ class SafetensorsWeights(ModelWeights):
     def tensor(self, name: str) -> Floats:
         return _check_shape(self._files.tensor(name), name, self.config)
 
-    def rope_divisors(self) -> Floats:
-        return rope_divisors(self.config)
-
     def close(self) -> None:
         self._files.close()
 
@@ -94,7 +89,7 @@ class GgufWeights(ModelWeights):
     def rope_divisors(self) -> Floats:
         if "rope_freqs.weight" in self._file.tensors:
             return self.tensor("rope_freqs.weight")
-        return rope_divisors(self.config)
+        return super().rope_divisors()
 
     def close(self) -> None:
         self._file.close()

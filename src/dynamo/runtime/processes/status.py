@@ -1,9 +1,12 @@
-"""The status port of every process: /health, /live and /metrics."""
+"""The status port of every process: /health, /live and /metrics, with the process's own metrics."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +19,6 @@ from dynamo.runtime.planes import bracket_ipv6
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
-from dynamo.telemetry.process_metrics import add_process_metrics
 
 JSON_HEADERS = (("content-type", "application/json"),)
 RETRY_AFTER_S = 1
@@ -100,3 +102,28 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
     return StatusServer(
         runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=details
     )
+
+
+def add_process_metrics(registry: Registry) -> None:
+    """Add CPU time, memory, open files and start time, read from Linux's /proc at each scrape."""
+    registry.counter(
+        "process_cpu_seconds_total", "CPU time, user and system", callback=time.process_time
+    )
+    registry.gauge("process_resident_memory_bytes", "memory in RAM", callback=_resident_bytes)
+    registry.gauge("process_open_fds", "open files and sockets", callback=_open_files)
+    started = time.time()
+    registry.gauge(
+        "process_start_time_seconds",
+        "start time, Unix seconds",
+        callback=lambda: started,
+        merge="max",
+    )
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
