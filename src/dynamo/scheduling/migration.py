@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from msgspec.structs import replace
@@ -84,16 +85,14 @@ class ResumableReply(Reply):
         self._reply.finish(Finish("length", len(self.token_ids)))
 
 
+@dataclass
 class FailureHistory:
     """The failed attempts of one request, which decide whether and when it is retried."""
 
-    __slots__ = ("attempts", "attempts_without_progress", "avoided_workers", "worker_deaths")
-
-    def __init__(self) -> None:
-        self.attempts = 0
-        self.attempts_without_progress = 0
-        self.worker_deaths = 0
-        self.avoided_workers: tuple[str, ...] = ()
+    attempts: int = 0
+    attempts_without_progress: int = 0
+    worker_deaths: int = 0
+    avoided_workers: tuple[str, ...] = ()
 
     def record_failure(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
         """Count a failed attempt. `progress`: it sent tokens. `admitted`: the request was probably

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
@@ -23,6 +24,7 @@ FULL_MEMORY_SHARE = 0.9
 """A worker with waiting requests and this share of its KV blocks in use has no free slot."""
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """The slot of one request at a worker.
 
@@ -30,24 +32,13 @@ class Reservation:
     for a request that did not queue.
     """
 
-    __slots__ = (
-        "first_token_s",
-        "kv_tokens",
-        "max_tokens",
-        "output_tokens",
-        "placed_request",
-        "predicted_first_token_s",
-        "started_s",
-    )
-
-    def __init__(self, max_tokens: int, kv_tokens: float, now: float) -> None:
-        self.max_tokens = max_tokens
-        self.kv_tokens = kv_tokens
-        self.started_s = now
-        self.first_token_s: float | None = None
-        self.predicted_first_token_s: float | None = None
-        self.output_tokens = 0
-        self.placed_request: PlacedRequest | None = None
+    max_tokens: int
+    kv_tokens: float
+    started_s: float
+    first_token_s: float | None = None
+    predicted_first_token_s: float | None = None
+    output_tokens: int = 0
+    placed_request: PlacedRequest | None = None
 
 
 class WorkerCapacity:

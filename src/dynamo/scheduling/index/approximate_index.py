@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Final
@@ -22,26 +23,22 @@ PromptKey = tuple[str, int]
 """A worker and the last block of a prompt that was routed to it."""
 
 
+@dataclass(eq=False, slots=True)
 class _RoutedPrompt:
     """A routed prompt. `until_ttl`: its first token does not end the prediction."""
 
-    __slots__ = ("expires_s", "hashes", "key", "until_ttl")
-
-    def __init__(self, expires_s: float, key: PromptKey, hashes: Sequence[int]) -> None:
-        self.expires_s = expires_s
-        self.key = key
-        self.hashes = hashes
-        self.until_ttl = False
+    expires_s: float
+    key: PromptKey
+    hashes: Sequence[int]
+    until_ttl: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class _PrefixNode:
     """Blocks that are whole in every prompt through this node. `prompt_counts` is by worker."""
 
-    __slots__ = ("blocks", "prompt_counts")
-
-    def __init__(self, blocks: Sequence[int], prompt_counts: dict[str, int]) -> None:
-        self.blocks = blocks
-        self.prompt_counts = prompt_counts
+    blocks: Sequence[int]
+    prompt_counts: dict[str, int]
 
 
 class ApproximateIndex:

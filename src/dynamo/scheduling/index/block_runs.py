@@ -7,7 +7,7 @@ blocks. A worker holds a run up to some depth, because a held block implies the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
 RUN_BYTES: Final = 440
@@ -278,12 +278,6 @@ class LruBlockRuns:
             return None
         self._cursors[walk] = run.lru_next
         return run
-
-    def __iter__(self) -> Iterator[BlockRun]:
-        run = self._sentinel.lru_next
-        while run is not self._sentinel:
-            yield run
-            run = run.lru_next
 
     def _link(self, run: BlockRun) -> None:
         last = self._sentinel.lru_previous

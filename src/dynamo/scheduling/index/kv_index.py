@@ -183,7 +183,7 @@ class KvIndex:
         bit = self._worker_bitsets.get_bit(worker)
         return {
             block
-            for run in self._runs
+            for run in self._runs.by_number
             if run.holder_bits & bit
             for block in run.hashes[: run.get_depth(worker)]
         }
