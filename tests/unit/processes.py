@@ -45,7 +45,7 @@ def send_through(
         observers=observers,
         listener_factories=() if health is None else [health.track_attempt],
     )
-    return chain([Migration(clock, client.rng, metrics)], router.send)
+    return chain([Migration(clock, client.rng, metrics or Registry())], router.send)
 
 
 class Processes:

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
@@ -53,16 +53,9 @@ class EndpointHost(Protocol):
         """Note that the process does not serve the endpoint any more."""
 
 
-class EndpointReference(NamedTuple):
-    """A parsed `namespace.component.endpoint`; the endpoint may hold slashes and dots."""
-
-    namespace: str
-    component: str
-    endpoint: str
-
-
-def parse_reference(text: str) -> EndpointReference:
-    """Split a reference such as `dynamo.Processor.chat/completions`. Raises `ConfigError`."""
+def parse_reference(text: str) -> tuple[str, str, str]:
+    """Split a reference such as `dynamo.Processor.chat/completions` into namespace, component and
+    endpoint, which may hold slashes and dots. Raises `ConfigError`."""
     namespace, _, rest = text.partition(".")
     component, _, endpoint = rest.partition(".")
     if not (
@@ -72,7 +65,7 @@ def parse_reference(text: str) -> EndpointReference:
     ):
         hint = "write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions"
         raise ConfigError(f"{text!r} is not an endpoint reference", hint=hint)
-    return EndpointReference(namespace, component, endpoint)
+    return namespace, component, endpoint
 
 
 def _check_name(kind: str, name: str) -> str:

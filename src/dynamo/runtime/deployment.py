@@ -47,11 +47,6 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int = 0
 
 
-def process_record_key(record: ProcessRecord) -> str:
-    """The key of a process record in discovery."""
-    return f"/_processes/{record.role}/{record.instance}"
-
-
 class Deployment(msgspec.Struct, frozen=True):
     """A deployment on this host and its state folder (mode 0700)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,11 +32,6 @@ def command_line(pid: int) -> str:
     except OSError:
         return ""
     return raw.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-
-
-def own_start_ticks() -> int:
-    """`start_ticks` of this process."""
-    return start_ticks(os.getpid())
 
 
 def _read_stat_field(pid: int, field: int) -> int:

@@ -106,9 +106,8 @@ class WorkerDiscovery:
         workers: list[WorkerInfo] = []
         for key, value in sorted(records.items()):
             try:
-                workers.append(
-                    WorkerInfo.from_dict(msgspec.json.decode(value, type=dict[str, Any]))
-                )
+                record = msgspec.json.decode(value, type=dict[str, Any])
+                workers.append(WorkerInfo.from_dict(record))
             except ValueError as error:
                 fields = {"key": key, "error": str(error)}
                 log.warning("bad worker record", extra={"fields": fields})

@@ -117,17 +117,14 @@ class FailureHistory:
 class Migration(Operator):
     """Retries a request at other workers until its answer is complete, at most `limit` times."""
 
-    def __init__(
-        self, clock: Clock, rng: Random, metrics: Registry | None = None, *, limit: int = 16
-    ) -> None:
+    def __init__(self, clock: Clock, rng: Random, metrics: Registry, *, limit: int = 16) -> None:
         self._clock = clock
         self._rng = rng
         self._limit = limit
-        registry = metrics or Registry()
-        self._migration_counter = registry.counter(
+        self._migration_counter = metrics.counter(
             "dynamo_migrations_total", "Requests continued at another worker", ("reason",)
         )
-        self._failed_migration_counter = registry.counter(
+        self._failed_migration_counter = metrics.counter(
             "dynamo_migrations_failed_total", "Requests that could not be continued", ("reason",)
         )
 

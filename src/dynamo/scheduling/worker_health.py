@@ -186,23 +186,17 @@ class WorkerHealth:
 
     async def _probe(self, instance: Instance) -> ProbeResult | None:
         """Return the result, or None after an error or a timeout."""
-        results: list[ProbeResult] = []
-
-        def on_payload(payload: bytes) -> bool:
-            results.append(_decode_probe_reply(payload))
-            return True
-
         context = Context(request_id=PROBE_REQUEST_ID)
         try:
             async with asyncio.timeout(self._interval_s):
-                await self._client.call(instance, b"", context, on_payload)
+                payloads = await self._client.collect(instance, b"", context)
+            return _decode_probe_reply(payloads[0]) if payloads else None
         except ProtocolError:
             return ProbeResult()  # an older worker, which knows no probes
         except (DynamoError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})
             return None
-        return results[0] if results else None
 
     def _eject(self, worker: ProbedWorker, reason: str, description: str) -> None:
         name = worker.instance.id

@@ -138,18 +138,12 @@ class RoutingQueries:
     async def _query_instance(
         self, client: Client, instance: Instance, query: RoutingQuery, kind: Any
     ) -> list[Any]:
+        context = Context("routing", timeout_s=QUERY_TIMEOUT_S)
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
-                context = Context("routing", timeout_s=QUERY_TIMEOUT_S)
                 answers = await client.collect(instance, _encode(query), context)
-            items: list[Any] = msgspec.msgpack.decode(answers[0], type=kind)
-        except (
-            DynamoError,
-            TimeoutError,
-            IndexError,
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-        ) as error:
+            items: list[Any] = msgspec.msgpack.decode(b"".join(answers), type=kind)
+        except (DynamoError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"instance": instance.id, "error": str(error)}
             log.warning("a routing process did not answer", extra={"fields": fields})
             return []

@@ -24,7 +24,7 @@ from dynamo.runtime.deployment import (
     live_processes,
     state_roots,
 )
-from dynamo.runtime.pids import command_line, is_alive, own_start_ticks, start_ticks
+from dynamo.runtime.pids import command_line, is_alive, start_ticks
 from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
 
 
@@ -35,7 +35,7 @@ def record_of(deployment: Deployment, **fields: object) -> ProcessRecord:
         "name": "worker-1",
         "pid": os.getpid(),
         "instance": "i1",
-        "start_ticks": own_start_ticks(),
+        "start_ticks": start_ticks(os.getpid()),
     }
     return ProcessRecord(**(values | fields))  # type: ignore[arg-type]
 
@@ -104,8 +104,8 @@ def test_records_of_dead_processes_are_removed(deployment: Deployment) -> None:
 
 
 def test_a_process_is_identified_by_pid_and_start_time() -> None:
-    assert is_alive(os.getpid(), own_start_ticks())
-    assert not is_alive(os.getpid(), own_start_ticks() - 1)
+    assert is_alive(os.getpid(), start_ticks(os.getpid()))
+    assert not is_alive(os.getpid(), start_ticks(os.getpid()) - 1)
     assert start_ticks(2**22 + 1) == 0
     assert command_line(2**22 + 1) == ""
 

@@ -51,7 +51,7 @@ class Cluster:
         runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
-        FailureDetector(runtime.requests, self.clock, runtime.tasks).watch(client)
+        FailureDetector(runtime.requests, self.clock, runtime.tasks, runtime.metrics).watch(client)
         return client
 
     async def call(self, client: Client, worker: DistributedRuntime, times: list[float]) -> Any:

@@ -90,7 +90,7 @@ def migrate(
     read = reply or CollectedReply()
 
     async def main(clock: VirtualClock) -> None:
-        operator = Migration(clock, Random(1), metrics, limit=limit)
+        operator = Migration(clock, Random(1), metrics or Registry(), limit=limit)
         await operator.send(token_request or request(), CONTEXT, read, worker.send)
 
     run_in_virtual_time(main)

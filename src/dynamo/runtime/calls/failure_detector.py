@@ -83,7 +83,7 @@ class FailureDetector:
         requests: Requests,
         clock: Clock,
         tasks: BackgroundTasks,
-        metrics: Registry | None = None,
+        metrics: Registry,
     ) -> None:
         self._requests = requests
         self._clock = clock
@@ -92,11 +92,10 @@ class FailureDetector:
         self._ping_states: dict[str, PingState] = {}
         self._has_work = asyncio.Event()
         self._running = False
-        registry = metrics or Registry()
-        self._failed_workers = registry.counter(
+        self._failed_workers = metrics.counter(
             "dynamo_workers_frozen_total", "Workers declared failed because they did not answer"
         )
-        self._moved_requests = registry.counter(
+        self._moved_requests = metrics.counter(
             "dynamo_requests_moved_total", "Requests moved away from a draining worker"
         )
 

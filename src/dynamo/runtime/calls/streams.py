@@ -27,8 +27,6 @@ ItemFunction = Callable[[Any], AsyncGenerator[Any, None] | Awaitable[Any]]
 class ReceiveQueue:
     """Payloads that arrived and were not consumed yet."""
 
-    __slots__ = ("error", "items", "open", "waiter")
-
     def __init__(self) -> None:
         self.items: deque[bytes] = deque()
         self.waiter: asyncio.Future[None] | None = None

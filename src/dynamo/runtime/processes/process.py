@@ -19,16 +19,10 @@ from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import wait_for_first
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.deployment import (
-    Deployment,
-    ProcessRecord,
-    ProcessState,
-    deployment_of,
-    process_record_key,
-)
+from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
-from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.loop_lag import LoopLagMonitor
 from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
@@ -152,7 +146,7 @@ class ProcessRunner:
             pid=os.getpid(),
             address=runtime.requests.address,
             instance=runtime.instance_id,
-            start_ticks=own_start_ticks(),
+            start_ticks=start_ticks(os.getpid()),
         )
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
 
@@ -223,7 +217,7 @@ class ProcessRunner:
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(state=state, status_url=self._status.url, address=address)
         record = self._record_writer.record
-        key = process_record_key(record)
+        key = f"/_processes/{record.role}/{record.instance}"
         await runtime.discovery.put(key, msgspec.json.encode(record))
         if self._parent is not None:
             url = self._status.url

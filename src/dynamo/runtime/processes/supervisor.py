@@ -18,7 +18,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.health import PREPARATION_REASON
-from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.parent_pipe import ChildReport
@@ -288,7 +288,7 @@ class Supervisor:
                 address=self._address,
                 status_url=self._status.url,
                 instance=secrets.token_hex(8),
-                start_ticks=own_start_ticks(),
+                start_ticks=start_ticks(os.getpid()),
             )
             self._record_writer = ProcessRecordWriter(self._deployment, record, self._clock)
         await self._record_writer.update(state=state)

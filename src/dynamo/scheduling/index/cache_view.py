@@ -16,7 +16,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.approximate_index import ApproximateIndex
-from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
+from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES
 from dynamo.scheduling.index.tiered_index import LowerTierBlocks, TieredIndex
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CacheView:
 
     A worker is named "instance", or "instance/rank" with data-parallel ranks. `ttl_s` is the time
     to live of predictions for workers without events. A quarter of `budget_bytes` is for
-    predictions.
+    predictions. `device_index` holds the blocks in device memory that events report.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class CacheView:
         self.block_tokens = block_tokens
         predicted_bytes = budget_bytes // PREDICTION_BUDGET_DIVISOR
         self.tiers = TieredIndex(budget_bytes - predicted_bytes)
+        self.device_index = self.tiers.device
         self._approximate_index = ApproximateIndex(
             ttl_s, max_blocks=predicted_bytes // PREDICTED_BLOCK_BYTES
         )
@@ -80,11 +81,6 @@ class CacheView:
         self._remote_matches: OrderedDict[int, Mapping[str, int]] = OrderedDict()
         self.event_counts: Counter[str] = Counter()
         self.count_lost_events: Callable[[], int] = lambda: 0
-
-    @property
-    def device_index(self) -> KvIndex:
-        """The index of blocks in device memory, built from events."""
-        return self.tiers.device
 
     @property
     def predicted_blocks(self) -> int:
@@ -156,7 +152,7 @@ class CacheView:
         """Return worker -> blocks of the longest prefix of `hashes` that its device holds or is
         predicted to hold (> 0 only)."""
         if self._remote_match is None:
-            overlaps = self.tiers.device.match(hashes)
+            overlaps = self.device_index.match(hashes)
         else:
             overlaps = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}
         self._approximate_index.merge_overlaps(overlaps, hashes, self._clock.now())

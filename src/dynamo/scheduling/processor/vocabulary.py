@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from typing import Protocol
 
 from dynamo.core.codec import unpack_ids
 from dynamo.models.tokenization.tokenizer import Tokenizer
@@ -13,20 +12,6 @@ from dynamo.models.tokenization.tokenizer import Tokenizer
 Utf8Decoder = getincrementaldecoder("utf-8")
 BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-F]{2})>")
 """The name of a single-byte token in vocabularies."""
-
-
-class TextDecoder(Protocol):
-    """The incremental decoder of one answer. The bytes of an incomplete character are held back."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether the decoder holds back bytes, so that the next token cannot be decoded alone."""
-
-    def step(self, token_id: int) -> str:
-        """Return the text that `token_id` completes, or ""."""
-
-    def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for an incomplete character."""
 
 
 class Vocabulary:
@@ -84,7 +69,11 @@ class Vocabulary:
 
 class TableDecoder:
     """Decode table bytes with Python's UTF-8 decoder, which places U+FFFD like the reference
-    decoder (Rust's from_utf8_lossy)."""
+    decoder (Rust's from_utf8_lossy).
+
+    `step` returns the text that a token completes. The bytes of an incomplete character are held
+    back. While `has_pending`, the next token cannot be decoded alone. `flush` returns the rest.
+    """
 
     def __init__(self, raw: Sequence[bytes | None]) -> None:
         self._token_bytes = raw
@@ -103,7 +92,8 @@ class TableDecoder:
 
 
 class TokenizerDecoder:
-    """The tokenizer's own decoder. Every token depends on those before it."""
+    """The tokenizer's own decoder, used like `TableDecoder`. Every token depends on those before
+    it."""
 
     has_pending = True
 
@@ -111,3 +101,7 @@ class TokenizerDecoder:
         stream = tokenizer.stream_decoder(skip_special=skip_special)
         self.step = stream.step
         self.flush = stream.flush
+
+
+TextDecoder = TableDecoder | TokenizerDecoder
+"""The incremental decoder of one answer."""
