@@ -50,11 +50,8 @@ class KvEventBuffer:
 
     def drain(self) -> list[KvEvent]:
         """Return the events since the last call, in order."""
-        if self._hash_run:
-            self._end_run()
-        events = self._events
-        if events:
-            self._events = []
+        self._end_run()
+        events, self._events = self._events, []
         return events
 
     def _end_run(self) -> None:

@@ -86,7 +86,9 @@ def cores(settings: Settings) -> Finding:
 def memory(settings: Settings) -> Finding:
     """Check the memory available for weights and KV blocks."""
     del settings
-    free = _available_bytes()
+    from dynamo.inference.native.engine_sizing import available_memory_bytes
+
+    free = available_memory_bytes()
     verdict: Verdict = "ok" if free >= MIN_MEMORY_BYTES else "warn"
     hint = "" if verdict == "ok" else "the default model needs about 1 GB; lower --num-blocks"
     return Finding("memory", verdict, f"{free / 1e9:.1f} GB available", hint)
@@ -219,13 +221,6 @@ def _is_installed(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _check_name(check: Check) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Self
@@ -199,7 +200,8 @@ class ReplayCluster:
             for number, engine in enumerate(self.engines):
                 worker, rank = divmod(number, ranks)
                 name = worker_name(str(worker), rank if ranks > 1 else None)
-                self._feed_cache_view(engine, self.cache_view, name)
+                self.cache_view.apply(name, ())
+                engine.on_kv_events(partial(self.cache_view.apply, name))
         return await open_policy(
             PolicyInputs(
                 self._router_settings,
@@ -239,10 +241,6 @@ class ReplayCluster:
         publisher = LoadPublisher(engine, source, self._clock)
         self._load_publishers.append(publisher)
         self._tasks.start(publisher.run(), "load report")
-
-    def _feed_cache_view(self, engine: BatchedEngine, view: CacheView, name: str) -> None:
-        view.apply(name, ())
-        engine.on_kv_events(lambda changes: view.apply(name, changes))
 
     async def _dispatch(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply

@@ -28,21 +28,23 @@ from dynamo.services.model_pipeline import ModelPipeline, open_model_pipeline
 from dynamo.services.routing import ProcessRouting
 
 MODEL_NAME = "day"
+DELIVERY_INTERVAL_S = 0.05
 VOCAB_SIZE = 1 << 16
 MOCK_VOCABULARY = range(1_000, VOCAB_SIZE)
 """The ids that engines generate. None of them ends an answer."""
 
 
-class SimulatedNetwork(msgspec.Struct, frozen=True):
+class SimulatedNetwork(msgspec.Struct):
     """Shared by all processes of a run. `plane_name` names their memory planes. `fast_forwarding`
-    holds the engines that skip steps."""
+    holds the engines that skip steps. Their tokens are due at `next_delivery_s`."""
 
     plane_name: str
     clock: VirtualClock
     engine: EngineInfo
     timing: StepTiming
     mode: str
-    fast_forwarding: set[FastForward]
+    fast_forwarding: set[FastForward] = set()
+    next_delivery_s: float = 0.0
 
     @property
     def card(self) -> ModelCard:
@@ -57,6 +59,14 @@ class SimulatedNetwork(msgspec.Struct, frozen=True):
             engine.block_tokens,
             engine=engine,
         )
+
+    def deliver_tokens(self) -> None:
+        """Deliver the tokens of engines that skip steps, once in `DELIVERY_INTERVAL_S`."""
+        now = self.clock.now()
+        if now >= self.next_delivery_s:
+            self.next_delivery_s = now + DELIVERY_INTERVAL_S
+            for engine in tuple(self.fast_forwarding):
+                engine.catch_up()
 
     async def create_runtime(
         self, role: str, name: str, seed: int
@@ -82,7 +92,7 @@ class SimulatedWorker:
 
     def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name
-        self.engine, self.fast_forward = make_simulated_engine(
+        self.engine, _ = make_simulated_engine(
             network.engine,
             network.timing,
             network.clock,
@@ -111,7 +121,7 @@ class SimulatedWorker:
 
     def partition(self) -> None:
         """Cut the worker off from the network."""
-        self.fast_forward.catch_up()
+        self.engine.catch_up()
         self._requests.sever()
         self._events.sever()
 
@@ -134,7 +144,7 @@ class SimulatedWorker:
     async def crash(self) -> None:
         """Kill the process as kill -9 does. Its connections break. Discovery and the event plane do
         not know yet."""
-        self.fast_forward.catch_up()
+        self.engine.catch_up()
         self.alive = False
         self._events.sever()
         self._requests.abort()

@@ -70,7 +70,6 @@ def parse_counters(rendered: str, names: Sequence[str]) -> dict[str, float]:
 
 SETTLE_S = 90.0
 """Time after the last fault. Probes, leases and repairs take less."""
-DELIVERY_INTERVAL_S = 0.05
 REPORTED_COUNTERS = (
     "dynamo_migrations_total",
     "dynamo_migrations_failed_total",
@@ -130,7 +129,7 @@ async def _run_scenario(
         max_num_batched_tokens=8_192,
     )
     network = SimulatedNetwork(
-        f"memory:day-{next(_network_numbers)}", clock, engine, scenario.timing, scenario.mode, set()
+        f"memory:day-{next(_network_numbers)}", clock, engine, scenario.timing, scenario.mode
     )
     rng, outcome = Random(scenario.seed), SimulatedOutcome()
     workers = SimulatedWorkers(network, scenario.faults, Random(rng.random()), scenario.workers)
@@ -144,7 +143,7 @@ async def _run_scenario(
     async def send(request: GenerateRequest, context: Context, reply: Reply) -> None:
         await next(turns).send(request, context, reply)
 
-    clock.on_time_advanced(FastForwardDelivery(network).on_clock_jump)
+    clock.on_time_advanced(network.deliver_tokens)
     async with BackgroundTasks() as event_faults:
         if scenario.faults.event_loss_every_s:
             rng_of_loss = Random(rng.random())
@@ -211,22 +210,6 @@ async def _run_disconnecting_clients(
     while True:
         await clock.sleep(rng.expovariate(scenario.disconnect_rate))
         await clients.send_and_disconnect(prompts.make(), rng.uniform(0.0, 3.0))
-
-
-class FastForwardDelivery:
-    """Delivers the tokens of engines that skip steps, in intervals of `DELIVERY_INTERVAL_S`."""
-
-    def __init__(self, network: SimulatedNetwork) -> None:
-        self._network = network
-        self._next_delivery_s = 0.0
-
-    def on_clock_jump(self) -> None:
-        """Deliver the tokens that are due after the clock has advanced."""
-        now = self._network.clock.now()
-        if now >= self._next_delivery_s:
-            self._next_delivery_s = now + DELIVERY_INTERVAL_S
-            for engine in tuple(self._network.fast_forwarding):
-                engine.catch_up()
 
 
 def _make_result(
