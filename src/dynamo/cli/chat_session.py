@@ -18,8 +18,7 @@ ChatMessage = dict[str, str]
 
 
 class SlashCommand(NamedTuple):
-    """A command that is typed after a slash. `run(chat, argument)` returns False to end the
-    chat."""
+    """A command typed after a slash. `run(chat, argument)` returns False to end the chat."""
 
     argument: str
     help: str
@@ -47,8 +46,7 @@ class ChatSession:
         return [str(model["id"]) for model in self._client.list_models()]
 
     def select_model(self, name: str) -> None:
-        """Use the model `name`, or the first of the server. Raises `ConfigError` for an unknown
-        name."""
+        """Use the model `name`, or the first one. Raises `ConfigError` for an unknown name."""
         models = self.list_models()
         if not models:
             raise ConfigError("the server lists no models", hint="`dynamo ps` shows its state")

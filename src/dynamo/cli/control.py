@@ -14,8 +14,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class ControlCommand(msgspec.Struct, frozen=True):
-    """A command that sends a control request. `target` declares the argument that names what to
-    control."""
+    """A command that sends a control request. `target` declares its only argument."""
 
     name: Literal["scale", "drain", "restart"]
     description: str

@@ -96,8 +96,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
 
 
 def checked_settings(loaded: LoadedSettings) -> Settings:
-    """Return the settings after checking engine and log level. Raises `ConfigError` and
-    `Unsupported`."""
+    """Check engine and log level. Raises `ConfigError` and `Unsupported`."""
     from dynamo.core.plugins import ENGINES
     from dynamo.telemetry.logs import parse_levels
 
@@ -138,7 +137,7 @@ def serve_http(
         return checked_settings(read_settings(args, extra=extra)), specs
 
     source = SettingsSource(reload, config_path(args))
-    prepare = make_preparation(settings, bar)
+    prepare = make_preparation([settings], bar)
     return serve(
         settings,
         announce_ready,
@@ -151,8 +150,7 @@ def serve_http(
 
 
 def announce(names: Sequence[str], url: str) -> None:
-    """Print that the models are served, with an example request. `url` is empty for workers
-    without an HTTP port."""
+    """Print how to use the models. `url` is empty for workers without an HTTP port."""
     where, example = (
         (f"at {url}/v1", f"try:  {curl_example(url)}\n") if url else ("to frontends", "")
     )

@@ -17,7 +17,6 @@ from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
     from dynamo.runtime.processes.child import ChildSpec
-    from dynamo.runtime.processes.supervisor import Prepare
     from dynamo.services.deployment.plan import DeploymentPlan
     from dynamo.services.deployment.service_options import ServiceOptions
 
@@ -109,8 +108,9 @@ def serve_plan(
 ) -> int:
     """Serve the plan until it is stopped. `reload_plan` makes a plan from the present settings."""
     from dynamo.cli.progress_bar import ProgressBar
-    from dynamo.services.deployment.launch import SettingsSource
-    from dynamo.services.deployment.plan import process_specs, serve_graph
+    from dynamo.services.deployment.launch import SettingsSource, serve
+    from dynamo.services.deployment.plan import process_specs, with_deployment_name
+    from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
 
     settings = plan.settings
@@ -121,9 +121,15 @@ def serve_plan(
         reloaded = reload_plan()
         return reloaded.settings, partial(process_specs, reloaded)
 
-    source = SettingsSource(read, config_path(args))
-    prepare = _prepare_models(plan, bar)
-    return serve_graph(plan, source, partial(announce, plan), prepare=prepare, logs=bar)
+    return serve(
+        with_deployment_name(plan),
+        partial(announce, plan),
+        prepare=make_preparation([part.settings for part in plan.with_role("worker")], bar),
+        logs=bar,
+        specs=partial(process_specs, plan),
+        source=SettingsSource(read, config_path(args)),
+        http=plan.serves_http,
+    )
 
 
 def announce(plan: DeploymentPlan, url: str) -> None:
@@ -195,19 +201,3 @@ def _endpoint_names(services: Iterable[type], namespace: str) -> list[str]:
 def _http_url(settings: Settings) -> str:
     host = settings.server.http_host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.http_port}"
-
-
-def _prepare_models(plan: DeploymentPlan, bar: object) -> Prepare | None:
-    """Return a function that fetches the workers' models one by one; None if all are present."""
-    from dynamo.services.model_download import make_preparation
-
-    optional = [make_preparation(part.settings, bar) for part in plan.with_role("worker")]  # type: ignore[arg-type]
-    preparations = [prepare for prepare in optional if prepare is not None]
-    if not preparations:
-        return None
-
-    async def prepare_all(report: object) -> None:
-        for prepare in preparations:
-            await prepare(report)  # type: ignore[arg-type]
-
-    return prepare_all

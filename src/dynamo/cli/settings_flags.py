@@ -45,35 +45,31 @@ def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> 
 
 
 def load_settings(
-    args: argparse.Namespace,
-    environ: Mapping[str, str] = os.environ,
-    extra: Mapping[str, SourcedValue] | None = None,
+    args: argparse.Namespace, extra: Mapping[str, SourcedValue] | None = None
 ) -> LoadedSettings:
     """Load the settings and print a note on standard error for settings without effect. Values come
     from parsed flags, the environment and the configuration file. `extra` holds settings from words
     of the command line. Raises `ConfigError`."""
-    loaded = read_settings(args, environ, extra)
+    loaded = read_settings(args, extra)
     if loaded.notes:
         print_unused_settings(loaded)
     return loaded
 
 
 def read_settings(
-    args: argparse.Namespace,
-    environ: Mapping[str, str] = os.environ,
-    extra: Mapping[str, SourcedValue] | None = None,
+    args: argparse.Namespace, extra: Mapping[str, SourcedValue] | None = None
 ) -> LoadedSettings:
     """Load the settings like `load_settings`, without notes."""
     flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
-    path = config_path(args, environ)
+    path = config_path(args)
     return resolve_settings(
-        flags | dict(extra or {}), environ, _read_config_file(path) if path else None
+        flags | dict(extra or {}), os.environ, _read_config_file(path) if path else None
     )
 
 
-def config_path(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+def config_path(args: argparse.Namespace) -> str:
     """Return the configuration file that a flag or the environment names, else an empty string."""
-    return str(args.config or environ.get(CONFIG_PATH_VARIABLE, ""))
+    return str(args.config or os.environ.get(CONFIG_PATH_VARIABLE, ""))
 
 
 def print_unused_settings(loaded: LoadedSettings) -> None:

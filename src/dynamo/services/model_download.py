@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from dynamo.core.plugins import engine_needs_weights
@@ -44,28 +44,29 @@ PREPARING_REASON = "the model is being prepared"
 
 
 def make_preparation(
-    settings: Settings, progress_display: AbstractContextManager[ModelProgress]
+    workers: Sequence[Settings], progress_display: AbstractContextManager[ModelProgress]
 ) -> Prepare | None:
-    """Return what downloads the settings' model, or None if the model is on this host.
+    """Return what downloads the workers' models one by one, or None if all are on this host.
 
     The progress display is entered during the download. Raises `ModelUnavailable` for a model that
     cannot exist.
     """
-    if locate_model(settings.model.path).path is not None:
+    missing = [settings for settings in workers if locate_model(settings.model.path).path is None]
+    if not missing:
         return None
 
     async def fetch(report: Callable[[str], None]) -> None:
         report(PREPARING_REASON)
         with progress_display as display:
             reported = ThreadSafeProgress(lambda text: report(f"{PREPARING_REASON}: {text}"))
-            await fetch_model(settings, display, reported)
+            for settings in missing:
+                await fetch_model(settings, display, reported)
 
     return fetch
 
 
 async def fetch_model(settings: Settings, *callbacks: ModelProgress) -> None:
-    """Find or download the model and verify its encoder. Cancelling stops a download. Raises
-    `ModelUnavailable`."""
+    """Fetch the model and verify its encoder. Cancelling stops it. Raises `ModelUnavailable`."""
     stopped = threading.Event()
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     arguments = (settings, callbacks, stopped, done)

@@ -151,8 +151,7 @@ class RoutingQueries:
 
 
 def merge_explanations(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Join the explanations of a router, which knows the costs, and of the frontend, which knows
-    the outcome. The newest come last."""
+    """Join the explanations of routers (costs) and frontends (outcomes). The newest come last."""
     merged: dict[tuple[str, int, str, int], Explanation] = {}
     counts: defaultdict[tuple[str, str, int, str], int] = defaultdict(int)
     for item in sorted(explanations, key=lambda item: (item.at, bool(item.costs))):

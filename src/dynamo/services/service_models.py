@@ -121,8 +121,7 @@ class ServiceModelProcessor:
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
-        """Answer by the service, with the prompt as a user's message. Raises `Unsupported` for
-        token ids and echo."""
+        """Answer a prompt as a user's message. Raises `Unsupported` for token ids and echo."""
         if request.echo or isinstance(request.prompt, bytes):
             raise self._chat_only_error()
         message = {"role": "user", "content": request.prompt}

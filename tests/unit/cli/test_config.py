@@ -123,14 +123,14 @@ def test_settings_without_effect_are_noted_at_start(
 
     file = tmp_path / "a.yaml"
     file.write_text("router: {type: kv_aware}\nnixl: {enable_rdma: true}\n")
-    load_settings(parser().parse(["-f", str(file)]), {})
+    load_settings(parser().parse(["-f", str(file)]))
 
     err = capsys.readouterr().err
     assert "note: not in use yet: nixl.enable_rdma (" in err
     assert "router" not in err
 
     file.write_text("workers: {decode: {replicas: 8, tensor_parallel_size: 2}}\n")
-    load_settings(parser().parse(["-f", str(file), "--workers", "3"]), {})
+    load_settings(parser().parse(["-f", str(file), "--workers", "3"]))
     err = capsys.readouterr().err
     assert "note: workers.decode.replicas is not in use yet; --workers sets the count (3)" in err
     assert "note: not in use yet: workers.decode.tensor_parallel_size (" in err

@@ -5,6 +5,7 @@ import os
 import pty
 import termios
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -18,7 +19,8 @@ from dynamo.core.settings import Settings
 def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:
     args = run.parser().parse(line.split())
     _, extra = run.parse_words(args.words)
-    return load_settings(args, environ or {}, extra).settings
+    with patch.dict(os.environ, environ or {}, clear=True):
+        return load_settings(args, extra).settings
 
 
 def test_words_and_flags_may_come_in_any_order() -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
-from msgspec.structs import replace
 
 from dynamo.cli.inputs.batch_file import (
     BatchLine,
@@ -29,32 +28,29 @@ from dynamo_client import DynamoAPIError, DynamoClient, DynamoConfig, DynamoTime
 
 RETRIES = 6
 RETRY_DELAY_S = 0.25
-DEFAULT_LOG_LEVEL = "info"
-BATCH_LOG_LEVEL = "warn"
 
 
 def run_batch(settings: Settings, options: BatchOptions) -> int:
-    """Run a deployment until all lines are answered. Returns 1 if a line failed, 130 if
-    interrupted."""
+    """Answer all lines by a deployment. Returns 1 if a line failed, 130 if interrupted."""
     plan = plan_batch(options.source, options.output)
     run = BatchRun(plan, options, _client_config(settings))
     if not plan.pending_lines:
         run.print_summary()
         return 0
 
-    from dynamo.services.deployment.temporary import run_with_temporary_deployment
+    from dynamo.services.deployment.temporary import (
+        run_with_temporary_deployment,
+        temporary_settings,
+    )
     from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
 
-    if settings.logging.level == DEFAULT_LOG_LEVEL:
-        settings = replace(settings, logging=replace(settings.logging, level=BATCH_LOG_LEVEL))
+    settings = temporary_settings(settings, "temporary")
     served_model_names(settings)
     logs = ProgressBar(sys.stderr)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", logs)
-    prepare = make_preparation(settings, logs)
-    code = run_with_temporary_deployment(
-        settings, partial(run.send_all, logs), prepare=prepare, logs=logs
-    )
+    prepare = make_preparation([settings], logs)
+    code = run_with_temporary_deployment(settings, partial(run.send_all, logs), prepare, logs)
     run.print_summary()
     return code or run.exit_code
 

@@ -96,8 +96,7 @@ def read_pending_lines(source: Path, answered_ids: Container[str]) -> Iterator[B
 
 
 def read_answered_ids(output: Path) -> frozenset[str]:
-    """Return the ids with a successful answer. Raises `ConfigError` if the file is not the output
-    of a batch."""
+    """Return the ids with a successful answer. Raises `ConfigError` for a file of another kind."""
     if not output.exists():
         return frozenset()
     answered_ids = set()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TextIO
-
-from msgspec.structs import replace
 
 from dynamo.application import Gateway
 from dynamo.application.gateway import DEFAULT_MODEL
@@ -22,7 +19,7 @@ from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.services.deployment.launch import deployment_specs
-from dynamo.services.deployment.temporary import run_with_supervisor
+from dynamo.services.deployment.temporary import run_with_supervisor, temporary_settings
 from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
@@ -32,9 +29,6 @@ WriteText = Callable[[str], None]
 ReadMessages = Callable[[], AsyncGenerator[str, None]]
 """Called once when a model is ready; yields the user's messages."""
 
-DEFAULT_LOG_LEVEL = "info"
-QUIET_LOG_LEVEL = "warn"
-
 
 async def converse(
     settings: Settings, read_messages: ReadMessages, write: WriteText, logs: TextIO = sys.stderr
@@ -43,7 +37,7 @@ async def converse(
 
     Raises the error of an answer, or the error that keeps a worker from starting.
     """
-    settings = _private_deployment(settings)
+    settings = temporary_settings(settings, "text")
     set_levels(settings.logging.level)
     specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER_COMPONENT]
     supervisor = Supervisor(specs, deployment_of(settings), settings, out=logs)
@@ -90,16 +84,6 @@ async def _wait_until_healthy(runtime: DistributedRuntime) -> None:
     while not runtime.health.healthy:
         changed.clear()
         await changed.wait()
-
-
-def _private_deployment(settings: Settings) -> Settings:
-    """Return the settings with a unique deployment name and, by default, quiet logs."""
-    name = settings.runtime.deployment or f"text-{os.getpid()}"
-    level = settings.logging.level
-    logging = replace(
-        settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
-    )
-    return replace(settings, runtime=replace(settings.runtime, deployment=name), logging=logging)
 
 
 class CollectedTextReply(TextReply):

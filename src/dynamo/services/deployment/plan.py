@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 from dynamo.runtime.processes.child import ChildSpec
-from dynamo.runtime.processes.supervisor import Prepare
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
 from dynamo.sdk.decorators import builtin_service, role_of, spec_of
 from dynamo.services.components import Frontend, Processor, Router, Worker
-from dynamo.services.deployment.launch import SettingsSource, replica_names, serve
+from dynamo.services.deployment.launch import replica_names
 from dynamo.services.deployment.service_options import (
     LoadSettings,
     ServiceOptions,
@@ -26,7 +25,6 @@ from dynamo.services.deployment.service_options import (
     user_service_section,
 )
 from dynamo.services.deployment.user_service import UserServiceSpec
-from dynamo.telemetry.logs import LogStream
 
 READY_MADE_SERVICES = (Frontend, Processor, Router, Worker)
 FRONTEND_ROLES = ("frontend", "processor", "router")
@@ -245,24 +243,3 @@ def with_deployment_name(plan: DeploymentPlan) -> Settings:
     if settings.runtime.deployment or plan.serves_models:
         return settings
     return replace(settings, runtime=replace(settings.runtime, deployment=plan.root))
-
-
-def serve_graph(
-    plan: DeploymentPlan,
-    source: SettingsSource,
-    on_ready: Callable[[str], None],
-    *,
-    prepare: Prepare | None = None,
-    logs: LogStream | None = None,
-) -> int:
-    """Run a plan until it is stopped, and return the exit code.
-
-    `source` returns the processes, also for reloads. `on_ready(url)` is called when all serve; the
-    URL is "" without a frontend. Raises the same errors as `launch.serve`.
-    """
-    settings = with_deployment_name(plan)
-    _, specs = source.read()
-    http = plan.serves_http
-    return serve(
-        settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source, http=http
-    )

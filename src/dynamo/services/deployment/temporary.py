@@ -21,14 +21,22 @@ DeploymentJob = Callable[[str], Coroutine[Any, Any, int]]
 """Runs with the URL when all processes serve; returns an exit code. Cancelled if they stop."""
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+DEFAULT_LOG_LEVEL = "info"
+QUIET_LOG_LEVEL = "warn"
+
+
+def temporary_settings(settings: Settings, prefix: str) -> Settings:
+    """Return the settings with a unique deployment name and, by default, quiet logs."""
+    name = settings.runtime.deployment or f"{prefix}-{os.getpid()}"
+    level = settings.logging.level
+    logging = replace(
+        settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
+    )
+    return replace(settings, runtime=replace(settings.runtime, deployment=name), logging=logging)
 
 
 def run_with_temporary_deployment(
-    settings: Settings,
-    job: DeploymentJob,
-    *,
-    prepare: Prepare | None = None,
-    logs: LogStream | None = None,
+    settings: Settings, job: DeploymentJob, prepare: Prepare | None, logs: LogStream
 ) -> int:
     """Run a deployment on a free port of this host until `job` is done, and return its exit code.
 
@@ -38,9 +46,7 @@ def run_with_temporary_deployment(
     with reserve_port(LOOPBACK, 0) as reserved:
         port = reserved.getsockname()[1]
         server = replace(settings.server, http_host=LOOPBACK, http_port=port)
-        name = settings.runtime.deployment or f"temporary-{os.getpid()}"
-        runtime = replace(settings.runtime, deployment=name)
-        settings = replace(settings, server=server, runtime=runtime)
+        settings = replace(settings, server=server)
         url = f"http://{LOOPBACK}:{port}"
         supervisor = Supervisor(
             deployment_specs(settings),

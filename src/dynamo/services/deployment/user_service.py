@@ -47,8 +47,7 @@ def run_user_service() -> int:
 
 
 def load_service(target: str, folder: str) -> type[Any]:
-    """Import and return the class MODULE:Service; modules in `folder` come first. Raises
-    `ConfigError`."""
+    """Import the class MODULE:Service; modules in `folder` come first. Raises `ConfigError`."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(
