@@ -13,10 +13,9 @@ from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.http_errors import render_error
-from dynamo.application.models_handler import ModelsHandler
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
-from dynamo.application.status import StatusHandler
+from dynamo.application.status import ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
 from dynamo.communication.http import Request, Response
 from dynamo.core.clock import Clock

@@ -6,23 +6,19 @@ import math
 
 import msgspec
 
+from dynamo.communication.http.errors import STATUS_BY_CODE as SERVER_STATUS_BY_CODE
 from dynamo.core.errors import DynamoError, MethodNotAllowed
 
 Headers = tuple[tuple[str, str], ...]
 
 STATUS_BY_CODE = {
-    "invalid_request": 400,
+    **SERVER_STATUS_BY_CODE,
     "context_length_exceeded": 400,
     "unsupported": 400,
     "invalid_api_key": 401,
     "forbidden": 403,
     "model_not_found": 404,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "request_timeout": 408,
-    "request_too_large": 413,
     "rate_limit_exceeded": 429,
-    "headers_too_large": 431,
     "slow_reader": 499,
     "internal_error": 500,
     "poisoned_request": 500,

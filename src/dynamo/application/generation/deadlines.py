@@ -14,8 +14,7 @@ TIMEOUT_HEADER = b"x-dynamo-timeout"
 
 
 def parse_timeout_header(header: str) -> float:
-    """Return the seconds of a timeout header, a duration like in settings. Raises
-    `InvalidRequest`."""
+    """Parse a timeout header, a duration like in settings. Raises `InvalidRequest`."""
     try:
         seconds = parse_seconds(header)
     except ValueError:

@@ -63,8 +63,7 @@ class GenerationHandler:
         self.deadlines = Deadlines(clock, server.request_timeout)
 
     def update_settings(self, server: ServerSettings) -> None:
-        """Apply reloaded limits and the log_prompts switch. Requests in flight keep their
-        deadlines."""
+        """Apply reloaded limits and log_prompts. Requests in flight keep their deadlines."""
         self._log_prompts = server.log_prompts
         self.concurrency.update_limits(server.max_concurrent_requests, server.max_waiting_requests)
         if server.request_timeout != self.deadlines.timeout_s:

@@ -135,8 +135,7 @@ class StreamReply(HttpReply):
                 "the stream's backlog overflowed because the client reads too slowly",
                 hint="limits: server.stream_backlog_bytes, server.stall_s",
             )
-        if self.remaining_choices and self._response.open:
-            raise InternalError("the answer ended early")
+        super().check_complete()
 
     def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:

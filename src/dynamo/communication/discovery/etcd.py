@@ -67,14 +67,10 @@ class EtcdDiscovery(Discovery):
             raise TooLarge(
                 f"record {key[:100]!r} of {len(value)} bytes is larger than {MAX_RECORD_BYTES}"
             )
-        self._pending_writes.pop(key, None)
-        self._pending_writes[key] = value
-        await self._flush_if_connected()
+        await self._write(key, value)
 
     async def delete(self, key: str) -> None:
-        self._pending_writes.pop(key, None)
-        self._pending_writes[key] = None
-        await self._flush_if_connected()
+        await self._write(key, None)
 
     async def get(self, prefix: str) -> Mapping[str, bytes]:
         await self._connection.first_attempt_done.wait()
@@ -125,8 +121,10 @@ class EtcdDiscovery(Discovery):
                 await client.revoke(self._lease_id)
         await self._connection.close()
 
-    async def _flush_if_connected(self) -> None:
-        """Write pending records if a server is connected. Returns at once while none is."""
+    async def _write(self, key: str, value: bytes | None) -> None:
+        """Queue a write (None deletes), and send the queue if a server is connected."""
+        self._pending_writes.pop(key, None)
+        self._pending_writes[key] = value
         await self._connection.first_attempt_done.wait()
         client = self._connection.client
         if client is not None:

@@ -102,10 +102,7 @@ class EtcdConnection:
 
 
 def parse_endpoints(url: str) -> tuple[list[EtcdEndpoint], str]:
-    """Parse `etcd://HOST:PORT,HOST:PORT/ROOT` (`etcds:` for TLS) into servers and key root.
-
-    Raises `ConfigError`.
-    """
+    """Parse `etcd[s]://HOST:PORT,HOST:PORT/ROOT` to servers and root. Raises `ConfigError`."""
     scheme, _, rest = url.partition("://")
     hosts, _, root = rest.partition("/")
     endpoints = []

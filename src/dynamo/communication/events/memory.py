@@ -127,16 +127,13 @@ class _MemorySource:
         for subscription in list(self._bus.subscriptions):
             subscription.add_source(self)
 
-    def unregister(self) -> None:
+    async def close(self) -> None:
+        """Remove the source after the buffer has sent its last events."""
         key = self.subject, self.publisher
         if self._bus.sources.get(key) is self:
             del self._bus.sources[key]
         for subscription in list(self._bus.subscriptions):
             subscription.remove_source(self)
-
-    async def close(self) -> None:
-        """Remove the source after the buffer has sent its last events."""
-        self.unregister()
         self._on_close(self)
 
     def send(self, first: int, payloads: Sequence[bytes]) -> None:
@@ -164,7 +161,7 @@ class _MemorySubscription:
             *key,
             source.epoch,
             self._listener,
-            lambda after: self._request_catch_up(tracker, source, after),
+            lambda after: self._loop.call_soon(self._send_catch_up, tracker, source, after),
             self.trackers.get(key),
         )
         self.trackers[key] = tracker
@@ -198,11 +195,6 @@ class _MemorySubscription:
     def _tracker(self, source: _MemorySource) -> SequenceTracker | None:
         tracker = self.trackers.get((source.subject, source.publisher))
         return tracker if tracker is not None and tracker.epoch == source.epoch else None
-
-    def _request_catch_up(
-        self, tracker: SequenceTracker, source: _MemorySource, after: int
-    ) -> None:
-        self._loop.call_soon(self._send_catch_up, tracker, source, after)
 
     def _send_catch_up(self, tracker: SequenceTracker, source: _MemorySource, after: int) -> None:
         if self._tracker(source) is tracker and not self._is_severed(source):

@@ -25,7 +25,7 @@ class SequenceTracker:
         publisher: str,
         epoch: int,
         listener: EventListener,
-        request_catch_up: Callable[[int], None],
+        request_catch_up: Callable[[int], object],
         replaces: SequenceTracker | None = None,
     ) -> None:
         self._subject = subject

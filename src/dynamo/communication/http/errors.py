@@ -27,7 +27,7 @@ class PortInUse(ConfigError):
         self.port = port
 
 
-_STATUS = {
+STATUS_BY_CODE = {
     "invalid_request": 400,
     "not_found": 404,
     "method_not_allowed": 405,
@@ -40,4 +40,4 @@ _STATUS = {
 def plain_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
     """Return status and JSON body of an error. Applications pass their own renderer instead."""
     body = {"message": error.message, "code": error.code, "request_id": request_id}
-    return _STATUS.get(error.code, 500), msgspec.json.encode({"error": body})
+    return STATUS_BY_CODE.get(error.code, 500), msgspec.json.encode({"error": body})

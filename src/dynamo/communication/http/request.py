@@ -213,10 +213,7 @@ class RequestReader:
 
 
 def check_framing(headers: Mapping[bytes, bytes], version: str, max_body_bytes: int) -> None:
-    """Refuse framing that parsers could read differently (request smuggling), and large bodies.
-
-    Raises `InvalidRequest` or `TooLarge`.
-    """
+    """Raise `InvalidRequest` for ambiguous framing (smuggling), `TooLarge` for large bodies."""
     if version not in ("1.1", "1.0"):
         raise InvalidRequest(f"HTTP/{version} is not supported", hint="use HTTP/1.1")
     if version == "1.1" and b"host" not in headers:

@@ -30,10 +30,7 @@ def _status_line(status: int) -> str:
 
 
 def encode_head(status: int, headers: ResponseHeaders, framing: str) -> bytes:
-    """Encode status line, headers and `framing` (complete header lines).
-
-    Raises `ValueError` if a header contains a line break.
-    """
+    """Encode status line, headers and `framing` lines. Raises `ValueError` for a line break."""
     lines = ""
     for name, value in headers:
         lines += f"{name}: {value}\r\n"

@@ -88,17 +88,9 @@ class TcpRequests(Requests):
             return self._connect_and_call(address, endpoint, payload, context, sink, window)
         return connection.streams.call(endpoint, payload, context, sink, window)
 
-    async def _connect_and_call(
-        self,
-        address: str,
-        endpoint: str,
-        payload: bytes,
-        context: Context,
-        sink: Sink,
-        window: FlowWindow | None,
-    ) -> None:
+    async def _connect_and_call(self, address: str, *call_arguments: Any) -> None:
         connection = await self._connect(address)
-        await connection.streams.call(endpoint, payload, context, sink, window)
+        await connection.streams.call(*call_arguments)
 
     def count_received_frames(self, address: str) -> int:
         connection = self._client_connections.get(address)
