@@ -13,12 +13,12 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
+from dynamo.core.values import BlocksCleared, BlocksStored, EngineInfo, KvEvent
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.model_runner import StepPlan
 from dynamo.inference.sequence import EngineSequence, TokenContent
-from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
+from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 
 BLOCK_TOKENS = 4
 
@@ -105,7 +105,9 @@ class SchedulerHarness:
         self.pool = BlockPool(
             blocks, BLOCK_TOKENS, eviction=make_eviction_policy(eviction), prefix_caching=caching
         )
-        self.limits = BatchLimits(seqs, budget, 40)
+        self.limits = EngineInfo(
+            "test", self.pool.block_tokens, self.pool.num_blocks, 40, seqs, budget
+        )
         self.scheduler = StepScheduler(self.pool, self.limits, hits_from=hits_from)
         self.runner = StoringRunner(stores=hits_from == "computed")
         self.view = KvEventView()

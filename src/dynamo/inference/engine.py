@@ -26,7 +26,7 @@ from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence, RequestState, SequenceContent, TokenContent
-from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
+from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
 KvEventListener = Callable[[Sequence[KvEvent]], None]
@@ -91,8 +91,7 @@ class BatchedEngine(Engine):
             eviction=self._eviction,
             prefix_caching=self._prefix_caching,
         )
-        limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, info.context_tokens)
-        self.scheduler = StepScheduler(self._pool, limits, hits_from=self._hits_from)
+        self.scheduler = StepScheduler(self._pool, info, hits_from=self._hits_from)
         if self._simulation is not None:
             self._simulation.fast_forward.attach(self.scheduler, self._deliver_skipped_steps)
         self._vocab_size = info.vocab_size

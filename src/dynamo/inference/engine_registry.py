@@ -27,14 +27,9 @@ class EngineInputs(msgspec.Struct, frozen=True):
     clock: Clock
 
 
-EngineFactory = Callable[[EngineInputs], Awaitable[Engine]]
-
-
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """Return an engine that is not started yet, with the data-parallel ranks of the settings.
     Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
-    make: EngineFactory = ENGINES.load(kind)
-    ranks = inputs.settings.engine.data_parallel_size
-    if ranks == 1:
-        return await make(inputs)
-    return DataParallelEngine([await make(inputs) for _ in range(ranks)])
+    make: Callable[[EngineInputs], Awaitable[Engine]] = ENGINES.load(kind)
+    engines = [await make(inputs) for _ in range(inputs.settings.engine.data_parallel_size)]
+    return engines[0] if len(engines) == 1 else DataParallelEngine(engines)

@@ -15,9 +15,8 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
+from dynamo.core.values import EngineInfo
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.model_runner import StepChunk, StepPlan
@@ -26,14 +25,6 @@ from dynamo.inference.sequence import EngineSequence
 HitsFrom = Literal["scheduled", "computed"]
 """When other sequences can reuse a full block: as soon as its step is planned (for engines without
 real KV), or when the step that computes it has ended."""
-
-
-class BatchLimits(msgspec.Struct, frozen=True):
-    """Limits of a batch. `context_tokens` limits one sequence, prompt and output together."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    context_tokens: int
 
 
 def admission_order(sequence: EngineSequence) -> tuple[int, int]:
@@ -48,10 +39,11 @@ def running_order(sequence: EngineSequence) -> int:
 
 
 class StepScheduler:
-    """Owns the queue of one engine and the blocks of its sequences."""
+    """Owns the queue of one engine and the blocks of its sequences. Of `limits` only the sizes of a
+    batch and the context count; the context limits prompt and output of one sequence together."""
 
     def __init__(
-        self, pool: BlockPool, limits: BatchLimits, *, hits_from: HitsFrom = "computed"
+        self, pool: BlockPool, limits: EngineInfo, *, hits_from: HitsFrom = "computed"
     ) -> None:
         self.pool = pool
         self.limits = limits

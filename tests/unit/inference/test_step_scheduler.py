@@ -6,14 +6,16 @@ from array import array
 
 import pytest
 
+from dynamo.core.values import EngineInfo
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
-from dynamo.inference.step_scheduler import BatchLimits, StepScheduler
+from dynamo.inference.step_scheduler import StepScheduler
 
 
 def make_scheduler(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):
     pool = BlockPool(blocks, 4)
-    return StepScheduler(pool, BatchLimits(seqs, budget, context), hits_from=hits_from)
+    limits = EngineInfo("test", pool.block_tokens, pool.num_blocks, context, seqs, budget)
+    return StepScheduler(pool, limits, hits_from=hits_from)
 
 
 def make_sequence(ids, max_tokens=10, priority=0):

@@ -6,16 +6,18 @@ from array import array
 
 import pytest
 
+from dynamo.core.values import EngineInfo
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import EngineSequence, TokenContent
-from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepPlan, StepScheduler
+from dynamo.inference.step_scheduler import HitsFrom, StepPlan, StepScheduler
 
 
 def make_scheduler(
     blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed"
 ) -> StepScheduler:
     pool = BlockPool(blocks, 4, prefix_caching=caching)
-    return StepScheduler(pool, BatchLimits(8, 64, 400), hits_from=hits_from)
+    limits = EngineInfo("test", pool.block_tokens, blocks, 400, 8, 64)
+    return StepScheduler(pool, limits, hits_from=hits_from)
 
 
 def make_sequence(first: int, count: int, priority: int = 0) -> EngineSequence:

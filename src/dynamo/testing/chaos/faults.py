@@ -36,16 +36,17 @@ async def drop_events_repeatedly(
     rng: Random,
     frontends: Sequence[SimulatedFrontend],
 ) -> None:
-    """Repeatedly cut a frontend off from events for a while. Runs until cancelled."""
+    """Repeatedly cut a frontend off from events for a while, in both directions. Its calls still
+    work. Runs until cancelled."""
     clock = network.clock
     while True:
         await clock.sleep(rng.expovariate(1 / faults.event_loss_every_s))
         frontend = rng.choice(frontends)
-        frontend.drop_events()
+        frontend.events.sever()
         try:
             await clock.sleep(rng.uniform(*faults.partition_s))
         finally:
-            frontend.resume_events()
+            frontend.events.rejoin()
 
 
 class SimulatedWorkers:

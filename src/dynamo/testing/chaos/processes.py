@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from random import Random
 from typing import cast
 
@@ -24,7 +23,7 @@ from dynamo.models.file_cache import FileRef
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.leases import RepublishingDiscovery
-from dynamo.services.model_pipeline import ModelPipeline, open_model_pipeline
+from dynamo.services.model_pipeline import open_model_pipeline
 from dynamo.services.routing import ProcessRouting
 
 MODEL_NAME = "day"
@@ -164,41 +163,27 @@ class SimulatedWorker:
 
 
 class SimulatedFrontend:
-    """A frontend process, which routes requests. Create it with `start`."""
+    """A frontend process, which routes requests."""
 
-    def __init__(
-        self, runtime: DistributedRuntime, pipeline: ModelPipeline, exit_stack: AsyncExitStack
-    ) -> None:
+    def __init__(self, network: SimulatedNetwork, name: str) -> None:
+        self.name = name
+        self._network = network
+
+    async def start(self, seed: int) -> None:
+        """Start the frontend and wait until it knows the workers."""
+        network = self._network
+        runtime, self._discovery = await network.create_runtime("frontend", self.name, seed)
         self.runtime = runtime
-        self._events = cast("MemoryEvents", runtime.events)
-        self.pipeline = pipeline
-        self.send = pipeline.send
-        self._exit_stack = exit_stack
-
-    @classmethod
-    async def start(cls, network: SimulatedNetwork, name: str, seed: int) -> SimulatedFrontend:
-        """Start a frontend and wait until it knows the workers."""
-        async with AsyncExitStack() as stack:
-            runtime, discovery = await network.create_runtime("frontend", name, seed)
-            stack.push_async_callback(discovery.close)
-            stack.push_async_callback(runtime.shutdown, 0.0)
-            failure_detector = FailureDetector(
-                runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
-            )
-            pipeline = await open_model_pipeline(
-                runtime, failure_detector, ProcessRouting(runtime), network.card
-            )
-            stack.push_async_callback(pipeline.close)
-            return cls(runtime, pipeline, stack.pop_all())
-
-    def drop_events(self) -> None:
-        """Cut the event plane in both directions. Calls still work."""
-        self._events.sever()
-
-    def resume_events(self) -> None:
-        """Connect the event plane again."""
-        self._events.rejoin()
+        self.events = cast("MemoryEvents", runtime.events)
+        failure_detector = FailureDetector(
+            runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
+        )
+        self.pipeline = await open_model_pipeline(
+            runtime, failure_detector, ProcessRouting(runtime), network.card
+        )
 
     async def shutdown(self) -> None:
         """Stop the process regularly."""
-        await self._exit_stack.aclose()
+        await self.pipeline.close()
+        await self.runtime.shutdown(0.0)
+        await self._discovery.close()

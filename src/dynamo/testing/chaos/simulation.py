@@ -135,13 +135,14 @@ async def _run_scenario(
     workers = SimulatedWorkers(network, scenario.faults, Random(rng.random()), scenario.workers)
     await workers.start()
     frontends = [
-        await SimulatedFrontend.start(network, f"frontend-{number}", scenario.seed + number)
-        for number in range(scenario.frontends)
+        SimulatedFrontend(network, f"frontend-{number}") for number in range(scenario.frontends)
     ]
+    for seed, frontend in enumerate(frontends, scenario.seed):
+        await frontend.start(seed)
     turns = cycle(frontends)
 
     async def send(request: GenerateRequest, context: Context, reply: Reply) -> None:
-        await next(turns).send(request, context, reply)
+        await next(turns).pipeline.send(request, context, reply)
 
     clock.on_time_advanced(network.deliver_tokens)
     async with BackgroundTasks() as event_faults:
