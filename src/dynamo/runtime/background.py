@@ -42,7 +42,9 @@ class ThreadBackground(Background):
     """Runs work on a daemon thread with an asyncio event loop."""
 
     def __init__(self, name: str = "dynamo-background") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
@@ -56,18 +58,12 @@ class ThreadBackground(Background):
     async def close(self) -> None:
         if self._loop.is_closed():
             return
-        await self.run(_cancel_others())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._closing.set)
         await asyncio.to_thread(self._thread.join)
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        finally:
-            self._loop.close()
+        with self._runner:  # cancels the remaining tasks at its end
+            self._runner.run(self._closing.wait())
 
 
 @dataclass(eq=False)
@@ -79,12 +75,3 @@ class Runtime:
     primary: asyncio.AbstractEventLoop
     secondary: Background
     cancellation_token: CancellationToken
-
-
-async def _cancel_others() -> None:
-    current = asyncio.current_task()
-    others = [task for task in asyncio.all_tasks() if task is not current]
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others)

@@ -161,10 +161,13 @@ class Migration(Operator):
                 answer.finish_at_length()
                 return
             await self._clock.sleep(failures.draw_backoff_s(self._rng))
+            timeout_s = context.timeout_s
+            if timeout_s is not None:
+                timeout_s = max(0.0, timeout_s - (self._clock.now() - began_s))
             attempt = replace(
                 context,
                 attempt=context.attempt + failures.attempts * ATTEMPT_STRIDE,
-                timeout_s=_remaining_s(context.timeout_s, self._clock.now() - began_s),
+                timeout_s=timeout_s,
                 avoid=failures.avoided_workers,
             )
             answer.resumed_tokens, answer.admitted = len(answer.token_ids), False
@@ -253,7 +256,3 @@ def resume_request(request: GenerateRequest, ids: array[int]) -> GenerateRequest
         ),
         priority=request.priority + 1,
     )
-
-
-def _remaining_s(timeout_s: float | None, elapsed_s: float) -> float | None:
-    return None if timeout_s is None else max(0.0, timeout_s - elapsed_s)

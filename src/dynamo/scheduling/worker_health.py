@@ -90,8 +90,6 @@ class Breaker:
 class ProbedWorker(AttemptListener):
     """The health of one worker. As a listener it follows every attempt at this worker."""
 
-    __slots__ = ("_health", "breaker", "instance", "last_progress_s", "last_steps", "missed_probes")
-
     def __init__(self, instance: Instance, health: WorkerHealth, now: float) -> None:
         self.instance = instance
         self._health = health

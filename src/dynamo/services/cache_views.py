@@ -46,6 +46,6 @@ async def open_cache_view(
         await indexer.endpoint(MODES_ENDPOINT).client(),
         runtime.clock,
     )
-    view.use_remote_index(remote.match)
+    view.remote_match = remote.match
     runtime.tasks.start(remote.poll_modes(view), "modes of the shared index")
     return view

@@ -82,9 +82,8 @@ async def test_a_remote_index_is_queried_for_every_prompt_and_its_answers_are_ca
 ) -> None:
     await view.fetch_remote_match(BLOCKS)
     other = FakeRemoteIndex()
-    assert not view.is_remote
-    view.use_remote_index(other.match)
-    assert view.is_remote
+    assert view.remote_match is None
+    view.remote_match = other.match
     view.on_event(make_event("b", "dump", BlocksStored(0, tuple(BLOCKS))))
     await view.fetch_remote_match([])
     assert (other.queries, view.find_overlaps([]), view.find_overlaps(BLOCKS)) == ([], {}, {})
@@ -98,7 +97,7 @@ async def test_a_remote_index_is_queried_for_every_prompt_and_its_answers_are_ca
 
 
 async def test_the_newest_answers_are_cached(view: CacheView) -> None:
-    view.use_remote_index(FakeRemoteIndex().match)
+    view.remote_match = FakeRemoteIndex().match
     await view.fetch_remote_match(BLOCKS)
     for number in range(MAX_REMOTE_MATCHES - 1):
         await view.fetch_remote_match([number, -1 - number])

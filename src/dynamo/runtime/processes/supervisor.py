@@ -100,11 +100,11 @@ class Supervisor:
         self._preparation_done = asyncio.Event()
         self._preparation_error: Exception | None = None
         self._deployment = deployment
-        self._address = address
         self._clock = clock or SystemClock()
         self._stop_requested = asyncio.Event()
         self._kill_requested = asyncio.Event()
-        self._record_writer: ProcessRecordWriter | None = None
+        record = _own_record(deployment, address)
+        self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
         )
@@ -137,9 +137,9 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._group.start()
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
-                record_writer = await self._update_record("starting")
+                await self._update_record("starting")
                 await self._control.start()
-                refresh = record_writer.keep_alive(self._control.refresh_socket)
+                refresh = self._record_writer.keep_alive(self._control.refresh_socket)
                 side_tasks = [
                     preparation,
                     tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
@@ -159,9 +159,8 @@ class Supervisor:
         finally:
             await self._status.stop()
             await self._dead_records.close()
-            if self._record_writer is not None:
-                await self._record_writer.remove()
-                await self._clock.offload(self._deployment.remove_if_unused)
+            await self._record_writer.remove()
+            await self._clock.offload(self._deployment.remove_if_unused)
         if self._preparation_error is not None:
             raise self._preparation_error
         return 0 if self.failure is None else self.failure.code
@@ -278,21 +277,20 @@ class Supervisor:
         if all(child.ready for child in self.children):
             self.ready.set()
 
-    async def _update_record(self, state: ProcessState) -> ProcessRecordWriter:
-        if self._record_writer is None:
-            record = ProcessRecord(
-                deployment=self._deployment.id,
-                role=SUPERVISOR,
-                name=SUPERVISOR,
-                pid=os.getpid(),
-                address=self._address,
-                status_url=self._status.url,
-                instance=secrets.token_hex(8),
-                start_ticks=start_ticks(os.getpid()),
-            )
-            self._record_writer = ProcessRecordWriter(self._deployment, record, self._clock)
-        await self._record_writer.update(state=state)
-        return self._record_writer
+    async def _update_record(self, state: ProcessState) -> None:
+        await self._record_writer.update(state=state, status_url=self._status.url)
+
+
+def _own_record(deployment: Deployment, address: str) -> ProcessRecord:
+    return ProcessRecord(
+        deployment=deployment.id,
+        role=SUPERVISOR,
+        name=SUPERVISOR,
+        pid=os.getpid(),
+        address=address,
+        instance=secrets.token_hex(8),
+        start_ticks=start_ticks(os.getpid()),
+    )
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:

@@ -53,7 +53,8 @@ class CacheView:
 
     A worker is named "instance", or "instance/rank" with data-parallel ranks. `ttl_s` is the time
     to live of predictions for workers without events. A quarter of `budget_bytes` is for
-    predictions. `device_index` holds the blocks in device memory that events report.
+    predictions. `device_index` holds the blocks in device memory that events report. With a
+    `remote_match`, a remote index replaces events; call `fetch_remote_match` before each lookup.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CacheView:
         self._incomplete_workers: set[str] = set()
         self._pending_events: deque[Event] = deque()
         self._unsubscribe: list[Callable[[], None]] = []
-        self._remote_match: RemoteMatch | None = None
+        self.remote_match: RemoteMatch | None = None
         self._remote_matches: OrderedDict[int, Mapping[str, int]] = OrderedDict()
         self.event_counts: Counter[str] = Counter()
         self.count_lost_events: Callable[[], int] = lambda: 0
@@ -93,20 +94,11 @@ class CacheView:
         self.count_lost_events = events.count_lost_events
         self._unsubscribe.append(await events.subscribe(subject_prefix, self._enqueue_event))
 
-    def use_remote_index(self, match: RemoteMatch) -> None:
-        """Use a remote index in place of events. Call `fetch_remote_match` before each lookup."""
-        self._remote_match = match
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether lookups need `fetch_remote_match`."""
-        return self._remote_match is not None
-
     async def fetch_remote_match(self, hashes: Sequence[int]) -> None:
         """Fetch and cache the overlaps of this prompt from the remote index, if there is one."""
-        if self._remote_match is None or not hashes:
+        if self.remote_match is None or not hashes:
             return
-        answer = await self._remote_match(hashes)
+        answer = await self.remote_match(hashes)
         self._remote_matches[hashes[-1]] = answer
         self._remote_matches.move_to_end(hashes[-1])
         if len(self._remote_matches) > MAX_REMOTE_MATCHES:
@@ -151,7 +143,7 @@ class CacheView:
     def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
         """Return worker -> blocks of the longest prefix of `hashes` that its device holds or is
         predicted to hold (> 0 only)."""
-        if self._remote_match is None:
+        if self.remote_match is None:
             overlaps = self.device_index.match(hashes)
         else:
             overlaps = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}

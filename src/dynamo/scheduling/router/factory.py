@@ -118,7 +118,7 @@ async def open_kv_policy(inputs: PolicyInputs) -> Policy:
         name=settings.policy,
     )
     policy.on_close = view.close
-    if view.is_remote:
+    if view.remote_match is not None:
         policy.prefetch = view.fetch_remote_match
     return policy
 
