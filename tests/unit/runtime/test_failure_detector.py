@@ -55,8 +55,8 @@ class FakeWorkers:
         self.removal_listeners.append(callback)
         return lambda: self.removal_listeners.remove(callback)
 
-    def mark_unreachable(self, instance: Instance) -> None:
-        self.instances.pop(instance.id, None)
+    def mark_unreachable(self, address: str) -> None:
+        self.instances.pop(address, None)
 
     def interrupt(self, name: str, error: DynamoError) -> int:
         self.interrupted.append((name, type(error).__name__))

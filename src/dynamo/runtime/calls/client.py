@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Client:
     """Balances and makes calls over the live instances of one endpoint. `instances` maps the id of
     each live instance to it. `on_instance_busy` is called when an instance without a call of this
-    client gets one. `view` can exclude unhealthy instances."""
+    client gets one. `view` can withhold instances that do not answer or are unhealthy."""
 
     def __init__(
         self,
@@ -165,10 +165,6 @@ class Client:
         for call in calls:
             call.interrupt(type(error)(error.message, hint=error.hint))
         return len(calls)
-
-    def mark_unreachable(self, instance: Instance) -> None:
-        """Withhold `instance` until it answers a probe or is announced again."""
-        self.view.mark_unreachable(instance.address)
 
     def generate(
         self, request: Any, *, mode: str = "round_robin", context: Context | None = None

@@ -187,7 +187,7 @@ class FailureDetector:
         error = WorkerFailed(f"instance {instance.id} does not answer")
         self._ping_states.pop(instance.address).cancel_pings()
         for client in self._clients:
-            client.mark_unreachable(instance)
+            client.view.mark_unreachable(instance.address)
             client.interrupt(instance.id, error)
         self._requests.disconnect(instance.address)
 
