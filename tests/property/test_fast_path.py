@@ -106,12 +106,12 @@ class Stream:
             if not self.writer.tokens(ids, extra):
                 break
         if self.wants_more:
-            self.writer.finish(Finish("length", len(self.resumable.token_ids)))
+            self.writer.finish(Finish("length", len(self.resumable.token_log)))
         self.connection.merge_events()
         self.timing.flush()
         output = self.connection.output
         sent = [item for item in output if not item.startswith(b"HTTP/")]  # heads contain a date
-        token_ids = list(self.resumable.token_ids)
+        token_ids = list(self.resumable.token_log)
         return sent, token_ids, self.timing.recorded_texts, self.reader.complete
 
 
@@ -145,9 +145,9 @@ def test_the_fast_path_is_used(vocabulary: Vocabulary) -> None:
     long: list[Sequence[int]] = []
     stream.writer.begin(Started())
     for _ in range(5):
-        before = len(stream.resumable.token_ids)
+        before = len(stream.resumable.token_log)
         stream.writer.tokens([plain])
-        assert len(stream.resumable.token_ids) == before + 1
+        assert len(stream.resumable.token_log) == before + 1
         long.append(stream.connection.pending_events[-1])
     fast_path = stream.resumable._reply._fast_path  # type: ignore[attr-defined]
     assert fast_path.tokens_sent == 3

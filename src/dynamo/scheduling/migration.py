@@ -43,11 +43,11 @@ ATTEMPT_STRIDE = 16
 class ResumableReply(Reply):
     """The answer of one request across attempts. `admitted`: the present worker has begun."""
 
-    __slots__ = ("_reply", "admitted", "complete", "resumed_tokens", "started", "token_ids")
+    __slots__ = ("_reply", "admitted", "complete", "resumed_tokens", "started", "token_log")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self.token_ids = array("I")
+        self.token_log: array[int] = array("I")
         self.resumed_tokens = 0
         self.started = False
         self.admitted = False
@@ -61,18 +61,14 @@ class ResumableReply(Reply):
 
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         if len(ids) == 1:
-            self.token_ids.append(ids[0])
+            self.token_log.append(ids[0])
         else:
-            self.token_ids.extend(ids)
+            self.token_log.extend(ids)
         reply = self._reply  # calling a slot directly is slower in CPython 3.11
         return reply.tokens(ids, logprobs)
 
-    @property
-    def token_log(self) -> array[int]:
-        return self.token_ids
-
     def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
-        return self._reply.open_fast_path(self.token_ids) if token_log is None else None
+        return self._reply.open_fast_path(self.token_log) if token_log is None else None
 
     def finish(self, end: Finish) -> None:
         self.complete = True
@@ -82,7 +78,7 @@ class ResumableReply(Reply):
 
     def finish_at_length(self) -> None:
         """Finish an answer that has all its tokens but lost the worker that would finish it."""
-        self._reply.finish(Finish("length", len(self.token_ids)))
+        self._reply.finish(Finish("length", len(self.token_log)))
 
 
 @dataclass
@@ -157,7 +153,7 @@ class Migration(Operator):
         answer.admitted = True  # engines confirm the admission of later attempts only
         while not answer.complete:
             self._record_failure(request, answer, failures, error)
-            if len(answer.token_ids) >= request.stops.max_tokens:
+            if len(answer.token_log) >= request.stops.max_tokens:
                 answer.finish_at_length()
                 return
             await self._clock.sleep(failures.draw_backoff_s(self._rng))
@@ -170,9 +166,9 @@ class Migration(Operator):
                 timeout_s=timeout_s,
                 avoid=failures.avoided_workers,
             )
-            answer.resumed_tokens, answer.admitted = len(answer.token_ids), False
+            answer.resumed_tokens, answer.admitted = len(answer.token_log), False
             failure = await self._retry(
-                resume_request(request, answer.token_ids), attempt, answer, call_next
+                resume_request(request, answer.token_log), attempt, answer, call_next
             )
             if failure is None:
                 return
@@ -202,7 +198,7 @@ class Migration(Operator):
                         f"{REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
                     ) from error
             except ContextLengthExceeded:
-                if not answer.token_ids:
+                if not answer.token_log:
                     raise
                 answer.finish_at_length()
                 return None
@@ -219,7 +215,7 @@ class Migration(Operator):
         error: WorkerFailed,
     ) -> None:
         """Count the failure. Raises `PoisonedRequest` or `error` when no retry is left."""
-        progress = len(answer.token_ids) > answer.resumed_tokens
+        progress = len(answer.token_log) > answer.resumed_tokens
         failures.record_failure(error, progress=progress, admitted=answer.admitted)
         if failures.worker_deaths >= MAX_WORKER_DEATHS:
             self._failed_migration_counter.labels(PoisonedRequest.code).inc()
@@ -234,7 +230,7 @@ class Migration(Operator):
         self._migration_counter.labels(error.code).inc()
         fields = {
             "request": request.request_id,
-            "tokens": len(answer.token_ids),
+            "tokens": len(answer.token_log),
             "attempts": failures.attempts,
             "error": error.message,
         }
