@@ -184,14 +184,14 @@ def test_lower_tiers_continue_after_the_device(view: CacheView) -> None:
     view.apply("b", [BlocksStored(0, tuple(blocks[:2]), "disk")])
     view.apply("store", [BlocksStored(0, tuple(blocks[:7]), "shared")])
     overlaps = view.find_overlaps(blocks)
-    below = view.find_lower_tier_blocks(blocks, overlaps)
+    below = view.tiers.find_lower_tier_blocks(blocks, overlaps)
     assert overlaps == {"a": 3}
     assert (below["a"].host, below["a"].disk, below["a"].shared) == (2, 0, 2)
     assert (below["b"].host, below["b"].disk, below["b"].shared) == (0, 2, 5)
     view.apply("a", [BlocksRemoved((blocks[4],), "host")])
-    assert view.find_lower_tier_blocks(blocks, overlaps)["a"].shared == 3
+    assert view.tiers.find_lower_tier_blocks(blocks, overlaps)["a"].shared == 3
     view.remove_worker("a")
-    assert "a" not in view.find_lower_tier_blocks(blocks, {})
+    assert "a" not in view.tiers.find_lower_tier_blocks(blocks, {})
 
 
 def test_an_hour_of_unique_prompts_keeps_memory_constant(clock: ManualClock) -> None:

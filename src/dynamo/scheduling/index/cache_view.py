@@ -17,7 +17,7 @@ from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.approximate_index import ApproximateIndex
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES
-from dynamo.scheduling.index.tiered_index import LowerTierBlocks, TieredIndex
+from dynamo.scheduling.index.tiered_index import TieredIndex
 
 log = logging.getLogger(__name__)
 
@@ -149,12 +149,6 @@ class CacheView:
             overlaps = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}
         self._approximate_index.merge_overlaps(overlaps, hashes, self._clock.now())
         return overlaps
-
-    def find_lower_tier_blocks(
-        self, hashes: Sequence[int], overlaps: Mapping[str, int]
-    ) -> Mapping[str, LowerTierBlocks]:
-        """Return worker -> blocks in lower tiers directly after its overlap."""
-        return self.tiers.find_lower_tier_blocks(hashes, overlaps)
 
     def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
         """Set the workers that announce that they keep nothing for later prompts."""
