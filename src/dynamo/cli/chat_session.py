@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from dynamo.cli.parsing import write_file
 from dynamo.core.errors import ConfigError
 from dynamo_client import DynamoError, SyncDynamoClient
 
@@ -169,10 +170,7 @@ def _save_command(chat: ChatSession, name: str) -> bool:
         raise ConfigError("/save needs a file name")
     conversation = {"model": chat.model, "messages": chat.messages}
     text = msgspec.json.format(msgspec.json.encode(conversation), indent=2)
-    try:
-        Path(name).expanduser().write_bytes(text + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {name}: {error.strerror}") from error
+    write_file(Path(name).expanduser(), text + b"\n")
     print_notice(f"saved {len(chat.messages)} messages to {name}")
     return True
 

@@ -1,4 +1,4 @@
-"""Parts that commands share: the argument parser, common constants, output checks, tables."""
+"""Parts that commands share: the argument parser, constants, output files, model names, tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import signal
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dynamo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dynamo.core.settings import Settings
 
 API_KEY_VARIABLE = "DYNAMO_API_KEY"
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -28,6 +31,21 @@ def check_writable(*paths: str | None) -> None:
         existing = target if target.exists() else target.parent
         if target.is_dir() or not os.access(existing, os.W_OK):
             raise ConfigError(f"cannot write {path}", hint="name a file in a writable folder")
+
+
+def write_file(path: str | Path, data: bytes) -> None:
+    """Write a file that the user has named. Raises `ConfigError`."""
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def served_model_names(settings: Settings) -> Sequence[str]:
+    """Return the names that the model is served under. Raises `ModelUnavailable`."""
+    from dynamo.models.location import locate_model
+
+    return settings.model.names or (locate_model(settings.model.path).name,)
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:

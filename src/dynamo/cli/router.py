@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, Parser, check_writable
+from dynamo.cli.parsing import API_KEY_VARIABLE, Parser, check_writable, write_file
 from dynamo.core.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def _write_view(args: argparse.Namespace) -> int:
     if args.html or not args.picture:
         path = args.html or DEFAULT_HTML_FILE
         data = msgspec.json.encode({"samples": samples, "report": client.report(args.seconds)})
-        Path(path).write_bytes(render_page(data, live=False))
+        write_file(path, render_page(data, live=False))
         print(f"wrote {path}")
     return 0
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo.cli.inputs.batch_file import add_batch_flags, parse_batch_options
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import Parser, served_model_names
 from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
@@ -116,7 +116,6 @@ def serve_http(
     """Serve a deployment until it is stopped. A reload reads the settings from `args` and `extra`
     again. With `workers_only`, there is no HTTP port, and remote frontends use the workers."""
     from dynamo.cli.progress_bar import ProgressBar
-    from dynamo.cli.served_model import served_model_names
     from dynamo.services.deployment.launch import (
         SettingsSource,
         deployment_specs,

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.cli.parsing import Parser, format_table
+from dynamo.cli.parsing import Parser, format_table, served_model_names
 from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
@@ -135,7 +135,6 @@ def serve_plan(
 def announce(plan: DeploymentPlan, url: str) -> None:
     """Print that the deployment serves, with an example command."""
     from dynamo.cli import run as run_command
-    from dynamo.cli.served_model import served_model_names
 
     settings = plan.settings
     workers = plan.with_role("worker")

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from dynamo.cli.benchmark.bench_flags import parse_bench_config, parser
 from dynamo.cli.benchmark.report import BenchProgress, format_bench_result, format_comparison
-from dynamo.cli.parsing import EXIT_INTERRUPTED, check_writable
+from dynamo.cli.parsing import EXIT_INTERRUPTED, check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.core.errors import ConfigError
 
@@ -44,7 +44,7 @@ def _measure(args: argparse.Namespace) -> int:
     bench = parse_bench_config(args)
     results = _run_preset(args, bench) if args.preset else [_run_single(bench)]
     if args.out:
-        _write_results(args.out, results)
+        write_file(args.out, (_results_json(results) + "\n").encode())
     if args.picture:
         _draw_plot(results, args.picture)
     if args.json:
@@ -131,13 +131,6 @@ def _draw_plot(results: Sequence[BenchResult], path: str) -> None:
 
     draw_bench_results(results, path)
     print(f"picture: {path}", file=sys.stderr)
-
-
-def _write_results(path: str, results: Sequence[BenchResult]) -> None:
-    try:
-        Path(path).write_text(_results_json(results) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _results_json(results: Sequence[BenchResult]) -> str:

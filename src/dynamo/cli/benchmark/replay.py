@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.report import ReplayProgress, format_replay_result
-from dynamo.cli.parsing import Parser, check_writable
+from dynamo.cli.parsing import Parser, check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
@@ -244,11 +244,8 @@ def _write_lines(path: str, lines: Iterable[bytes]) -> None:
     content = b"".join(line + b"\n" for line in lines)
     if path == "-":
         print(content.decode(), end="")
-        return
-    try:
-        Path(path).write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    else:
+        write_file(path, content)
 
 
 def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:

@@ -19,9 +19,8 @@ from dynamo.cli.inputs.batch_file import (
     plan_batch,
     read_pending_lines,
 )
-from dynamo.cli.parsing import EXIT_INTERRUPTED
+from dynamo.cli.parsing import EXIT_INTERRUPTED, served_model_names
 from dynamo.cli.progress_bar import ProgressBar, render_bar
-from dynamo.cli.served_model import served_model_names
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo_client import DynamoAPIError, DynamoClient, DynamoConfig, DynamoTimeoutError

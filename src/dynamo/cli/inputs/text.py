@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import AsyncGenerator
 
-from dynamo.cli.served_model import fetch_model
+from dynamo.cli.parsing import served_model_names
+from dynamo.cli.progress_bar import ProgressBar
+from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 
 PROMPT = "> "
@@ -17,11 +19,16 @@ READ_BYTES = 64 << 10
 
 def run_text(settings: Settings) -> int:
     """Fetch the model, then chat until the end of input or Ctrl-C."""
+    from dynamo.models.resolve import resolve_model_blocking
     from dynamo.services.deployment.conversation import converse
     from dynamo.telemetry.logs import configure_logging
 
     configure_logging(settings.logging.level, settings.logging.format, "supervisor")
-    names = fetch_model(settings)
+    with ProgressBar(sys.stderr) as bar:
+        resolve_model_blocking(
+            settings.model.path, bar, with_weights=engine_needs_weights(settings.engine.kind)
+        )
+    names = served_model_names(settings)
 
     if not sys.stdin.isatty():
         return asyncio.run(converse(settings, _read_single_message, _write))
