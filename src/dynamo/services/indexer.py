@@ -56,7 +56,7 @@ class IndexerService:
         if settings.file:
             runtime.tasks.start(self._drop_absent_workers(), "restored workers")
             runtime.tasks.start(self._save_periodically(), "index file")
-            runtime.add_shutdown_hook(self._save_at_shutdown)
+            runtime.add_shutdown_hook(lambda _: self._save())
         blocks = self._cache_view.device_index.block_count
         log.info("indexer serves", extra={"fields": {"blocks": blocks}})
 
@@ -89,10 +89,6 @@ class IndexerService:
         while True:
             await self._runtime.clock.sleep(self._runtime.settings.index.save_every)
             await self._save()
-
-    async def _save_at_shutdown(self, drain_s: float) -> None:
-        del drain_s
-        await self._save()
 
     async def _save(self) -> None:
         try:

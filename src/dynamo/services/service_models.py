@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -79,6 +80,7 @@ class ServiceModelWatcher:
         log.info("service model ready", extra={"fields": fields})
 
 
+@dataclass(eq=False)
 class ServiceModelProcessor:
     """The text processor of a model that a service offers.
 
@@ -86,21 +88,18 @@ class ServiceModelProcessor:
     or another request, which is then answered by a model that workers serve.
     """
 
-    def __init__(
-        self, record: ServiceModelRecord, client: Client, gateway: Gateway, unknown_roles: str
-    ) -> None:
-        self._record = record
-        self._client = client
-        self._gateway = gateway
-        self._unknown_roles = unknown_roles
+    record: ServiceModelRecord
+    client: Client
+    gateway: Gateway
+    unknown_roles: str
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         """Answer by the service."""
         body = chat_request_to_dict(request)
         reader = ChatChunkReader(reply)
-        if self._record.streams:
+        if self.record.streams:
             await call_with_retries(
-                self._client, _encode(body), context, lambda item: reader.receive(_decode(item))
+                self.client, _encode(body), context, lambda item: reader.receive(_decode(item))
             )
             reader.end()
             return
@@ -110,7 +109,7 @@ class ServiceModelProcessor:
             answers.append(payload)
             return True
 
-        await call_with_retries(self._client, _encode(body), context, sink)
+        await call_with_retries(self.client, _encode(body), context, sink)
         answer = _decode(answers[0]) if answers else ""
         if isinstance(answer, dict) and "messages" in answer:
             await self._forward_request(answer, context, reply)
@@ -136,13 +135,13 @@ class ServiceModelProcessor:
     async def _forward_request(
         self, body: dict[str, Any], context: Context, reply: TextReply
     ) -> None:
-        name, served = find_worker_model(self._gateway, body.get("model"))
-        request = chat_request_from_dict(body, name, self._unknown_roles)
+        name, served = find_worker_model(self.gateway, body.get("model"))
+        request = chat_request_from_dict(body, name, self.unknown_roles)
         await served.processor.chat(request, context, reply)
 
     def _chat_only_error(self) -> Unsupported:
         return Unsupported(
-            f"model {self._record.model!r} is a service, without tokenizer and echo",
+            f"model {self.record.model!r} is a service, without tokenizer and echo",
             hint="POST /v1/chat/completions",
             param="model",
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import msgspec
+
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import TokenTiming
@@ -19,15 +21,12 @@ from dynamo.core.values import Started
 TokenLogprobs = Sequence[DecodedTokenLogprob]
 
 
-class PendingText:
+class PendingText(msgspec.Struct):
     """Text of one choice that waits for a congested connection; `size` counts bytes roughly."""
 
-    __slots__ = ("logprobs", "size", "texts")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.texts: list[str] = []
-        self.logprobs: list[DecodedTokenLogprob] = []
+    size: int = 0
+    texts: list[str] = []
+    logprobs: list[DecodedTokenLogprob] = []
 
 
 class HttpReply(TextReply):

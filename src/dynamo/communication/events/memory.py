@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -104,40 +105,32 @@ class MemoryEvents(Events):
         subscription.trackers.clear()
 
 
+@dataclass(eq=False)
 class _MemorySource:
-    buffer: BufferedEventSource
-
-    def __init__(
-        self,
-        plane: MemoryEvents,
-        subject: str,
-        publisher: str,
-        bus: _EventBus,
-        on_close: Callable[[_MemorySource], None],
-    ) -> None:
-        self.plane = plane
-        self._bus = bus
-        self._on_close = on_close
-        self.subject = subject
-        self.publisher = publisher
-        self.epoch = new_epoch()
+    plane: MemoryEvents
+    subject: str
+    publisher: str
+    bus: _EventBus
+    on_close: Callable[[_MemorySource], None]
+    epoch: int = field(default_factory=new_epoch)
+    buffer: BufferedEventSource = field(init=False)
 
     def register(self) -> None:
-        self._bus.sources[self.subject, self.publisher] = self
-        for subscription in list(self._bus.subscriptions):
+        self.bus.sources[self.subject, self.publisher] = self
+        for subscription in list(self.bus.subscriptions):
             subscription.add_source(self)
 
     async def close(self) -> None:
         """Remove the source after the buffer has sent its last events."""
         key = self.subject, self.publisher
-        if self._bus.sources.get(key) is self:
-            del self._bus.sources[key]
-        for subscription in list(self._bus.subscriptions):
+        if self.bus.sources.get(key) is self:
+            del self.bus.sources[key]
+        for subscription in list(self.bus.subscriptions):
             subscription.remove_source(self)
-        self._on_close(self)
+        self.on_close(self)
 
     def send(self, first: int, payloads: Sequence[bytes]) -> None:
-        for subscription in list(self._bus.subscriptions):
+        for subscription in list(self.bus.subscriptions):
             subscription.on_events(self, first, payloads)
 
 

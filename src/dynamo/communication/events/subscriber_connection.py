@@ -60,13 +60,12 @@ class SubscriptionContext(msgspec.Struct, frozen=True):
     lossy: Callable[[int], bool] | None
 
 
-class _PartialCatchUp:
+class _PartialCatchUp(msgspec.Struct):
     """A catch-up whose frames are arriving."""
 
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.payloads: list[bytes] = []
-        self.dump = False
+    first: int | None = None
+    payloads: list[bytes] = []
+    dump: bool = False
 
 
 class SubscriberConnection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -27,15 +28,15 @@ _MAX_RETRY_S: Final = 2.0
 _REMOVAL_DELAY_S: Final = 1.0
 
 
+@dataclass(eq=False)
 class _FollowedSource:
     """A source that the directory lists."""
 
-    def __init__(self, key: SourceKey, address: str, number: int, tracker: SequenceTracker) -> None:
-        self.key = key
-        self.address = address
-        self.number = number
-        self.tracker = tracker
-        self.removal_timer: asyncio.TimerHandle | None = None
+    key: SourceKey
+    address: str
+    number: int
+    tracker: SequenceTracker
+    removal_timer: asyncio.TimerHandle | None = None
 
     def cancel_removal(self) -> None:
         """Keep the source because the directory lists it again."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
@@ -52,19 +53,17 @@ class ConnectionFlusher:
                 connection.on_written()
 
 
+@dataclass(eq=False)
 class HttpServerState:
     """State that all connections of one server share."""
 
-    def __init__(
-        self, handler: HttpHandler, limits: HttpLimits, clock: Clock, on_error: ErrorRenderer
-    ) -> None:
-        self.handler = handler
-        self.limits = limits
-        self.clock = clock
-        self.on_error = on_error
-        self.tasks = BackgroundTasks()
-        self.connections: set[HttpConnection] = set()
-        self.flusher = ConnectionFlusher()
+    handler: HttpHandler
+    limits: HttpLimits
+    clock: Clock
+    on_error: ErrorRenderer
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    connections: set[HttpConnection] = field(default_factory=set)
+    flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
 
 
 class HttpConnection(asyncio.Protocol):
