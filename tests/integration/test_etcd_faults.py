@@ -17,7 +17,7 @@ from dynamo.communication.discovery.etcd_client import EtcdClient, EtcdEndpoint,
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.runtime.leases import RepublishingDiscovery
+from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.testing.conformance.discovery import read_until
 from dynamo.testing.relay import Relay
 from dynamo.testing.servers import EtcdProcess, find_program, free_port

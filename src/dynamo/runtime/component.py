@@ -20,7 +20,7 @@ from dynamo.runtime.calls.instances import (
     InstanceView,
     encode_instance,
     instance_key,
-    workers_prefix,
+    instances_prefix,
 )
 from dynamo.runtime.calls.streams import ItemFunction, item_handler
 from dynamo.runtime.health import ProcessHealth
@@ -136,7 +136,7 @@ class Endpoint:
         """Open a client that knows the present instances, filtered by `where`. The client ends with
         `close` or with the runtime."""
         runtime = self.runtime
-        prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
+        prefix = instances_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
         await view.start()
         client = Client(self.path, view, runtime.requests, runtime.rng, runtime.clients.discard)

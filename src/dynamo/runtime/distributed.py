@@ -24,8 +24,8 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
 from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.health import ProcessHealth
-from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
 from dynamo.runtime.worker_discovery import ComponentRegistry

@@ -1,4 +1,4 @@
-"""The seed documents' worker discovery, over the discovery plane."""
+"""Worker discovery with the names of Dynamo's documents, over the discovery plane."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from dynamo.communication.discovery import Discovery
-from dynamo.runtime.calls.instances import Instance, decode_instance, workers_prefix
+from dynamo.runtime.calls.instances import Instance, decode_instance, instances_prefix
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ComponentRegistry:
         self, namespace: str, component: str = "", endpoint: str = ""
     ) -> Sequence[Instance]:
         """Instances of a namespace, a component or an endpoint. Bad records are skipped."""
-        records = await self._discovery.get(workers_prefix(namespace, component, endpoint))
+        records = await self._discovery.get(instances_prefix(namespace, component, endpoint))
         decoded = (decode_instance(key, value) for key, value in sorted(records.items()))
         return [instance for instance in decoded if instance is not None]
 
@@ -95,14 +95,14 @@ class WorkerDiscovery:
         """Register `worker` for the lifetime of this process. Returns its key."""
         if not worker.lease_id:
             worker = msgspec.structs.replace(worker, lease_id=secrets.token_hex(8))
-        prefix = workers_prefix(worker.namespace, worker.component_type, worker.endpoint)
+        prefix = instances_prefix(worker.namespace, worker.component_type, worker.endpoint)
         key = prefix + worker.lease_id
         await self._client.put(key, msgspec.json.encode(worker.to_dict()))
         return key
 
     async def discover_workers(self, component_type: str | None = None) -> Sequence[WorkerInfo]:
         """Live workers, optionally of one component. Bad records are skipped with a warning."""
-        records = await self._client.get(workers_prefix(self._namespace, component_type or ""))
+        records = await self._client.get(instances_prefix(self._namespace, component_type or ""))
         workers: list[WorkerInfo] = []
         for key, value in sorted(records.items()):
             try:

@@ -206,7 +206,7 @@ async def test_a_silence_query_for_a_lost_call_fails_it(server: ServerRecorder) 
     assert server.queue.ends == [1]
     error = decode_error(server.queue.payloads[1])
     assert isinstance(error, WorkerFailed)
-    assert "lost this call" in error.message
+    assert "no longer has the request" in error.message
     assert stream.task is not None
     assert stream.task.cancelling()
     assert not stream.send(b"y")

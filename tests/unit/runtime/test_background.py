@@ -12,7 +12,7 @@ import pytest
 from dynamo.communication.discovery import RecordChange
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.runtime.background import InlineBackground, ThreadBackground
-from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
+from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 
 
 @pytest.fixture

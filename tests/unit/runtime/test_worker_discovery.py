@@ -1,4 +1,4 @@
-"""Worker discovery with the names of the seed documents."""
+"""Worker discovery with the names of Dynamo's documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.runtime import WorkerDiscovery, WorkerInfo
 
-SEED = {
+RECORD = {
     "component": "VllmWorker",
     "endpoint": "generate",
     "namespace": "dynamo",
@@ -20,11 +20,11 @@ SEED = {
 }
 
 
-def test_a_record_of_the_seeds_is_converted() -> None:
-    worker = WorkerInfo.from_dict(SEED)
+def test_a_record_in_dynamos_format_is_converted() -> None:
+    worker = WorkerInfo.from_dict(RECORD)
     assert worker.component_type == "VllmWorker"
     assert worker.nats_endpoint == "nats://10.0.0.1:4222/inst"
-    assert worker.to_dict() == SEED
+    assert worker.to_dict() == RECORD
 
 
 def test_a_dict_of_its_own_fields_is_converted() -> None:

@@ -15,6 +15,7 @@ from dynamo.communication.requests.protocol import (
     DATA,
     GOAWAY,
     PLANE,
+    SILENCE_QUERY_BYTES,
     pack_credit,
     pack_open,
 )
@@ -99,7 +100,7 @@ class ClientConnection:
         """
         self._silence_timer = None
         for stream in self.streams.find_silent_streams():
-            self.link.write(pack_credit(stream, 0))
+            self.link.write(pack_credit(stream, SILENCE_QUERY_BYTES))
         if len(self.streams):
             self._silence_timer = asyncio.get_running_loop().call_later(
                 SILENCE_QUERY_S, self._query_silent_streams

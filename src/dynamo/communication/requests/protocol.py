@@ -4,8 +4,8 @@
     server -> client: HELLO, DATA, GOAWAY
 
 Stream ids grow from 1 on each connection and are never reused, so that late items of a cancelled
-call match no stream. A CREDIT of 0 bytes asks whether a stream is still open. If it is not, the
-server sends the end of the stream again, after all earlier items.
+call match no stream. A CREDIT of SILENCE_QUERY_BYTES asks whether a stream is open. If it is not,
+the server sends the end of the stream again, after all earlier items.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ DATA: Final = 3
 CANCEL: Final = 4
 CREDIT: Final = 5
 GOAWAY: Final = 6
+
+SILENCE_QUERY_BYTES: Final = 0
+"""A CREDIT of this size asks whether the stream is open."""
 
 MAX_STREAM_ID: Final = (1 << 32) - 1
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -68,7 +71,7 @@ def unpack_open(body: bytes) -> tuple[int, CallHeader, bytes]:
 
 
 def pack_credit(stream: int, size_bytes: int) -> bytes:
-    """Encode that the caller consumed `size_bytes` more. 0 asks whether the stream is open."""
+    """Encode that the caller consumed `size_bytes` more, or SILENCE_QUERY_BYTES."""
     return pack_frame(CREDIT, _STREAM_AND_SIZE.pack(stream, size_bytes))
 
 

@@ -15,6 +15,7 @@ from dynamo.communication.requests.protocol import (
     GOAWAY,
     OPEN,
     PLANE,
+    SILENCE_QUERY_BYTES,
     unpack_credit,
     unpack_open,
 )
@@ -65,12 +66,13 @@ class ServerConnection:
                 stream.cancel()
         elif kind == CREDIT:
             number, size_bytes = unpack_credit(body)
-            if (stream := self._send_queue.open_streams.get(number)) is not None:
-                if size_bytes:
+            stream = self._send_queue.open_streams.get(number)
+            if size_bytes != SILENCE_QUERY_BYTES:
+                if stream is not None:
                     stream.release(size_bytes)
-                else:
-                    stream.on_silence_query()
-            elif not size_bytes:
+            elif stream is not None:
+                stream.on_silence_query()
+            else:
                 self._send_queue.end_stream(number, encode_error(WorkerFailed(UNKNOWN_STREAM)))
         else:
             raise ProtocolError(f"a frame of kind {kind} from a caller")

@@ -101,9 +101,9 @@ class ServerStream(ResponseWriter):
     def on_silence_query(self) -> None:
         """Fail the call if its handler does not work on it any more."""
         if self.is_alive is not None and not self.is_alive():
-            fields = {"request": self.context.request_id}
-            log.warning("call failed: its handler lost it", extra={"fields": fields})
-            self.end(WorkerFailed("the instance lost this call"))
+            error = WorkerFailed("call failed: the engine no longer has the request")
+            log.warning(error.message, extra={"fields": {"request": self.context.request_id}})
+            self.end(error)
             if self.task is not None:
                 self.task.cancel()
 

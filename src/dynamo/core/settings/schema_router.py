@@ -33,8 +33,12 @@ class IndexSettings(SettingsSection, frozen=True):
 
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
-QUEUE_ORDERS = ("fcfs", "shortest", "deadline")
-MODE_ALIASES = (("basic", "round_robin"), ("weighted", "weighted_round_robin"), ("kv_aware", "kv"))
+QUEUE_ORDER_NAMES = ("fcfs", "shortest", "deadline")
+MODE_ALIASES = (
+    ("basic", "round_robin"),
+    ("weighted", "weighted_round_robin"),
+    ("kv_aware", "kv"),
+)
 
 
 class RoutingStrategySettings(SettingsSection, frozen=True):
@@ -84,8 +88,8 @@ class RouterSettings(SettingsSection, frozen=True):
     policy: str = setting(
         "predicted",
         "cost in mode kv: predicted time, Dynamo's block cost, the weights of "
-        "routing_strategy (composite), predicted time to first token, or the worker that "
-        "caches most of a conversation (affinity)",
+        "routing_strategy (composite), predicted time to first token, or a worker that caches half "
+        "of the prompt and has at most 500 ms of prefill to do (affinity)",
         flag="--router-policy",
         choices=tuple(ROUTER_COSTS.builtin),
         plugins=ROUTER_COSTS,
@@ -135,10 +139,11 @@ class RouterSettings(SettingsSection, frozen=True):
     )
     queue_order: str = setting(
         "fcfs",
-        "order of requests that wait in the router: by age, the shortest prompt by weight, or "
-        "the earliest deadline; each takes the request's priority into account",
+        "order of requests that wait in the router; fcfs: by arrival; shortest: fewest uncached "
+        "prompt tokens by priority weight; deadline: earliest deadline. A step of priority counts "
+        "as one second in fcfs and deadline",
         flag="--router-queue-order",
-        choices=QUEUE_ORDERS,
+        choices=QUEUE_ORDER_NAMES,
     )
     queue_bound: int = setting(
         4096,

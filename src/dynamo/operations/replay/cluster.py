@@ -39,7 +39,7 @@ from dynamo.runtime.calls.instances import (
     InstanceView,
     encode_instance,
     instance_key,
-    workers_prefix,
+    instances_prefix,
 )
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
@@ -185,7 +185,7 @@ class ReplayCluster:
         return engine
 
     async def _open_client(self) -> Client:
-        prefix = workers_prefix(NAMESPACE, COMPONENT, ENDPOINT)
+        prefix = instances_prefix(NAMESPACE, COMPONENT, ENDPOINT)
         view = InstanceView(self._discovery, self._requests, prefix, self._clock)
         await view.start()
         client = Client(f"{NAMESPACE}.{COMPONENT}.{ENDPOINT}", view, self._requests, self._rng)

@@ -173,7 +173,7 @@ class FailureDetector:
     ) -> None:
         fields = {"worker": instance.id, "silent_s": round(silent_s, 2)}
         if state.reachable_directly:
-            text = "worker answers only direct pings; its requests bypass the plane's server"
+            text = "worker answers pings over TCP and not over NATS; its requests use TCP"
             log.warning(text, extra={"fields": fields})
             self._ping_states.pop(instance.address).cancel_pings()
             self._requests.bypass(instance.address)

@@ -44,7 +44,7 @@ TRANSPORT_RECORD_NAMES = {"nats": "nats_tcp"}
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
-    """The JSON record of an instance in discovery, with the fields of the seeds."""
+    """The JSON record of an instance in discovery, in the record format of Dynamo."""
 
     component: str
     endpoint: str
@@ -60,7 +60,7 @@ InstanceFilter = Callable[[Instance], bool]
 _decode = msgspec.json.Decoder(InstanceRecord, strict=False).decode
 
 
-def workers_prefix(namespace: str, component: str = "", endpoint: str = "") -> str:
+def instances_prefix(namespace: str, component: str = "", endpoint: str = "") -> str:
     """The key prefix of all instances of a namespace, a component or an endpoint."""
     parts = [part for part in (component, quote(endpoint, safe="")) if part]
     return "/".join(["", namespace, "workers", *parts, ""])
@@ -68,7 +68,7 @@ def workers_prefix(namespace: str, component: str = "", endpoint: str = "") -> s
 
 def instance_key(instance: Instance) -> str:
     """`/{namespace}/workers/{component}/{endpoint}/{instance}`. A slash in a name becomes %2F."""
-    prefix = workers_prefix(instance.namespace, instance.component, instance.endpoint)
+    prefix = instances_prefix(instance.namespace, instance.component, instance.endpoint)
     return prefix + instance.id
 
 
@@ -165,7 +165,8 @@ class InstanceView:
         broken = self._ids_at(address)
         if self._closed or not broken - self._unreachable:
             return
-        log.warning("instance withheld", extra={"fields": {"address": address}})
+        text = "connection broke; instance gets no requests until it answers"
+        log.warning(text, extra={"fields": {"address": address}})
         self._unreachable |= broken
         self._refresh()
         if address not in self._probing:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Container, Sequence
 from random import Random
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.settings.schema_router import MODE_ALIASES
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.interruptible import Interruptible
 
-MODE_ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
+MODES_BY_ALIAS = dict(MODE_ALIASES)
 
 
 class InstanceLoad:
@@ -125,7 +126,7 @@ MODES: dict[str, Callable[[LoadBalancer, list[InstanceLoad]], InstanceLoad]] = {
 def canonical_mode(mode: str) -> str:
     """The key of `MODES` for a spelling; `-` and `_` are equal. Raises `ConfigError`."""
     spelling = mode.strip().lower().replace("-", "_")
-    name = MODE_ALIASES.get(spelling, spelling)
+    name = MODES_BY_ALIAS.get(spelling, spelling)
     if name not in MODES:
         near = difflib.get_close_matches(spelling, MODES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known modes: {', '.join(MODES)}"

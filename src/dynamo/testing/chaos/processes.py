@@ -21,8 +21,8 @@ from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.leases import RepublishingDiscovery
 from dynamo.services.model_pipeline import open_model_pipeline
 from dynamo.services.routing import ProcessRouting
 
