@@ -63,7 +63,7 @@ def test_routers_use_the_indexer_and_continue_without_it(
     )
     routing = next(check for check in json.loads(doctor.stdout) if check["check"] == "routing")
     assert routing["verdict"] == "warn"
-    assert "2 workers approximate" in routing["found"]
+    assert "cache view of 2 workers: approximate" in routing["found"]
 
 
 def test_stopping_a_deployment_ends_its_indexer_too(
@@ -85,7 +85,7 @@ def test_stopping_a_deployment_ends_its_indexer_too(
         return str(next(check["found"] for check in checks if check["check"] == "routing"))
 
     try:
-        until(lambda: "1 workers exact" in routing())
+        until(lambda: "cache view of 1 workers: exact" in routing())
         subprocess.run([*dynamo, "stop", name, "--timeout", "20"], env=environ, check=True)
         assert process.wait(5) == 0
     finally:

@@ -58,7 +58,7 @@ class ExpectedPrompt:
 
 
 class PredictionsMachine(RuleBasedStateMachine):
-    """Prompts that are routed, settled, retained or expire, against a reference list."""
+    """Prompts that are routed, end, remain until their time to live or expire, against a reference list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ class PredictionsMachine(RuleBasedStateMachine):
         self.open.append(ExpectedPrompt(worker, prompt, self.now + 3.0))
 
     @rule(at=st.integers(0, 20), until_ttl=st.booleans())
-    def settle(self, at: int, until_ttl: bool) -> None:
+    def end_prediction(self, at: int, until_ttl: bool) -> None:
         if at >= len(self.open):
             return
         chosen = self.open[at]
-        self.predictions.settle(chosen.worker, chosen.prompt, self.now, until_ttl=until_ttl)
+        self.predictions.end_prediction(chosen.worker, chosen.prompt, self.now, until_ttl=until_ttl)
         routed = next(routed for routed in self.open if routed.same(chosen))
         self.open.remove(routed)
         if until_ttl:
@@ -90,7 +90,7 @@ class PredictionsMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def report_events(self, worker: str) -> None:
-        self.predictions.expire_retained(worker, self.now)
+        self.predictions.end_until_ttl(worker, self.now)
         for routed in [
             routed for routed in self.open if routed.worker == worker and routed.until_ttl
         ]:

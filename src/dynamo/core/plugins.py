@@ -1,4 +1,4 @@
-"""The tables of everything that is chosen by name: engines, plane backends, router modes, costs.
+"""The tables of what an installed package can extend by name: engines, plane backends, costs etc.
 
 Each kind is one `PluginTable`. Its rows map a name to `"module:object"`, which is imported on first
 use. An installed package adds a row by an entry point in the table's group::

@@ -91,7 +91,8 @@ class Engine(ABC):
         """Release all resources. Requests in flight end with `WorkerFailed`."""
 
     def has_request(self, reply: Reply) -> bool:
-        """Whether the request of `reply` is running or queued.
+        """Whether tokens of the request may still come. True also before the request is queued and
+        after it ended.
 
         The worker asks after a long silence. False means that no further token will come.
         """

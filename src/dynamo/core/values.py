@@ -114,7 +114,6 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_tokens: int = 0
     active_blocks: int = 0
     total_blocks: int = 0
-    decode_tokens: int = 0
     steps: int = 0
     cached_blocks: int = 0
     ranks: tuple[Load, ...] = ()

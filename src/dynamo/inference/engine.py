@@ -140,7 +140,6 @@ class BatchedEngine(Engine):
             active_blocks=pool.active,
             total_blocks=pool.num_blocks,
             cached_blocks=pool.cached,
-            decode_tokens=sum(sequence.computed_tokens for sequence in scheduler.running),
             steps=self.counters.steps,
         )
 

@@ -39,8 +39,8 @@ def running_order(sequence: EngineSequence) -> int:
 
 
 class StepScheduler:
-    """Owns the queue of one engine and the blocks of its sequences. Of `limits` only the sizes of a
-    batch and the context count; the context limits prompt and output of one sequence together."""
+    """Owns the queues of one engine; `pool` owns the blocks. Of `limits` only the sizes of a batch
+    and the context count; the context limits prompt and output of one sequence together."""
 
     def __init__(
         self, pool: BlockPool, limits: EngineInfo, *, hits_from: HitsFrom = "computed"

@@ -78,9 +78,10 @@ def cores(settings: Settings) -> Finding:
     """Check the number of usable CPU cores."""
     usable = len(os.sched_getaffinity(0))
     processes = settings.engine.workers + settings.server.http_workers
+    text = f"{usable} core{'s'[: usable > 1]} usable for {processes} processes"
     if usable < 2:
-        return Finding("cores", "warn", f"{usable}", "frontend and worker will share one core")
-    return Finding("cores", "ok", f"{usable} usable for {processes} processes")
+        return Finding("cores", "warn", text, "frontend and worker will share one core")
+    return Finding("cores", "ok", text)
 
 
 def memory(settings: Settings) -> Finding:
@@ -185,7 +186,8 @@ def routing(settings: Settings) -> Finding:
     modes = Counter(mode for view in views.values() for mode in view.values())
     if not modes:
         return Finding("routing", "ok", f"{address}: does not use the workers' caches")
-    text = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())
+    counts = (f"cache view of {count} workers: {mode}" for mode, count in modes.items())
+    text = f"{address}: {', '.join(counts)}"
     if modes["approximate"]:
         hint = "approximate workers send no KV events; their cache hits are estimates"
         return Finding("routing", "warn", text, hint)

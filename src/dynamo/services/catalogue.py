@@ -24,7 +24,7 @@ RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 
 OpenModel = Callable[[ModelCard], Awaitable[None]]
-"""Opens the model of a card, instead of an open one of that name. Raises `DynamoError`."""
+"""Opens the model of a card. Replaces the open model of that name. Raises `DynamoError`."""
 ReportNotOpen = Callable[[str, str], None]
 """(model, reason): the model cannot be opened yet."""
 
@@ -99,7 +99,7 @@ class ModelRecords(Generic[T]):
 
 
 class Catalogue:
-    """Opens a model with its first card, and again when most workers announce another card.
+    """Opens a model when its first worker announces it, and again when most announce another card.
 
     A model stays open while its workers are away.
     """

@@ -266,7 +266,8 @@ OPERATORS = ("admission", "migration")
 """The stages that are token operators, in the order in which a request passes them."""
 
 REQUEST_ORDER = (*OPERATORS, "router", "dispatch")
-"""All stages that a request passes. `router` turns a `SendRequest` into a `SendTo`."""
+"""All stages that a request passes. Describes the order; `OPERATORS` sets it. `router` turns a
+`SendRequest` into a `SendTo`."""
 
 
 async def open_model_pipeline(

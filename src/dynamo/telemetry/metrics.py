@@ -148,7 +148,7 @@ class Registry:
     def counter(
         self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
     ) -> Any:
-        """Declare a counter. `name` must end in `_total`."""
+        """Declare a counter. `name` should end in `_total`, as Prometheus recommends."""
         return self._register(name, help, Counter, labels, "counter", **options)
 
     @overload

@@ -14,7 +14,7 @@ from dynamo.inference.load_publisher import encode_load
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router import KVIndexer, KvMetricsAggregator
 
-PLANES = RuntimeSettings(discovery="memory:seeds", requests="memory:", events="memory:")
+PLANES = RuntimeSettings(discovery="memory:indexer", requests="memory:", events="memory:")
 
 
 async def test_events_and_loads_of_user_workers() -> None:

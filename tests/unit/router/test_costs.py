@@ -23,9 +23,9 @@ STEP, PROMPT = 8_192, 4_096
 HASHES = list(range(1, PROMPT // BLOCK + 1))
 
 
-def seed_example(cluster: FakeCluster) -> str:
-    """Return the cheapest worker of seed 001's example: overlaps of 5, 50 and 75 %, loads of 30, 50
-    and 80 % of a step's tokens and of the memory."""
+def documented_example(cluster: FakeCluster) -> str:
+    """Return the cheapest worker of an example in Dynamo's documents. Overlaps are 5, 50 and 75 %,
+    loads are 30, 50 and 80 % of a step's tokens and of the memory."""
     for name, match, load in (("a", 0.05, 0.3), ("b", 0.5, 0.5), ("c", 0.75, 0.8)):
         cluster.view.caches[name] = set(HASHES[: int(match * len(HASHES))])
         cluster.add_prefill(name, int(load * STEP))
@@ -40,7 +40,7 @@ def seed_example(cluster: FakeCluster) -> str:
 @pytest.mark.parametrize("cost", [PredictedCost, BlockCost, CompositeCost, TtftCost])
 def test_the_worked_example_chooses_worker_2(cost: type[Cost]) -> None:
     cluster = FakeCluster(3, cost())
-    assert seed_example(cluster) == "b"
+    assert documented_example(cluster) == "b"
 
 
 @pytest.mark.parametrize("name", ROUTER_COSTS.builtin)

@@ -20,7 +20,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     - `spellings`: pairs (other spelling, choice).
     - `aliases`: other keys in files. An alias with an inner dot is a whole key, unless it begins
       with a dot. All others belong to the setting's own section.
-    - `unused`: accepted and checked, but nothing reads the value yet.
+    - `unused`: accepted and checked; has no effect yet.
     - `not_yet`: pairs (unsupported choice, substitute). A start refuses it without a substitute.
     - `plugins`: entry points of this table are choices, too.
     - `reload`: a change may be applied while serving. `secret`: never shown.

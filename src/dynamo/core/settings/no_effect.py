@@ -1,8 +1,9 @@
-"""Settings that are accepted and checked, and have no effect yet.
+"""Settings that are accepted and checked, and have no effect yet: those without a field.
 
 Configuration files written for Dynamo contain them. The loader treats them as all other settings:
-aliases, units, bounds, notes and help. Their values are in `LoadedSettings.values` only, because no
-section of `Settings` has a field for them. A setting that gains an effect moves to its section.
+aliases, units, bounds, notes and help. Their values are in `LoadedSettings.values` only. A setting
+that gains an effect moves to its section. Fields with `unused=True` have no effect either; a choice
+in a field's `not_yet` has none or is refused (`declare.py`).
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class WorkerCapacity:
         """Apply a load report, which is older than the reservations known here.
 
         The peak of our requests since the report before the last is subtracted from the load. The
-        largest of the last three remainders counts as foreign, because whoever has just lost a
-        request there refills that slot.
+        largest of the last three remainders counts as foreign, because another frontend soon
+        refills a slot in which its request has just ended.
         """
         self._last_report_s = now
         own = len(self.reservations)

@@ -1,4 +1,4 @@
-"""Requests in flight: each occupies a slot at its worker and teaches the predictions."""
+"""Requests in flight: each occupies a slot at its worker and updates the predictions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 MIN_FIRST_TOKENS = 4
 """Prefill times are predicted after this many first tokens."""
 MAX_PREDICTION_ERRORS = 64
-MARGIN_EXCEEDANCES = 3
-"""The margin is the n-th largest of the recent prediction errors."""
+MARGIN_RANK = 3
+"""The margin is the third largest recent error."""
 DECODE_SAMPLE_EVERY = 8
-"""Every n-th answer teaches the worker state its time per token."""
+"""Every n-th answer updates the time per token of its worker's state."""
 MAX_ERROR_AGE_S = 30.0
 
 
@@ -97,7 +97,7 @@ class InFlight:
         return attempt
 
     def release(self, worker: str, reservation: Reservation, *, ok: bool) -> None:
-        """Release the slot. Only requests that ended well (`ok`) teach durations."""
+        """Release the slot. Only requests that ended well (`ok`) are recorded as durations."""
         now, max_tokens = self._clock.now(), reservation.max_tokens
         durations, output_tokens = self._capacity.durations, reservation.output_tokens
         if ok:
@@ -141,7 +141,7 @@ class InFlight:
         while self._prediction_errors and self._prediction_errors[0][0] < oldest:
             self._prediction_errors.popleft()
         errors = sorted(error for _, error in self._prediction_errors)
-        return max(0.0, errors[-MARGIN_EXCEEDANCES]) if len(errors) >= MARGIN_EXCEEDANCES else 0.0
+        return max(0.0, errors[-MARGIN_RANK]) if len(errors) >= MARGIN_RANK else 0.0
 
     def record_start(self, reservation: Reservation, started: Started) -> None:
         """Record how much of the prompt the engine had cached."""

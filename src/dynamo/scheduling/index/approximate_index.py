@@ -35,7 +35,7 @@ class _RoutedPrompt:
 
 @dataclass(eq=False, slots=True)
 class _PrefixNode:
-    """Blocks that are whole in every prompt through this node. `prompt_counts` is by worker."""
+    """A chain of blocks that every prompt through this node contains, with prompts by worker."""
 
     blocks: Sequence[int]
     prompt_counts: dict[str, int]
@@ -75,7 +75,9 @@ class ApproximateIndex:
         while self.block_count > self._max_blocks:
             self._evict_oldest()
 
-    def settle(self, worker: str, hashes: Sequence[int], now: float, *, until_ttl: bool) -> None:
+    def end_prediction(
+        self, worker: str, hashes: Sequence[int], now: float, *, until_ttl: bool
+    ) -> None:
         """End a prediction after the first token or a failure. With `until_ttl`, where no events
         come, it remains until its time to live ends."""
         routed_prompts = self._active_by_key.get((worker, hashes[-1])) if hashes else None
@@ -87,7 +89,7 @@ class ApproximateIndex:
         else:
             self._start_grace(routed_prompts[0], now)
 
-    def expire_retained(self, worker: str, now: float) -> None:
+    def end_until_ttl(self, worker: str, now: float) -> None:
         """End the predictions that replaced the missing events of this worker."""
         for routed in [
             prompt for prompt in self._active if prompt.until_ttl and prompt.key[0] == worker

@@ -169,8 +169,8 @@ class CacheView:
     def on_prefill_ended(self, worker: str, hashes: Sequence[int]) -> None:
         """End the prediction of a routed prompt after its first token or failure. Without events it
         remains until its time to live ends."""
-        until_ttl = self._modes.get(worker) != "exact"
-        self._approximate_index.settle(worker, hashes, self._clock.now(), until_ttl=until_ttl)
+        now, until_ttl = self._clock.now(), self._modes.get(worker) != "exact"
+        self._approximate_index.end_prediction(worker, hashes, now, until_ttl=until_ttl)
 
     def get_mode(self, worker: str) -> CacheViewMode:
         """Return the mode of a worker."""
@@ -237,6 +237,6 @@ class CacheView:
             return
         self._modes[worker] = mode
         if mode == "exact":
-            self._approximate_index.expire_retained(worker, self._clock.now())
+            self._approximate_index.end_until_ttl(worker, self._clock.now())
         level = logging.WARNING if mode == "approximate" else logging.DEBUG
         log.log(level, MODE_MESSAGES[mode], extra={"fields": {"worker": worker}})

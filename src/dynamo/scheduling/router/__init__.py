@@ -1,8 +1,8 @@
 """Which instance gets a request, and why."""
 
-from dynamo.scheduling.index.kv_indexer import KVIndexer
 from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
 from dynamo.scheduling.router.library.aggregator import KvMetricsAggregator
+from dynamo.scheduling.router.library.kv_indexer import KVIndexer
 from dynamo.scheduling.router.library.kv_router import (
     CacheHitAnalysis,
     KvRouter,

@@ -36,7 +36,7 @@ NEAR_BEST_SHARE = 0.1
 
 
 class RouterError:
-    """The seeds' namespace for routing errors."""
+    """Routing errors under the name that Dynamo's documents use."""
 
     NoAvailableWorker = NoAvailableWorker
 

@@ -18,9 +18,8 @@ from dynamo.core.values import Started
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.supervisor import Supervisor
-from dynamo.services.deployment.launch import deployment_specs
+from dynamo.services.deployment.launch import worker_specs
 from dynamo.services.deployment.temporary import run_with_supervisor, temporary_settings
-from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
 from dynamo.telemetry.logs import set_levels
@@ -39,8 +38,7 @@ async def converse(
     """
     settings = temporary_settings(settings, "text")
     set_levels(settings.logging.level)
-    specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER_COMPONENT]
-    supervisor = Supervisor(specs, deployment_of(settings), settings, out=logs)
+    supervisor = Supervisor(worker_specs(settings), deployment_of(settings), settings, out=logs)
     conversation = _run_conversation(settings, read_messages, write)
     code, chat = await run_with_supervisor(supervisor, conversation)
     if supervisor.failure is not None:

@@ -146,7 +146,7 @@ def with_port_and_deployment(settings: Settings, port: int, deployment: str = ""
 
 
 def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsReloader:
-    """Return what reloads a deployment's settings."""
+    """Return the reloader of a deployment's settings."""
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()

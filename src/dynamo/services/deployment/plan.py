@@ -151,7 +151,7 @@ def _frontend_services(services: Sequence[type[Any]]) -> list[type[Any]]:
 
 
 def _standalone_router_settings(
-    only: type[Any] | None, front: Sequence[type[Any]], loaded: LoadedSettings
+    only_service: type[Any] | None, front: Sequence[type[Any]], loaded: LoadedSettings
 ) -> dict[str, SourcedValue]:
     """Return the settings of router processes.
 
@@ -163,7 +163,7 @@ def _standalone_router_settings(
     settings: dict[str, SourcedValue] = {}
     replicas = loaded.settings.router.replicas
     if router is not None and loaded.origins["router.replicas"] == "default":
-        replicas = spec_of(router).workers if router is not Router or only is router else 0
+        replicas = spec_of(router).workers if router is not Router or only_service is router else 0
         if replicas:
             settings["router.replicas"] = SourcedValue(replicas, origin)
     if replicas and loaded.origins["router.mode"] == "default":
@@ -202,8 +202,8 @@ def _plan_process(
 def _check_ready_made(service: type[Any]) -> None:
     """Raise `ConfigError` if a subclass of a ready-made service adds methods that would run."""
     spec = spec_of(service)
-    own = spec.endpoints != spec_of(builtin_service(service)).endpoints
-    if own or spec.start_hooks or spec.stop_hooks or spec.dependencies:
+    adds_endpoints = spec.endpoints != spec_of(builtin_service(service)).endpoints
+    if adds_endpoints or spec.start_hooks or spec.stop_hooks or spec.dependencies:
         raise ConfigError(
             f"{spec.name} is a ready-made service with endpoints, hooks or dependencies of its own",
             hint="write a separate service, and link it or let it depend on Processor",

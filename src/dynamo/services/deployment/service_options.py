@@ -116,7 +116,7 @@ def _set_nested(section: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _parse_json_value(raw: Any) -> Any:
-    """Return a command line value that is a JSON list or object as that."""
+    """Decode a command-line value that is a JSON list or object. Other values stay as they are."""
     if isinstance(raw, str) and raw[:1] in {"[", "{"}:
         try:
             return msgspec.json.decode(raw)

@@ -80,7 +80,7 @@ class RoutingMetricsCollector:
         self._buffer: deque[bytes] = deque(maxlen=config.buffer_size)
         self._alerts: dict[str, Alert] = {}
         self._listeners: list[Callable[[Alert], None]] = []
-        self._checked = 0.0
+        self._last_check_s = 0.0
 
     @property
     def alerts(self) -> Sequence[Alert]:
@@ -94,8 +94,8 @@ class RoutingMetricsCollector:
     def record(self, record: RoutingRecord) -> None:
         """Add a record. Every `check_s`, alerts are checked too."""
         self._buffer.append(pack_record(record))
-        if record.timestamp - self._checked >= self.config.check_s:
-            self._checked = record.timestamp
+        if record.timestamp - self._last_check_s >= self.config.check_s:
+            self._last_check_s = record.timestamp
             self.check(record.timestamp)
 
     async def record_routing_decision(self, decision_context: Any) -> None:
@@ -117,7 +117,7 @@ class RoutingMetricsCollector:
     async def generate_performance_report(
         self, time_range: tuple[float, float] | float | None = None
     ) -> PerformanceReport:
-        """Call `report`."""
+        """Call `report`. The name is that of Dynamo's documents."""
         return self.report(time_range)
 
     def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
@@ -150,14 +150,13 @@ class RoutingMetricsCollector:
         return collector
 
     def check(self, now: float) -> None:
-        """Begin and end alerts from the records of the last `window_s`."""
+        """Begin and end alerts from the records of the last `window_s`; too few records end all."""
         last = self._packed(now - self.config.window_s, now)[-self.config.max_decisions :]
         records = tuple(map(unpack_record, last))
-        if len(records) < self.config.min_decisions:
-            self._alerts.clear()
-            return
-        metrics = aggregate(records, now - records[0].timestamp, self.workers)
-        bottlenecks = find_bottlenecks(metrics, self.config.thresholds)
+        bottlenecks: list[Bottleneck] = []
+        if records and len(records) >= self.config.min_decisions:
+            metrics = aggregate(records, now - records[0].timestamp, self.workers)
+            bottlenecks = find_bottlenecks(metrics, self.config.thresholds)
         names = {broken.name for broken in bottlenecks}
         for name in [name for name in self._alerts if name not in names]:
             del self._alerts[name]

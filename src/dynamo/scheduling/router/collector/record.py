@@ -10,8 +10,8 @@ class RoutingRecord(msgspec.Struct, frozen=True, array_like=True):
     (`cache_hit_ratio`), held by the best worker (`reachable_ratio`, None if not looked up),
     computed before (`seen_ratio`, None if not known). `achieved_ratio`: share of the prompt's
     tokens that the engine found in its cache. `timestamp`: Unix time. `decision_latency`: seconds,
-    with the wait in the router. `worker_load`: requests at the chosen worker. `ttft_s`: None
-    without a token."""
+    including the wait in the router. `worker_load`: requests at the chosen worker. `view`: mode of
+    its cache view. `ttft_s`: None without a token."""
 
     timestamp: float
     request_id: str

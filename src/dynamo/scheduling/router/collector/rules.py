@@ -10,8 +10,8 @@ from dynamo.scheduling.router.collector.report import Aggregates, Bottleneck
 
 
 class RoutingAlertRule(msgspec.Struct, frozen=True):
-    """A rule that is broken above `threshold`. `metric` names aggregator and value; `evidence` is a
-    format string for the value."""
+    """A rule that is broken above `threshold`. `metric` names the aggregator and its measure;
+    `evidence` is a format string for the value."""
 
     metric: tuple[str, str]
     threshold: float
@@ -80,7 +80,7 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("latency", "ttft_prediction_error"),
         1.0,
         "first tokens come {:.0%} earlier or later than predicted, on average",
-        "The latency model needs some minutes of traffic, or workers share a machine.",
+        "Wait for some minutes of traffic if workers are new; else give each worker its own cores.",
     ),
 }
 
@@ -89,8 +89,8 @@ def find_bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> li
     """Return the broken rules, worst first. `thresholds` overrides single rules by name."""
     bottlenecks = []
     for name, rule in ALERT_RULES.items():
-        aggregator, number = rule.metric
-        value = metrics[aggregator].get(number, 0.0)
+        aggregator, measure = rule.metric
+        value = metrics[aggregator].get(measure, 0.0)
         threshold = thresholds.get(name, rule.threshold)
         if value > threshold:
             evidence = rule.evidence.format(value)

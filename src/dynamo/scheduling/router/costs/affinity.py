@@ -1,4 +1,4 @@
-"""The cost that keeps a conversation at the worker that holds most of its blocks."""
+"""The cost that keeps a conversation at a worker that holds at least half of its blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ AFFINITY_BONUS_MS = 1e6
 
 
 class AffinityCost(Cost):
-    """Prefer the worker that holds at least half of the prompt, unless more than MAX_BACKLOG_MS of
-    prefill is pending there. Other prompts go to the worker with the shortest queue."""
+    """Prefer the worker with the most blocks of the prompt among those that hold at least half of
+    them and have at most MAX_BACKLOG_MS of pending prefill. Without such a worker, the lowest
+    pending prefill plus step time times requests wins."""
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
         backlog = worker.backlog_ms(now)
         overlap = request.overlaps.get(worker.name, 0)
-        at_home = 2 * overlap >= len(request.prompt.hashes) and backlog <= MAX_BACKLOG_MS
-        stays = -AFFINITY_BONUS_MS * overlap if overlap and at_home else 0.0
-        return {"queue": backlog, "stays": stays, "load": worker.step_ms * len(worker.active)}
+        is_preferred = 2 * overlap >= len(request.prompt.hashes) and backlog <= MAX_BACKLOG_MS
+        affinity = -AFFINITY_BONUS_MS * overlap if overlap and is_preferred else 0.0
+        return {"queue": backlog, "affinity": affinity, "load": worker.step_ms * len(worker.active)}

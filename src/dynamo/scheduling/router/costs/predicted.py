@@ -12,14 +12,16 @@ from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import WorkerState
 
 HARM_WEIGHT = 5.0
-"""Weight of the delay that a prefill causes to decoding answers; young answers suffer most."""
+"""Weight of the delay that a prefill causes to decoding answers. Answers with few tokens so far
+count more (`WorkerState.stall_sensitivity`)."""
 
 EVICTION_WEIGHT = 0.5
-"""Weight of the later prefill of blocks that a duplicate evicts."""
+"""Weight of recomputing blocks that may be evicted for this prompt's blocks. Free blocks are not
+considered."""
 
 WorkerRate = tuple[str, float, int, float, float, float]
 """(name, ms per token, tokens per step, ms per step, weight of a prefill with its harm, ms until a
-prefill starts) of one worker."""
+prefill starts) of one worker. A NamedTuple would be slower to unpack in `row`."""
 
 
 class PredictedCost(Cost):
@@ -143,7 +145,7 @@ def _build_candidates(
 
 
 def worker_rate(worker: WorkerState, now: float) -> WorkerRate:
-    """Return the rate of `worker` at the time `now`."""
+    """Return the rate of `worker` at the time `now`. The wait is its `backlog_ms`, written out."""
     wait = abs(worker.prefill_free_s - now) * 1e3 if worker.pending_prefills else 0.0
     weight = 1.0 + HARM_WEIGHT * worker.stall_sensitivity
     return worker.name, worker.token_ms, worker.token_budget, worker.step_ms, weight, wait

@@ -77,8 +77,9 @@ class CacheHitAnalysis(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """Load and memory as shares, 0 to 1. `cpu_utilization` is the engine's load under the seeds'
-    name; `network_latency` is the time in seconds until a new prompt would start."""
+    """Load and memory as shares, 0 to 1. The names are those of Dynamo's documents:
+    `cpu_utilization` is the engine's load, `network_latency` the seconds until a new prompt would
+    start."""
 
     cpu_utilization: float = 0.0
     network_latency: float = 0.0

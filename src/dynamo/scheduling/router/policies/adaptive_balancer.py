@@ -19,7 +19,7 @@ MEMORY_CONSTRAINED_BELOW = 0.8
 """Share of free memory below which a worker counts as memory-constrained."""
 DEFAULT_TOKENS_PER_S = 1000.0
 """Speed of a worker before the first observation."""
-DEFAULT_OUTPUT_TOKENS = 256
+INITIAL_MEAN_OUTPUT_TOKENS = 256
 LOAD_HISTORY_LENGTH = 256
 RETRY_S = 1.0
 
@@ -94,7 +94,7 @@ class LoadPredictionModel:
         token), and the limit in `max_tokens` or `stops.max_tokens`."""
         prompt = count_prompt_tokens(request)
         limit = getattr(getattr(request, "stops", request), "max_tokens", None)
-        expected = self._mean_output_tokens.get(prompt.bit_length(), DEFAULT_OUTPUT_TOKENS)
+        expected = self._mean_output_tokens.get(prompt.bit_length(), INITIAL_MEAN_OUTPUT_TOKENS)
         output = int(expected if limit is None else min(expected, limit))
         return PredictedLoad(prompt, output, prompt + 1)
 
