@@ -98,10 +98,10 @@ class BoundedWordProcessor(WordProcessor):
     async def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    async def _speak(
+    async def _generate(
         self, request: ChatRequest | CompletionRequest, words: list[str], reply: TextReply
     ) -> None:
-        await super()._speak(request, words or ["mum "], reply)
+        await super()._generate(request, words or ["mum "], reply)
 
 
 class ApplicationTarget(Target):
