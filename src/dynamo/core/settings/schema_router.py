@@ -88,8 +88,8 @@ class RouterSettings(SettingsSection, frozen=True):
     policy: str = setting(
         "predicted",
         "cost in mode kv: predicted time, Dynamo's block cost, the weights of "
-        "routing_strategy (composite), predicted time to first token, or a worker with at least half "
-        "of the prompt cached and at most 500 ms of prefill to do (affinity)",
+        "routing_strategy (composite), predicted time to first token, or a worker with at least "
+        "half of the prompt cached and at most 500 ms of prefill to do (affinity)",
         flag="--router-policy",
         choices=tuple(ROUTER_COSTS.builtin),
         plugins=ROUTER_COSTS,
