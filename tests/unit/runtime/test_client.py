@@ -78,9 +78,9 @@ async def test_a_stream_between_two_runtimes(open_runtime: Open) -> None:
     assert instance.id == server.instance_id
     assert instance.endpoint == "chat/completions"
     assert instance.capabilities == {"weight": 2}
-    async with client.generate(3) as stream:
+    async with client.round_robin(3) as stream:
         assert await collect(stream) == [0, 1, 2]
-    assert await collect(client.generate(2, mode="random")) == [0, 1]
+    assert await collect(client.random(2)) == [0, 1]
     assert await collect(client.direct(1, instance.id)) == [0]
     assert client.in_flight(instance.id) == 0
 

@@ -172,6 +172,14 @@ class Client:
         """Call an instance picked by `mode`. `request` and the items are msgpack values."""
         return self._open_stream(lambda: self.pick(mode), request, context)
 
+    def round_robin(self, request: Any, context: Context | None = None) -> ResponseStream:
+        """Call the next instance, as Dynamo's client names it."""
+        return self.generate(request, mode="round_robin", context=context)
+
+    def random(self, request: Any, context: Context | None = None) -> ResponseStream:
+        """Call a random instance, as Dynamo's client names it."""
+        return self.generate(request, mode="random", context=context)
+
     def direct(
         self, request: Any, instance_id: str, context: Context | None = None
     ) -> ResponseStream:
