@@ -93,6 +93,26 @@ def test_workers_join_and_leave_under_load(
     assert set(statuses) == {200}
 
 
+def test_scale_restart_and_drain_print_what_the_deployment_did(
+    start: Callable[..., Deployment], tiny_model: Path
+) -> None:
+    deployment = start("out=mock", tiny_model, "--workers", 1, *FAST)
+
+    def control(*words: str) -> tuple[int, str]:
+        line = [sys.executable, "-m", "dynamo", *words, "--deployment", str(deployment.port)]
+        done = subprocess.run(line, capture_output=True, text=True, env=deployment.environ)
+        return done.returncode, done.stdout + done.stderr
+
+    assert control("scale", "worker=2") == (0, "worker-1 serves\n")
+    before = set(pids(deployment, "worker"))
+    assert control("restart", "worker-1")[0] == 0
+    assert len(before & set(pids(deployment, "worker"))) == 1
+    assert control("drain", "worker-1") == (0, "worker-1 has left\n")
+    assert len(pids(deployment, "worker")) == 1
+    code, output = control("scale", "worker=")
+    assert (code, output.splitlines()[0]) == (2, "error: 'worker=' is not KIND=COUNT")
+
+
 def test_ctrl_c_stops_all_and_leaves_no_process(
     start: Callable[..., Deployment], tiny_model: Path
 ) -> None:
