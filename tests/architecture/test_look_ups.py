@@ -20,9 +20,13 @@ def rows() -> list[tuple[str, str]]:
 
 
 def defined_names(path: Path) -> set[str]:
-    """Classes, functions and methods of a module, methods as `Class.method`."""
+    """Classes, functions, constants and methods of a module, methods as `Class.method`."""
     names = set()
     for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
             names |= {
