@@ -89,7 +89,7 @@ def deployment(
 ) -> Any:
     """A deployment that serves the recipes' engine with the recipes' routing mode."""
     home = tmp_path_factory.mktemp("deployment")
-    words = ["out=reverse", str(tiny_model), "--router-mode", "first", "--block-size", "32"]
+    words = ["out=reverse", str(tiny_model), "--router-mode", "always-first", "--block-size", "32"]
     deployment = Deployment(words, home, environ)
     try:
         deployment.wait_ready()

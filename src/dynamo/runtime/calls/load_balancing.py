@@ -123,12 +123,17 @@ MODES: dict[str, Callable[[LoadBalancer, list[InstanceLoad]], InstanceLoad]] = {
 }
 
 
-def canonical_mode(mode: str) -> str:
-    """The key of `MODES` for a spelling; `-` and `_` are equal. Raises `ConfigError`."""
+def resolve_mode_alias(mode: str) -> str:
+    """Return the name that a spelling of a router mode stands for; `-` and `_` are equal."""
     spelling = mode.strip().lower().replace("-", "_")
-    name = MODES_BY_ALIAS.get(spelling, spelling)
+    return MODES_BY_ALIAS.get(spelling, spelling)
+
+
+def canonical_mode(mode: str) -> str:
+    """The key of `MODES` for a spelling. Raises `ConfigError`."""
+    name = resolve_mode_alias(mode)
     if name not in MODES:
-        near = difflib.get_close_matches(spelling, MODES, n=1)
+        near = difflib.get_close_matches(name, MODES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known modes: {', '.join(MODES)}"
         raise ConfigError(f"there is no load-balancing mode {mode!r}", hint=hint)
     return name

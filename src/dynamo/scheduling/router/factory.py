@@ -11,7 +11,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.calls.client import Client
-from dynamo.runtime.calls.load_balancing import MODES_BY_ALIAS
+from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.load_view import LoadView
@@ -85,8 +85,9 @@ def make_solver(
 async def open_policy(inputs: PolicyInputs) -> Policy:
     """Open the policy of `router.mode`. Close it to stop following the workers. Raises
     `ConfigError` for an unknown mode, cost or selector."""
-    mode = inputs.settings.mode.strip().lower().replace("-", "_")
-    policy: Policy = await ROUTER_MODES.load(MODES_BY_ALIAS.get(mode, mode))(inputs)
+    mode = inputs.settings.mode
+    name = mode if mode in ROUTER_MODES else resolve_mode_alias(mode)
+    policy: Policy = await ROUTER_MODES.load(name)(inputs)
     return policy
 
 
