@@ -4,7 +4,7 @@
     server -> client: HELLO
 
 Each end proves the secret with an HMAC over both nonces. The secret itself is never sent. Version N
-is compatible with N-1.
+is compatible with N-1. In the request plane version 2 adds payloads that several calls share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamo.communication.frames import HELLO, pack_frame
 from dynamo.communication.link import Link
 from dynamo.core.errors import InstanceGone, ProtocolError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MIN_VERSION: Final = 1
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAGIC: Final = "dynamo"
@@ -102,7 +102,10 @@ NEEDS_SECRET = "the server requires the deployment's secret (security.secret)"  
 
 
 class ClientHandshake:
-    """The dialling end's handshake. The owner of the link passes events on until it is `done`."""
+    """The dialling end's handshake. The owner of the link passes events on until it is `done`.
+
+    `version` is the protocol version that both ends speak.
+    """
 
     def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
         self._link = link
@@ -110,6 +113,7 @@ class ClientHandshake:
         self._incarnation = incarnation
         self._secret = secret
         self._nonce = new_nonce(secret)
+        self.version = MIN_VERSION
         self._completion: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -140,7 +144,7 @@ class ClientHandshake:
         """Handle the server's hello. Raises `ProtocolError`."""
         try:
             hello = decode_hello(kind, body, self._plane)
-            negotiate_version(hello)
+            self.version = negotiate_version(hello)
             self._exchange_proofs(hello.nonce, hello.proof)
         except ProtocolError as error:
             self._completion.set_exception(error)
