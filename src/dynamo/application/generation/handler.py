@@ -22,7 +22,7 @@ from dynamo.application.openai.completions import (
     completion_requests,
     read_completion,
 )
-from dynamo.application.openai.generation_body import include_usage
+from dynamo.application.openai.generation_body import MAX_NAME_BYTES, check_size, include_usage
 from dynamo.application.openai.response_encoder import (
     JsonStringCache,
     ResponseEncoder,
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 LABELS_HEADER = b"x-dynamo-labels"
 """The labels that the worker must have, e.g. `zone=a,gpu=h100`."""
+
+MAX_TRACE_BYTES = 256
+"""A longer traceparent is invalid and therefore ignored."""
 
 ProcessorCall = Callable[[Context, TextReply], Awaitable[None]]
 """Answers one HTTP request by a processor."""
@@ -154,7 +157,11 @@ class GenerationHandler:
 def _make_context(exchange: Exchange, timeout_s: float) -> Context:
     headers = exchange.request.headers
     trace = headers.get(b"traceparent", b"").decode("latin-1")
+    if len(trace) > MAX_TRACE_BYTES:
+        trace = ""
     labels = headers.get(LABELS_HEADER, b"").decode("latin-1")
+    if labels:
+        check_size(LABELS_HEADER.decode(), len(labels), MAX_NAME_BYTES, "bytes")
     metadata = {LABELS_KEY: labels} if labels else {}
     return Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
 

@@ -10,9 +10,11 @@ from msgspec import Meta
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
 from dynamo.application.openai.generation_body import (
+    MAX_NAME_BYTES,
     GenerationBody,
     Neutral,
     UnsupportedFields,
+    check_size,
     text_options,
 )
 from dynamo.application.openai.logprobs import chat_logprobs
@@ -20,6 +22,9 @@ from dynamo.application.openai.response_encoder import ResponseTemplate
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import ChatRequest
+
+MAX_TOOLS = 1024
+MAX_TEMPLATE_ARGS = 64
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -65,7 +70,10 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
     template_args = body.chat_template_kwargs or {}
+    if template_args:
+        check_size("chat_template_kwargs", len(template_args), MAX_TEMPLATE_ARGS)
     if body.reasoning_effort is not None:
+        check_size("reasoning_effort", len(body.reasoning_effort), MAX_NAME_BYTES, "characters")
         template_args = {"reasoning_effort": body.reasoning_effort} | template_args
     max_tokens = body.max_completion_tokens
     options = text_options(
@@ -98,7 +106,9 @@ def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
             hint='leave tools out, or set tool_choice to "none"',
             param=field,
         )
-    return tuple(body.tools or ())
+    tools = tuple(body.tools or ())
+    check_size("tools", len(tools), MAX_TOOLS)
+    return tools
 
 
 CHAT_RESPONSE = ResponseTemplate(

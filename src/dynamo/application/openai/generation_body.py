@@ -12,6 +12,13 @@ from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import SamplingOverrides, TextOptions
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+"""Limit of each stop string."""
+MAX_TOKEN_ENTRIES = 1024
+"""Limit of `stop_token_ids` and of `logit_bias`."""
+MAX_SALT_BYTES = 256
+MAX_NAME_BYTES = 1024
+"""Limit of a name that a client chooses: a model, a user, labels."""
 
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
@@ -106,9 +113,14 @@ class UnsupportedFields:
 def text_options(
     body: GenerationBody, max_tokens: int | None, top_logprobs: int | None
 ) -> TextOptions:
-    """Return the options for the processor. Raises `InvalidRequest`, `Unsupported`."""
+    """Return the options for the processor. Raises `InvalidRequest`, `Unsupported`.
+
+    Every field is bounded, because each choice is sent to a worker with all of them.
+    """
     if body.stream_options is not None:
         _check_stream_options(body)
+    if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
+        _check_sizes(body)
     return TextOptions(
         n=body.n or 1,
         max_tokens=max_tokens,
@@ -145,10 +157,25 @@ def _sampling(body: GenerationBody) -> SamplingOverrides:
     )
 
 
+def check_size(field: str, size: int, limit: int, unit: str = "entries") -> None:
+    """Raise `InvalidRequest` if a field has more `unit` than its limit."""
+    if size > limit:
+        raise InvalidRequest(f"{field}: {size:,} {unit}, limit {limit:,}", param=field)
+
+
+def _check_sizes(body: GenerationBody) -> None:
+    """Check the fields that few requests have."""
+    check_size("cache_salt", len((body.cache_salt or "").encode()), MAX_SALT_BYTES, "bytes")
+    check_size("stop_token_ids", len(body.stop_token_ids or ()), MAX_TOKEN_ENTRIES)
+    check_size("logit_bias", len(body.logit_bias or ()), MAX_TOKEN_ENTRIES)
+    check_size("user", len((body.user or "").encode()), MAX_NAME_BYTES, "bytes")
+
+
 def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop: at most {MAX_STOP_STRINGS} strings", param="stop")
+    check_size("stop", len(stops), MAX_STOP_STRINGS, "strings")
+    for string in stops:
+        check_size("stop", len(string), MAX_STOP_CHARS, "characters in a string")
     if "" in stops:
         raise InvalidRequest("stop: an empty string would end every answer at once", param="stop")
     return stops
