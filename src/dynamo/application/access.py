@@ -38,6 +38,14 @@ class ApiKeys:
         if _digest(key.strip()) not in self._digests:
             raise Unauthorized("the API key is unknown")
 
+    def check_headers(self, request: Request) -> None:
+        """Raise `Unauthorized` before the body of a request without a known key is received."""
+        headers = request.headers
+        if self._digests and (
+            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        ):
+            self.check(request)
+
     def protect_routes(
         self, table: Mapping[str, Mapping[str, Route]]
     ) -> dict[str, dict[str, Route]]:

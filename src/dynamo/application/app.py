@@ -12,7 +12,6 @@ from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_i
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
-from dynamo.application.http_errors import render_error
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import ModelsHandler, StatusHandler
@@ -41,24 +40,32 @@ class RouterApplication:
         reasons: Callable[[], Mapping[str, str]],
         facts: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.on_error = render_error
         self._request_ids = RequestIds()
-        pages = ApiKeys(server.api_keys).protect_routes(RoutingHandler(source).routes())
+        keys = ApiKeys(server.api_keys)
+        self.check_headers = keys.check_headers
+        pages = keys.protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
         self._routes = RouteTable({**pages, **status.routes()})
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
-        client_id = sanitise_request_id(request.header(b"x-request-id"))
-        own_id = client_id or self._request_ids.generate()
-        exchange = Exchange(request, response, own_id, own_id, ())
+        exchange = self._open_exchange(request, response)
         try:
             await self._routes.find(request.method, request.path)(exchange)
         except DynamoError as error:
             exchange.send_error(error)
         except Exception:
-            log.exception("request failed", extra={"fields": {"request_id": own_id}})
+            log.exception("request failed", extra={"fields": {"request_id": exchange.request_id}})
             exchange.send_error(InternalError("internal error", hint="see the router's log"))
+
+    def on_error(self, error: DynamoError, request: Request, response: Response) -> None:
+        """Answer a request that failed before `handle`."""
+        self._open_exchange(request, response).send_error(error)
+
+    def _open_exchange(self, request: Request, response: Response) -> Exchange:
+        client_id = sanitise_request_id(request.header(b"x-request-id"))
+        own_id = client_id or self._request_ids.generate()
+        return Exchange(request, response, own_id, own_id, ())
 
 
 log = logging.getLogger(__name__)
@@ -68,7 +75,8 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Application:
-    """The HTTP application of a frontend. An `HttpServer` calls `handle` and `on_error`.
+    """The HTTP application of a frontend. An `HttpServer` calls `handle`, `on_error` and
+    `check_headers`.
 
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
     (workers, planes). `metrics_text` renders the metrics of all processes that share the port; the
@@ -87,7 +95,6 @@ class Application:
         metrics_text: Callable[[], Awaitable[str]] | None = None,
         routing: RoutingSource | None = None,
     ) -> None:
-        self.on_error = render_error
         self.metrics = FrontendMetrics(registry)
         self.generation = GenerationHandler(server, gateway, clock, self.metrics)
         concurrency = self.generation.concurrency
@@ -104,6 +111,8 @@ class Application:
         self._clock = clock
         self._log_requests = server.log_requests
         self._cors = Cors(server.cors_origins)
+        self._keys = ApiKeys(server.api_keys)
+        self.check_headers = self._keys.check_headers if server.api_keys else None
         self._request_ids = RequestIds()
         self._reasons = reasons
         self._facts = facts
@@ -135,7 +144,7 @@ class Application:
         }
         self._generation_paths = frozenset(generation)
         pages = RoutingHandler(routing).routes() if routing is not None else {}
-        return ApiKeys(server.api_keys).protect_routes(
+        return self._keys.protect_routes(
             {
                 **generation,
                 "/v1/models": {"GET": models.list_models},
@@ -161,13 +170,8 @@ class Application:
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
-        headers, ids, client_id = request.headers, self._request_ids, ""
-        if b"x-request-id" in headers:
-            client_id = sanitise_request_id(request.header(b"x-request-id"))
-        own_id = ids.make_unique(client_id) if client_id else ids.generate()
-        cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
-        exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
-        request_id.set(own_id)
+        exchange = self._open_exchange(request, response)
+        request_id.set(exchange.request_id)
         started = self._clock.now()
         status = CLIENT_CLOSED_REQUEST
         try:
@@ -192,6 +196,22 @@ class Application:
             if response.ended:
                 status = exchange.error_status or response.status
             self._record_response(exchange, status, self._clock.now() - started)
+
+    def on_error(self, error: DynamoError, request: Request, response: Response) -> None:
+        """Answer a request that failed before `handle`, e.g. one with a malformed head."""
+        exchange = self._open_exchange(request, response)
+        exchange.send_error(error)
+        token = request_id.set(exchange.request_id)
+        self._record_response(exchange, exchange.error_status, 0.0)
+        request_id.reset(token)
+
+    def _open_exchange(self, request: Request, response: Response) -> Exchange:
+        headers, ids, client_id = request.headers, self._request_ids, ""
+        if b"x-request-id" in headers:
+            client_id = sanitise_request_id(request.header(b"x-request-id"))
+        own_id = ids.make_unique(client_id) if client_id else ids.generate()
+        cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
+        return Exchange(request, response, own_id, client_id or own_id, cors_headers)
 
     async def _preflight(self, exchange: Exchange) -> None:
         headers = (*exchange.headers, *self._cors.preflight_headers(exchange.request))

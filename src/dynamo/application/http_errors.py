@@ -93,8 +93,3 @@ def error_headers(error: DynamoError) -> Headers:
     if status == 401:
         return (("www-authenticate", "Bearer"),)
     return ()
-
-
-def render_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
-    """Return status and body for requests that fail before they reach a route."""
-    return status_of(error), error_body(error, request_id)

@@ -49,6 +49,7 @@ class FrontendService:
             HttpLimits.from_settings(server),
             runtime.clock,
             on_error=application.on_error,
+            check_headers=application.check_headers,
         )
         host = server.http_host
         self._model_watcher.start()

@@ -87,6 +87,7 @@ class RouterService:
             HttpLimits.from_settings(settings.server),
             runtime.clock,
             on_error=application.on_error,
+            check_headers=application.check_headers,
         )
         host, port = settings.router.host, settings.router.port
         port = await http.start(host, port and port + replica_index(runtime.name))

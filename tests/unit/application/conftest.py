@@ -162,6 +162,7 @@ async def open_site() -> AsyncIterator[Open]:
             HttpLimits.from_settings(server),
             clock,
             on_error=application.on_error,
+            check_headers=application.check_headers,
         )
         site = Site(application, gateway, await http.start("127.0.0.1", 0), http)
         running.append((http, application))

@@ -112,24 +112,68 @@ async def test_request_timeout_during_a_stream(open_site: Any, connect: Any) -> 
 
 async def test_keys(open_site: Any, connect: Any) -> None:
     site = await open_site(api_keys=("sesame", "open"))
-    async with connect(site.port) as connection:
-        for key, status in (
-            (None, 401),
-            ("Bearer no", 401),
-            ("Basic sesame", 401),
-            ("Bearer ", 401),
-        ):
+    for key in (None, "Bearer no", "Basic sesame", "Bearer "):
+        async with connect(site.port) as connection:
             connection.ask("POST", CHAT, BODY, {"authorization": key} if key else None)
             answer = await connection.answer()
-            assert answer.status == status
+            assert answer.status == 401
             assert answer.error["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
+    async with connect(site.port) as connection:
         connection.ask("POST", CHAT, BODY, {"authorization": "bearer sesame"})
         assert (await connection.answer()).status == 200
         connection.ask("GET", "/v1/models")
         assert (await connection.answer()).status == 401
         connection.ask("GET", "/live")
         assert (await connection.answer()).status == 200
+
+
+@pytest.mark.parametrize("framing", ["content-length: 9999", "transfer-encoding: chunked"])
+async def test_a_key_is_checked_before_the_body(open_site: Any, connect: Any, framing: str) -> None:
+    site = await open_site(api_keys=("sesame",))
+    async with connect(site.port) as connection:
+        connection.send(f"POST /anywhere HTTP/1.1\r\nhost: a\r\n{framing}\r\n\r\n".encode())
+        answer = await connection.answer()
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert answer.headers["connection"] == "close"
+        assert await connection.closed()
+
+
+@pytest.mark.parametrize(
+    ("status", "sent"),
+    [
+        (408, b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%bcontent-length: 10\r\n\r\n123"),
+        (408, b"GET /v1/models HTTP/1.1\r\n%bhost: a\r\n"),
+        (413, b"POST /v1/completions HTTP/1.1\r\n%bhost: a\r\ncontent-length: 99999\r\n\r\n"),
+        (431, b"GET /v1/models HTTP/1.1\r\nhost: a\r\n%b" + b"x: y\r\n" * 100 + b"\r\n"),
+        (400, b"GET /v1/models HTTP/1.1\r\n%bhost: a\r\nno header\r\n\r\n"),
+        (400, b"GET /v1/models HTTP/1.1\r\n%b\r\n"),
+    ],
+)
+async def test_errors_before_the_handler_are_complete(
+    open_site: Any, connect: Any, caplog: Any, status: int, sent: bytes
+) -> None:
+    """These answers have an id, CORS headers and a log line like all others."""
+    site = await open_site(log_requests=True, header_timeout=0.2, max_body_bytes=2048)
+    with caplog.at_level(logging.INFO):
+        async with connect(site.port) as connection:
+            connection.send(sent % b"Origin: http://page\r\nX-Request-Id: mine\r\n")
+            answer = await connection.answer()
+    assert answer.status == status
+    assert answer.headers["x-request-id"] == answer.error["request_id"] == "mine"
+    assert answer.headers["access-control-allow-origin"] == "*"
+    (line,) = [record.fields for record in caplog.records if record.message == "request"]
+    assert (line["status"], line["code"]) == (status, answer.error["code"])
+    assert line["client_id"] == "mine"
+
+
+async def test_an_error_without_a_head_has_an_id(open_site: Any, connect: Any) -> None:
+    site = await open_site()
+    async with connect(site.port) as connection:
+        connection.send(b"\x16\x03\x01\x02\x00\x01\x00")
+        answer = await connection.answer()
+    assert answer.status == 400
+    assert answer.headers["x-request-id"] == answer.error["request_id"]
 
 
 async def test_cors(open_site: Any, connect: Any) -> None:

@@ -27,8 +27,8 @@ HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
         (413, HEAD + b"content-length: 1001\r\nexpect: 100-continue\r\n\r\n"),
         (413, HEAD + b"transfer-encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n"),
         (
-            413,
-            HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: xxxxxxx\r\n" * 200 + b"\r\n",
+            431,
+            HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: xxxxxxx\r\n" * 400 + b"\r\n",
         ),
         (431, HEAD + b"x: 1\r\n" * 20 + b"\r\n"),
         (431, HEAD + b"x: " + b"y" * 3000 + b"\r\n\r\n"),

@@ -137,3 +137,48 @@ def test_content_length_with_chunked_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         reader.feed(get(b"content-length: 3", b"transfer-encoding: chunked", body=b"0\r\n\r\n"))
     assert requests == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_endless_trailers_are_refused(ends: bool) -> None:
+    reader, requests = reader_of()
+    head = get(b"transfer-encoding: chunked", body=b"1\r\nb\r\n0\r\n")
+    with pytest.raises(HeadersTooLarge):
+        feed_all(reader, head + b"t: " + (b"y\r\nt: y" if ends else b"yyyyyyyy") * 1_000, 100)
+    assert requests == []
+
+
+def test_a_request_is_checked_before_its_body() -> None:
+    checked: list[Request] = []
+
+    def refuse(request: Request) -> None:
+        checked.append(request)
+        raise InvalidRequest("no")
+
+    reader = RequestReader(LIMITS, checked.append, lambda: None, refuse)
+    with pytest.raises(InvalidRequest, match="no"):
+        reader.feed(get(b"content-length: 5", b"x-a: 1"))
+    assert [(request.method, request.path, request.body) for request in checked] == [
+        ("POST", "/", b"")
+    ]
+    assert reader.failed_request() is checked[0]
+
+
+def test_the_head_of_a_malformed_request_is_known_in_part() -> None:
+    reader, _ = reader_of()
+    assert (reader.failed_request().method, reader.failed_request().path) == ("-", "")
+    with pytest.raises(InvalidRequest):
+        reader.feed(get(b"X-A: 1", b"x-b: 2", b"wrong"))
+    failed = reader.failed_request()
+    assert (failed.method, failed.path) == ("-", "/")
+    assert failed.header(b"x-a") == "1"
+
+
+def test_sizes_of_chunks_are_no_trailers() -> None:
+    reader, requests = reader_of()
+    reader.feed(get(b"transfer-encoding: chunked"))
+    for _ in range(900):
+        reader.feed(b"1\r\n")
+        reader.feed(b"b\r\n")
+    reader.feed(b"0\r\n\r\n")
+    assert [len(request.body) for request in requests] == [900]

@@ -3,12 +3,13 @@
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import probe_port
-from dynamo.communication.http.request import Request
+from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import Response
-from dynamo.communication.http.server import ErrorRenderer, HttpHandler, HttpServer
+from dynamo.communication.http.server import ErrorHandler, HttpHandler, HttpServer
 
 __all__ = [
-    "ErrorRenderer",
+    "ErrorHandler",
+    "HeaderCheck",
     "HeadersTooLarge",
     "HttpHandler",
     "HttpLimits",

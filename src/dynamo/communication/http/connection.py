@@ -11,7 +11,7 @@ from math import inf
 from typing import cast
 
 from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.request import Request, RequestReader
+from dynamo.communication.http.request import HeaderCheck, Request, RequestReader
 from dynamo.communication.http.response import CONTINUE, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, RequestTooSlow
@@ -20,8 +20,7 @@ from dynamo.core.tasks import BackgroundTasks
 log = logging.getLogger(__name__)
 
 HttpHandler = Callable[[Request, Response], Awaitable[None]]
-ErrorRenderer = Callable[[DynamoError, str], tuple[int, bytes]]
-JSON_HEADERS = (("content-type", "application/json"),)
+ErrorHandler = Callable[[DynamoError, Request, Response], None]
 
 
 class ConnectionFlusher:
@@ -60,7 +59,8 @@ class HttpServerState:
     handler: HttpHandler
     limits: HttpLimits
     clock: Clock
-    on_error: ErrorRenderer
+    on_error: ErrorHandler
+    check_headers: HeaderCheck | None = None
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     connections: set[HttpConnection] = field(default_factory=set)
     flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
@@ -75,8 +75,11 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, state: HttpServerState) -> None:
         self._server_state = state
-        self._reader = RequestReader(state.limits, self._enqueue, self._send_continue)
-        self._queue: deque[Request | DynamoError] = deque()
+        self._reader = RequestReader(
+            state.limits, self._enqueue, self._send_continue, state.check_headers
+        )
+        self._queue: deque[Request] = deque()
+        self._rejection: DynamoError | None = None  # of the last request in the queue
         self._task: asyncio.Task[None] | None = None
         self._response: Response | None = None
         self.output: list[bytes] = []
@@ -167,19 +170,19 @@ class HttpConnection(asyncio.Protocol):
             return
         self._input_closed = True
         self.deadline = inf
-        self._queue.append(error)
+        self._rejection = error
+        self._queue.append(self._reader.failed_request())
         if self._task is None:
             self._answer_next()
 
     def _answer_next(self) -> None:
-        item = self._queue.popleft()
-        if isinstance(item, DynamoError):
-            response = self._new_response("GET", "1.1", keep_alive=False)
-            status, body = self._server_state.on_error(item, "")
-            response.send(status, JSON_HEADERS, body)
-            self._linger()
+        request = self._queue.popleft()
+        if self._rejection is None or self._queue:
+            self._start_handler(request)
             return
-        self._start_handler(item)
+        response = self._new_response(request.method, "1.1", keep_alive=False)
+        self._server_state.on_error(self._rejection, request, response)
+        self._linger()
 
     def _start_handler(self, request: Request) -> None:
         response = self._new_response(
@@ -200,19 +203,18 @@ class HttpConnection(asyncio.Protocol):
             if not response.ended:
                 raise InternalError("the handler did not finish its response")  # noqa: TRY301
         except DynamoError as error:
-            self._send_error(response, error)
+            self._send_error(error, request, response)
         except Exception:
             log.exception("request handler failed", extra={"fields": {"path": request.path}})
-            self._send_error(response, InternalError("an internal error occurred"))
+            self._send_error(InternalError("an internal error occurred"), request, response)
         finally:
             self._on_response_finished(response)
 
-    def _send_error(self, response: Response, error: DynamoError) -> None:
+    def _send_error(self, error: DynamoError, request: Request, response: Response) -> None:
         if response.started:
             self.abort()
         else:
-            status, body = self._server_state.on_error(error, "")
-            response.send(status, JSON_HEADERS, body)
+            self._server_state.on_error(error, request, response)
 
     def _on_response_finished(self, response: Response) -> None:
         task, self._task = self._task, None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from dynamo.core.errors import ConfigError, DynamoError, TooLarge
+from dynamo.core.errors import ConfigError, TooLarge
 
 
 class HeadersTooLarge(TooLarge):
@@ -35,9 +33,3 @@ STATUS_BY_CODE = {
     "request_too_large": 413,
     "headers_too_large": 431,
 }
-
-
-def plain_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
-    """Return status and JSON body of an error. Applications pass their own renderer instead."""
-    body = {"message": error.message, "code": error.code, "request_id": request_id}
-    return STATUS_BY_CODE.get(error.code, 500), msgspec.json.encode({"error": body})

@@ -16,7 +16,10 @@ Stage = Literal["idle", "headers", "body"]
 
 
 class Request:
-    """A complete request. Header names are lower-case bytes. `path` is percent-decoded."""
+    """A request. Header names are lower-case bytes. `path` is percent-decoded.
+
+    `body` and `keep_alive` are set when the body is complete.
+    """
 
     __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "version")
 
@@ -25,17 +28,14 @@ class Request:
         method: str,
         target: bytes,
         headers: Mapping[bytes, bytes],
-        body: bytes,
-        *,
-        version: str,
-        keep_alive: bool,
+        version: str = "1.1",
     ) -> None:
         self.method = method
         self.path, self.query = split_target(target)
         self.headers = headers
-        self.body = body
+        self.body = b""
         self.version = version
-        self.keep_alive = keep_alive
+        self.keep_alive = False
 
     def header(self, name: bytes) -> str | None:
         """Return a header by its lower-case name. Repeated headers are joined by commas."""
@@ -52,6 +52,10 @@ def split_target(target: bytes) -> tuple[str, str]:
     return (unquote(path) if "%" in path else path), query
 
 
+HeaderCheck = Callable[[Request], None]
+"""Raises a `DynamoError` for a request without its body, which is then not received."""
+
+
 class RequestReader:
     """Parses the requests of one connection. `feed` passes complete ones to `on_request`.
 
@@ -63,15 +67,17 @@ class RequestReader:
         limits: HttpLimits,
         on_request: Callable[[Request], None],
         on_continue: Callable[[], None],
+        check_headers: HeaderCheck | None = None,
     ) -> None:
         self._limits = limits
         self._on_request = on_request
         self._on_continue = on_continue
+        self._check_headers = check_headers
         self._parser = httptools.HttpRequestParser(self)
         self._error: DynamoError | None = None
         # The current message has at most and at least this many bytes.
         self._max_received_bytes = self._min_received_bytes = 0
-        self.messages_started = 0
+        self.messages_started = self.body_bytes = 0
         self.stage: Stage = "idle"
         self.on_message_begin()
         self.stage, self.messages_started = "idle", 0
@@ -81,7 +87,7 @@ class RequestReader:
 
         Raises the `DynamoError` to answer with. No more bytes may be fed after an error.
         """
-        started, idle = self.messages_started, self.stage == "idle"
+        started, idle, body_bytes = self.messages_started, self.stage == "idle", self.body_bytes
         self._max_received_bytes += len(data)
         self._min_received_bytes += len(data)
         try:
@@ -95,6 +101,12 @@ class RequestReader:
             self._max_received_bytes, self._min_received_bytes = len(data), 0
         elif self.stage == "headers" and self._min_received_bytes > self._limits.max_header_bytes:
             raise self._headers_too_large()
+        elif self.body_bytes > body_bytes:
+            self._trailer_bytes = 0
+        elif self.stage == "body":  # perhaps within a trailer, which httptools buffers
+            self._trailer_bytes += len(data)
+            if self._trailer_bytes > self._limits.max_header_bytes:
+                raise self._headers_too_large()
         return True
 
     def _parse(self, data: bytes) -> bool:
@@ -136,8 +148,8 @@ class RequestReader:
         self._target = b""
         self._raw_headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
-        self._headers: dict[bytes, bytes] = {}
-        self.body_bytes = 0
+        self._request: Request | None = None
+        self.body_bytes = self._trailer_bytes = 0
 
     def on_url(self, data: bytes) -> None:
         self._target += data
@@ -146,41 +158,56 @@ class RequestReader:
         if self.stage == "headers":  # later headers are trailers, which are only counted
             self._raw_headers.append((name, value))
         else:
-            self._count_body(len(name) + len(value))
+            self._trailer_bytes += len(name) + len(value)
+            if self._trailer_bytes > self._limits.max_header_bytes:
+                self._error = self._headers_too_large()
+                raise self._error
 
     def on_headers_complete(self) -> None:
         if self._ignores_upgrade():
             return  # the headers are parsed again without the upgrade
-        self._version = self._parser.get_http_version()
+        version = self._parser.get_http_version()
+        method = self._parser.get_method().decode("latin-1")
         try:
-            self._headers = self._validate_headers()
+            headers = self._validate_headers(version)
+            self._request = request = Request(method, self._target, headers, version)
+            if self._check_headers is not None:
+                self._check_headers(request)
         except DynamoError as error:
             self._error = error
             raise
         self.stage = "body"
-        if b"expect" in self._headers and self._version == "1.1":
+        if b"expect" in headers and version == "1.1":
             self._on_continue()
 
     def on_body(self, data: bytes) -> None:
-        self._count_body(len(data))
+        self.body_bytes += len(data)
+        if self.body_bytes > self._limits.max_body_bytes:
+            self._error = _body_too_large(self._limits.max_body_bytes)
+            raise self._error
         self._body.append(data)
 
     def on_message_complete(self) -> None:
-        if self.stage == "headers" and self._ignores_upgrade():
+        body, request = self._body, self._request
+        if request is None:  # an upgrade is ignored: the headers are parsed again
             return
-        body = self._body
-        request = Request(
-            self._parser.get_method().decode("latin-1"),
-            self._target,
-            self._headers,
-            body[0] if len(body) == 1 else b"".join(body),
-            version=self._version,
-            keep_alive=self._parser.should_keep_alive() and not self._parser.should_upgrade(),
-        )
+        request.body = body[0] if len(body) == 1 else b"".join(body)
+        request.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
         self.stage = "idle"
         self._on_request(request)
 
-    def _validate_headers(self) -> dict[bytes, bytes]:
+    def failed_request(self) -> Request:
+        """Return the present request without its body, for the answer to an error.
+
+        If its head is malformed or incomplete, the method is "-", and the headers are those that
+        were read.
+        """
+        if self._request is not None:
+            return self._request
+        headers = {name.lower(): value for name, value in self._raw_headers}
+        return Request("-", self._target, headers)
+
+    def _validate_headers(self, version: str) -> dict[bytes, bytes]:
         pairs = self._raw_headers
         if len(pairs) > self._limits.max_headers:
             raise self._headers_too_large()
@@ -196,14 +223,8 @@ class RequestReader:
                 headers[name] += b", " + value
             else:
                 headers[name] = value
-        check_framing(headers, self._version, self._limits.max_body_bytes)
+        check_framing(headers, version, self._limits.max_body_bytes)
         return headers
-
-    def _count_body(self, size: int) -> None:
-        self.body_bytes += size
-        if self.body_bytes > self._limits.max_body_bytes:
-            self._error = _body_too_large(self._limits.max_body_bytes)
-            raise self._error
 
     def _headers_too_large(self) -> DynamoError:
         limits = self._limits

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from dynamo.communication.http.connection import (
-    ErrorRenderer,
+    ErrorHandler,
     HttpConnection,
     HttpHandler,
     HttpServerState,
 )
-from dynamo.communication.http.errors import plain_error
+from dynamo.communication.http.errors import STATUS_BY_CODE
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import open_listening_socket
+from dynamo.communication.http.request import HeaderCheck, Request
+from dynamo.communication.http.response import Response
 from dynamo.core.clock import Clock
+from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 
-__all__ = ["ErrorRenderer", "HttpHandler", "HttpServer"]
+__all__ = ["ErrorHandler", "HttpHandler", "HttpServer"]
+
+JSON_HEADERS = (("content-type", "application/json"),)
+
+
+def send_plain_error(error: DynamoError, request: Request, response: Response) -> None:
+    """Answer with a JSON body. Applications pass their own function instead."""
+    del request
+    body = msgspec.json.encode({"error": {"message": error.message, "code": error.code}})
+    response.send(STATUS_BY_CODE.get(error.code, 500), JSON_HEADERS, body)
 
 
 class HttpServer:
     """Runs `handler` in one task per request and cancels it when the client disconnects.
 
-    `on_error(error, request id or "")` returns the status and JSON body of an error response. It
-    renders requests that never reached the handler (malformed, too large, too slow) and errors that
-    the handler raised before it started its response.
+    `on_error(error, request, response)` sends an error response. It answers requests that never
+    reached the handler (malformed, too large, too slow) and errors that the handler raised before
+    it started its response. `check_headers(request)` runs before a body is received. It raises the
+    `DynamoError` to answer with, after which the connection closes.
     """
 
     def __init__(
@@ -33,12 +48,14 @@ class HttpServer:
         limits: HttpLimits,
         clock: Clock,
         *,
-        on_error: ErrorRenderer = plain_error,
+        on_error: ErrorHandler = send_plain_error,
+        check_headers: HeaderCheck | None = None,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._clock = clock
         self._on_error = on_error
+        self._check_headers = check_headers
         self._state: HttpServerState | None = None
         self._server: asyncio.Server | None = None
         self._timeout_tasks = BackgroundTasks()
@@ -60,7 +77,9 @@ class HttpServer:
         first, or two deployments could share it by mistake.
         """
         sock = await open_listening_socket(host, port, self._limits, reuse_port=reuse_port)
-        state = HttpServerState(self._handler, self._limits, self._clock, self._on_error)
+        state = HttpServerState(
+            self._handler, self._limits, self._clock, self._on_error, self._check_headers
+        )
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: HttpConnection(state), sock=sock)
         self._state = state
