@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import read_secret_file
 from dynamo.core.errors import ConfigError, NoWorkers
 from dynamo.core.settings import Settings, resolve_settings
 
@@ -52,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None
-    settings = resolve_settings(environ=os.environ).settings
+    settings = resolve_settings(environ=os.environ, read_secret_file=read_secret_file).settings
     name = args.endpoint
     if name.partition("/")[0].count(".") == 1:
         name = f"{settings.runtime.namespace}.{name}"

@@ -11,6 +11,7 @@ import msgspec
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, read_settings
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import redact_credentials
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema
 from dynamo.core.settings.load import DEFAULT_ORIGIN
@@ -61,7 +62,8 @@ def _format_settings(args: argparse.Namespace) -> str:
     rows = list(effective_settings(loaded))
     services = {
         service: {
-            key: {"value": value.raw, "origin": value.origin} for key, value in options.items()
+            key: {"value": redact_credentials(value.raw), "origin": value.origin}
+            for key, value in options.items()
         }
         for service, options in loaded.services.items()
     }

@@ -13,6 +13,7 @@ from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
 from dynamo.cli.parsing import EXIT_INTERRUPTED
 from dynamo.core.errors import ConfigError, DynamoError, describe_os_error
+from dynamo.core.redaction import redact_urls
 
 USAGE_ERROR_CODES = (ConfigError.code, "unsupported")
 
@@ -24,9 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except DynamoError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {redact_urls(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            print(f"hint: {redact_urls(error.hint)}", file=sys.stderr)
         return 2 if error.code in USAGE_ERROR_CODES else 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SettingSpec, SourcedValue, resolve_settings
 from dynamo.core.settings.keys import section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import SUBSTITUTE_NOTE, UNUSED_NOTE
+from dynamo.core.settings.secret_files import INSECURE_NOTE, SecretFile
 from dynamo.core.settings.values import split_list, type_name
 
 CONFIG_PATH_VARIABLE = "DYNAMO_CONFIG_PATH"
 MAX_NAMED_SETTINGS = 4
+MAX_SECRET_FILE_BYTES = 1 << 20
 
 
 def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> None:
@@ -62,9 +65,8 @@ def read_settings(
     """Load the settings like `load_settings`, without notes."""
     flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
     path = config_path(args)
-    return resolve_settings(
-        flags | dict(extra or {}), os.environ, _read_config_file(path) if path else None
-    )
+    document = _read_config_file(path) if path else None
+    return resolve_settings(flags | dict(extra or {}), os.environ, document, read_secret_file)
 
 
 def config_path(args: argparse.Namespace) -> str:
@@ -76,7 +78,7 @@ def print_unused_settings(loaded: LoadedSettings) -> None:
     """Print notes about settings that were given but have no effect."""
     unused = [key for key, note in loaded.notes.items() if note == UNUSED_NOTE]
     for key, note in loaded.notes.items():
-        if note.endswith(SUBSTITUTE_NOTE):
+        if note.endswith(SUBSTITUTE_NOTE) or note.startswith(INSECURE_NOTE):
             print(f"note: {key} ({loaded.origins[key]}) {note}", file=sys.stderr)
     groups = [key for key in unused if key.endswith(".replicas")]
     if groups:
@@ -158,6 +160,22 @@ def _metavar(spec: SettingSpec, kind: str) -> str:
     if kind == "list":
         return LIST_METAVAR
     return spec.meta.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")
+
+
+def read_secret_file(path: str) -> SecretFile:
+    """Read the file of a secret. Raises `OSError` and `ValueError`."""
+    with Path(path).expanduser().open("rb") as file:
+        content = file.read(MAX_SECRET_FILE_BYTES + 1)
+        mode = os.fstat(file.fileno()).st_mode
+    if len(content) > MAX_SECRET_FILE_BYTES:
+        raise ValueError(f"the file is longer than {MAX_SECRET_FILE_BYTES:,} bytes")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise ValueError("the file is not UTF-8 text") from None
+    if not text.strip():
+        raise ValueError("the file is empty")
+    return SecretFile(text, stat.S_ISREG(mode) and bool(mode & stat.S_IROTH))
 
 
 def _read_config_file(path: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import redact_urls
 from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -198,16 +199,14 @@ class NatsClient:
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 failures += 1
                 reason = self._last_error or str(error) or "no answer"
-                self._on_connect_failed(f"NATS at {_without_credentials(server)}: {reason}")
+                self._on_connect_failed(redact_urls(f"NATS at {server}: {reason}"))
                 await self._sleep_unless_closing(self._retry_delay_s(failures))
                 continue
             failures = 0
             try:
                 await self._run_connection(client, server)
             finally:
-                self._on_disconnected(
-                    f"NATS at {_without_credentials(server)} {self._disconnect_reason}"
-                )
+                self._on_disconnected(redact_urls(f"NATS at {server} {self._disconnect_reason}"))
                 await _close_client(client)
             await self._sleep_unless_closing(self._retry_delay_s(1) * self._rng.random())
 
@@ -259,7 +258,7 @@ class NatsClient:
         self._client = client
         for subject in list(self._handlers):
             await self._subscribe_on_server(client, subject)
-        log.info("connected to nats", extra={"fields": {"server": _without_credentials(server)}})
+        log.info("connected to nats", extra={"fields": {"server": redact_urls(server)}})
         self.connection_error = ""
         self._connected.set()
         self.first_attempt_done.set()
@@ -391,9 +390,3 @@ async def _close_client(client: Client) -> None:
             await client.close()
     except (TimeoutError, nats.errors.Error, OSError) as error:
         log.debug("closing the nats connection failed", extra={"fields": {"error": str(error)}})
-
-
-def _without_credentials(server: str) -> str:
-    """Remove user and password from a server's URL."""
-    scheme, _, rest = server.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

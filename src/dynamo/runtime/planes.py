@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import msgspec
 
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import redact_urls
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import ServerTlsSettings
 from dynamo.runtime.deployment import deployment_of
 
 DEFAULT_ETCD_URL: Final = "etcd://127.0.0.1:2379"
-_URL_CREDENTIALS: Final = re.compile(r"//[^/@,]*@")
 DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
 
@@ -29,7 +28,7 @@ class Planes(msgspec.Struct, frozen=True):
     messaging_options: PlaneOptions
 
     def redacted_urls(self) -> dict[str, str]:
-        """The URLs without folders, users and passwords, for public output."""
+        """The URLs without folders, and with `***` for users and passwords, for public output."""
         return {
             "discovery": _redact_url(self.discovery),
             "requests": _redact_url(self.requests),
@@ -96,7 +95,7 @@ def _plane_options(settings: Settings, server: ServerTlsSettings, direct_url: st
 
 
 def _redact_url(url: str) -> str:
-    return "file:" if url.startswith("file:") else _URL_CREDENTIALS.sub("//", url)
+    return "file:" if url.startswith("file:") else redact_urls(url)
 
 
 def bracket_ipv6(host: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import redact_urls
 
 TRACE = 5
 OFF = 100
@@ -139,7 +140,7 @@ class TextFormatter(_LineFormatter):
             f" {key}={_format_field(value)}" for key, value in _record_fields(record).items()
         )
         trace = self.format_traceback(record)
-        return f"{line}{fields}\n{trace}" if trace else f"{line}{fields}"
+        return redact_urls(f"{line}{fields}\n{trace}" if trace else f"{line}{fields}")
 
 
 class JsonFormatter(_LineFormatter):
@@ -157,7 +158,7 @@ class JsonFormatter(_LineFormatter):
         }
         if trace := self.format_traceback(record):
             line["trace"] = trace
-        return _json_encoder.encode(line).decode()
+        return redact_urls(_json_encoder.encode(line).decode())
 
 
 _json_encoder = msgspec.json.Encoder(enc_hook=str)

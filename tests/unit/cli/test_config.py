@@ -134,3 +134,57 @@ def test_settings_without_effect_are_noted_at_start(
     err = capsys.readouterr().err
     assert "note: workers.decode.replicas is not in use yet; --workers sets the count (3)" in err
     assert "note: not in use yet: workers.decode.tensor_parallel_size (" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "reason"),
+    [
+        (b"", 0o600, "the file is empty"),
+        (b" \n", 0o600, "the file is empty"),
+        (b"\xff", 0o600, "not UTF-8"),
+        (b"a" * 2_000_000, 0o600, "longer than"),
+        (None, 0, "No such file"),
+    ],
+)
+def test_files_of_secrets_that_are_wrong_are_named(
+    content: bytes | None,
+    mode: int,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(mode)
+
+    assert main(["config", "explain", "--security.secret_file", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"security.secret_file = '{file}'" in error
+    assert reason in error
+    assert "hint: " in error
+
+
+def test_a_secret_file_that_others_can_read_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("swordfish")
+    for mode, is_noted in ((0o600, False), (0o640, False), (0o644, True)):
+        file.chmod(mode)
+        rows = explain(capsys, "--security.secret_file", str(file))
+        assert rows["security.secret"]["value"] == "***"
+        assert rows["security.secret"]["origin"] == f"file {file}"
+        assert str(rows["security.secret_file"]["note"]).startswith("insecure") == is_noted
+
+
+def test_the_explained_options_of_services_show_no_credentials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("Store:\n  urls: [redis://u:p@host]\n")
+    for flag in ([], ["--json"]):
+        assert main(["config", "explain", str(file), *flag]) == 0
+        output = capsys.readouterr().out
+        assert "redis://***@host" in output
+        assert "u:p" not in output

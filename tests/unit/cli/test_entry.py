@@ -186,3 +186,24 @@ def test_ctrl_c_during_imports_prints_no_traceback() -> None:
 
     assert completed.returncode == -signal.SIGINT
     assert completed.stderr == ""
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_streams_become_dev_null(closed: str, tmp_path: Path) -> None:
+    """No file or socket gets a number below 3, and what is printed goes nowhere."""
+    result = tmp_path / "result"
+    program = (
+        "import os, sys; from dynamo.__main__ import open_standard_streams\n"
+        "open_standard_streams(); print('é', flush=True); print('é', file=sys.stderr, flush=True)\n"
+        f"file = open({str(result)!r}, 'w'); sys.stdin.read\n"
+        "file.write(f'{file.fileno() > 2} {all(map(os.get_inheritable, range(3)))}')"
+    )
+    command = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", program]
+    subprocess.run(command, env={"LC_ALL": "C"}, check=True)
+
+    assert result.read_text() == "True True"
+
+
+def test_credentials_in_urls_are_redacted_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "http://u:p@a,https://u:p@b"]) == 2
+    assert "'http://***@a,https://***@b'" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings, SettingSpec, SourcedValue, resolve_settings
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
+from dynamo.core.settings.secret_files import SecretFile
 
 
 def document(text: str) -> tuple[str, str]:
@@ -110,12 +111,16 @@ def test_every_setting_has_an_environment_name() -> None:
         if "." not in key:
             continue
         name = environment_name(key)
-        loaded = resolve_settings(environ={name: _example(spec)})
+        loaded = resolve_settings(
+            environ={name: _example(spec)}, read_secret_file=lambda path: SecretFile("x" * 16)
+        )
         assert loaded.origins[key] == f"environment {name}"
 
 
 def _example(spec: SettingSpec) -> str:
     default = spec.default
+    if spec.key.endswith("_file"):
+        return "secret.txt"
     if isinstance(default, tuple):
         return ",".join(default)
     if default is None:

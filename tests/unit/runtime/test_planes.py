@@ -33,7 +33,7 @@ def test_two_environment_variables_select_the_planes() -> None:
     )
     assert result.discovery == "etcd://a:2379,b:2379"
     assert result.requests == result.events == "nats://u:p@n:4222"
-    assert result.redacted_urls()["events"] == "nats://n:4222"
+    assert result.redacted_urls()["events"] == "nats://***@n:4222"
 
 
 @pytest.mark.parametrize(

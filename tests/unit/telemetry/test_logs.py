@@ -72,6 +72,19 @@ def test_a_json_line_is_one_object(lines: io.StringIO) -> None:
     assert "ValueError: invalid literal" in line["trace"]
 
 
+@pytest.mark.parametrize("fmt", ["text", "json"])
+def test_credentials_in_urls_are_redacted(fmt: str, lines: io.StringIO) -> None:
+    logs.configure_logging("info", fmt, "worker", lines)
+    try:
+        raise OSError("nats://u:p@host")
+    except OSError:
+        fields = {"fields": {"server": "nats://u:p@host", "all": ["etcd://u:p@a"]}}
+        logging.getLogger("dynamo.y").exception("no nats://u:p@host", extra=fields)
+
+    assert "u:p" not in lines.getvalue()
+    assert lines.getvalue().count("***@") >= 4
+
+
 def test_set_levels_replaces_all_levels(lines: io.StringIO) -> None:
     logs.configure_logging("warn,dynamo.a=debug", "text", "c", lines)
     logging.getLogger("dynamo.a.b").debug("seen one")

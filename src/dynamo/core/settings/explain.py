@@ -10,8 +10,7 @@ import msgspec
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.load import DEFAULT_ORIGIN, UNUSED_NOTE, LoadedSettings
-
-REDACTED = "***"
+from dynamo.core.settings.values import shown_value
 
 
 class EffectiveSetting(msgspec.Struct, frozen=True):
@@ -44,7 +43,7 @@ def _effective_settings(
         return
     yield EffectiveSetting(
         key=key,
-        value=REDACTED if spec.meta.secret and value else value,
+        value=shown_value(spec, value),
         unit=spec.meta.unit,
         origin=loaded.origins.get(key, DEFAULT_ORIGIN),
         default=spec.default,

@@ -9,7 +9,12 @@ from functools import cache
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.declare import SettingSpec, SettingsSection, iter_setting_specs
+from dynamo.core.settings.declare import (
+    SettingMeta,
+    SettingSpec,
+    SettingsSection,
+    iter_setting_specs,
+)
 from dynamo.core.settings.no_effect import NO_EFFECT, NO_EFFECT_SECTIONS
 from dynamo.core.settings.schema import SECTION_ALIASES, Settings
 
@@ -22,12 +27,27 @@ SettingsSchema = type[SettingsSection]
 def setting_specs_by_key(schema: SettingsSchema = Settings) -> Mapping[str, SettingSpec]:
     """Every accepted setting by its dotted key, section by section.
 
-    The settings without effect follow the fields of their section.
+    The settings without effect follow the fields of their section. A secret is followed by the
+    setting that names its file.
     """
-    specs = [*iter_setting_specs(schema), *NO_EFFECT.get(schema, ())]
+    specs: list[SettingSpec] = []
+    for spec in (*iter_setting_specs(schema), *NO_EFFECT.get(schema, ())):
+        specs += [spec, _secret_file_spec(spec)] if spec.meta.secret else [spec]
     sections = list(dict.fromkeys(_first_part(spec.key) for spec in specs))
     specs.sort(key=lambda spec: sections.index(_first_part(spec.key)))
     return {spec.key: spec for spec in specs}
+
+
+def secret_file_key(key: str) -> str:
+    """Return the key of the file that holds a secret: `server.api_keys` -> `...api_keys_file`."""
+    return f"{key}_file"
+
+
+def _secret_file_spec(spec: SettingSpec) -> SettingSpec:
+    text = f"file that holds `{spec.key}`, instead of that setting"
+    if spec.default == ():
+        text += "; one item a line"
+    return SettingSpec(secret_file_key(spec.key), str, "", SettingMeta(text))
 
 
 @cache

@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import REDACTED
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.document import ConfigDocument, parse_config_document
 from dynamo.core.settings.keys import (
@@ -20,7 +21,8 @@ from dynamo.core.settings.keys import (
 )
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
-from dynamo.core.settings.values import SourcedValue, parse_value
+from dynamo.core.settings.secret_files import ReadSecretFile, load_secret_files, refuse_secret_files
+from dynamo.core.settings.values import SourcedValue, parse_value, shown_value
 
 ENVIRONMENT_ALIASES = {
     "DYNAMO_LOG": "logging.level",
@@ -55,20 +57,24 @@ def resolve_settings(
     flags: Mapping[str, SourcedValue] | None = None,
     environ: Mapping[str, str] | None = None,
     document: tuple[str, str] | None = None,
+    read_secret_file: ReadSecretFile = refuse_secret_files,
 ) -> LoadedSettings:
     """Merge `flags` (by dotted key), `environ` and `document` (text, name).
 
-    Raises `ConfigError` that names the setting, its origin and the accepted values.
+    `read_secret_file` reads the files that settings like `security.secret_file` name. Raises
+    `ConfigError` that names the setting, its origin and the accepted values.
     """
     parsed = parse_config_document(*document) if document else ConfigDocument({}, {})
-    layers = [
+    layers: Sequence[Mapping[str, SourcedValue]] = [
         _use_name_as_path(layer)
         for layer in (flags or {}, read_environment(environ or {}), parsed.settings)
     ]
-    derived, notes = _replicas_as_http_workers(layers)
+    layers, secret_notes = load_secret_files(layers, read_secret_file)
+    derived, replica_notes = _replicas_as_http_workers(layers)
     merged = merge_layers([*layers, derived], Settings)
     check_consistency(merged.settings, merged.origins)
-    return replace(merged, notes={**merged.notes, **notes}, services=parsed.services)
+    notes = {**merged.notes, **secret_notes, **replica_notes}
+    return replace(merged, notes=notes, services=parsed.services)
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -151,7 +157,7 @@ def _checked_value(spec: SettingSpec, source: SourcedValue) -> Any:
     try:
         return parse_value(spec, source.raw)
     except ValueError as error:
-        shown = "***" if spec.meta.secret else repr(source.raw)
+        shown = REDACTED if spec.meta.secret else repr(shown_value(spec, source.raw))
         raise ConfigError(
             f"{spec.key} = {shown} ({source.origin}): {error}", hint=spec.meta.help, param=spec.key
         ) from None

@@ -9,8 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.settings.declare import iter_setting_specs
-from dynamo.core.settings.explain import REDACTED
 from dynamo.core.settings.schema import Settings
+from dynamo.core.settings.values import shown_value
 
 
 class SettingChange(msgspec.Struct, frozen=True):
@@ -34,9 +34,8 @@ def apply_reload(
             continue
         if spec.meta.reload:
             current = _replace_at_path(current, spec.key.split("."), after)
-        if spec.meta.secret:
-            before = after = REDACTED
-        changes.append(SettingChange(spec.key, before, after, spec.meta.reload))
+        shown = shown_value(spec, before), shown_value(spec, after)
+        changes.append(SettingChange(spec.key, *shown, spec.meta.reload))
     return current, tuple(changes)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from dynamo.core.redaction import REDACTED, redact_credentials
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_seconds, parse_size
 
@@ -48,6 +49,13 @@ def parse_value(spec: SettingSpec, raw: Any) -> Any:
     value = _convert(spec, kind, raw)
     _check_bounds(spec, value)
     return value
+
+
+def shown_value(spec: SettingSpec, value: Any) -> Any:
+    """Return `value` without secrets: neither secret settings nor credentials in URLs."""
+    if spec.meta.secret and value:
+        return REDACTED
+    return redact_credentials(value)
 
 
 def type_name(spec: SettingSpec) -> str:
