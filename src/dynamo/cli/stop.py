@@ -87,31 +87,39 @@ def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
     pids = {process.pid for process in processes}
     roots = [process for process in processes if pids.isdisjoint(ancestors(process.pid))]
     with contextlib.ExitStack() as stack:
-        opened = [_open_pidfd(process, stack) for process in processes]
+        pidfds = {
+            process.pid: pidfd
+            for process in processes
+            if (pidfd := _open_pidfd(process, stack)) is not None
+        }
         for root in roots:
-            _send_signal(root, signal.SIGTERM)
-            if now:
-                _send_signal(root, signal.SIGINT)
-        if not _wait_for_exits([pidfd for pidfd in opened if pidfd is not None], timeout_s):
+            if root.pid in pidfds:
+                _send_signal(pidfds[root.pid], signal.SIGTERM)
+                if now:
+                    _send_signal(pidfds[root.pid], signal.SIGINT)
+        if not _wait_for_exits(pidfds.values(), timeout_s):
             raise DeadlineExceeded(
                 f"{deployment.id} still runs after {timeout_s:g} s",
                 hint="requests are in flight: wait longer with --timeout, or end them with --now",
             )
 
 
-def _send_signal(process: ProcessRecord, number: signal.Signals) -> None:
+def _send_signal(pidfd: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)
+        signal.pidfd_send_signal(pidfd, number)
 
 
 def _open_pidfd(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that becomes readable when the process ends; None if it has ended."""
+    """Return a descriptor that becomes readable when the process ends; None if it has ended, or
+    if another process has its pid now."""
+    from dynamo.runtime.pids import is_alive
+
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
     stack.callback(os.close, descriptor)
-    return descriptor
+    return descriptor if is_alive(process.pid, process.start_ticks) else None
 
 
 def _wait_for_exits(pidfds: Iterable[int], timeout_s: float) -> bool:

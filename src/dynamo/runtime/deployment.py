@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,8 @@ DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"
 """The file name of the control socket (`runtime.processes.control`)."""
 STATE_FOLDER_HINT = "set XDG_RUNTIME_DIR to a writable folder of your own on a disk with free space"
+STATE_ROOT_VARIABLE = "_DYNAMO_STATE_ROOT"
+"""Environment variable by which a supervisor tells its children the root of its state folder."""
 
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -97,8 +100,10 @@ class Deployment(msgspec.Struct, frozen=True):
             if self.live_processes():  # also removes the records of killed processes
                 return
             from dynamo.communication.discovery.folder import remove_dead_leases
+            from dynamo.communication.discovery.folder_secret import remove_unused_secret
 
             remove_dead_leases(self.folder / DISCOVERY_FOLDER)
+            remove_unused_secret(self.folder / DISCOVERY_FOLDER)
             for temporary in (self.folder / RECORDS_FOLDER).glob("*.new"):
                 temporary.unlink()
             (self.folder / CONTROL_SOCKET).unlink(missing_ok=True)
@@ -142,14 +147,73 @@ def deployment_of(settings: Settings, environ: Mapping[str, str] = os.environ) -
             hint="use letters, digits, dots, underscores and dashes, with a letter or digit first",
             param="runtime.deployment",
         )
-    return Deployment(name, next(state_roots(environ)) / name)
+    root = next(state_roots(environ), None)
+    if root is None:
+        reasons = "; ".join(f"{root} {reason}" for root, reason in _unsafe_roots(environ))
+        raise ConfigError(f"no folder can hold the state: {reasons}", hint=STATE_FOLDER_HINT)
+    return Deployment(name, root / name)
 
 
 def state_roots(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """The folders that may hold deployments of this user; new deployments go to the first."""
+    """The folders that may hold deployments of this user; new deployments go to the first. A folder
+    that another user could read, change or replace is left out (`report_unsafe_roots`)."""
+    return (root for root in _candidate_roots(environ) if not _unsafe_reason(root))
+
+
+def report_unsafe_roots(environ: Mapping[str, str] = os.environ) -> None:
+    """Log each state root that is left out, once in the life of the process."""
+    for root, reason in _unsafe_roots(environ):
+        if (root, reason) not in _reported_roots:
+            _reported_roots.add((root, reason))
+            log.warning("the state folder %s is ignored: it %s", root, reason)
+
+
+_reported_roots: set[tuple[Path, str]] = set()
+
+
+def _candidate_roots(environ: Mapping[str, str]) -> Sequence[Path]:
+    roots = [Path("/tmp") / f"dynamo-{os.getuid()}"]  # noqa: S108 - `_unsafe_reason` checks it
     if base := environ.get("XDG_RUNTIME_DIR"):
-        yield Path(base) / "dynamo"
-    yield Path("/tmp") / f"dynamo-{os.getuid()}"  # noqa: S108 - mode 0700, owner is checked
+        roots.insert(0, Path(base) / "dynamo")
+    if supervisor_root := environ.get(STATE_ROOT_VARIABLE):
+        roots.insert(0, Path(supervisor_root))
+    roots.append(Path("~/.cache/dynamo/run").expanduser())
+    return list(dict.fromkeys(roots))
+
+
+def _unsafe_roots(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    for root in _candidate_roots(environ):
+        if reason := _unsafe_reason(root):
+            yield root, reason
+
+
+def _unsafe_reason(root: Path) -> str:
+    """Return why a state root must not be used, or an empty string. A root that does not exist yet
+    may be used if this user can create it where no other user can replace it."""
+    try:
+        if reason := _foreign_reason(root.lstat()):
+            return reason
+        if root.lstat().st_mode & 0o077:
+            return "is open to other users"
+        parent = root.parent
+    except FileNotFoundError:
+        parent = next(folder for folder in root.parents if folder.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return f"cannot be created in {parent}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    status = parent.stat()
+    replaceable = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
+    if replaceable or status.st_uid not in {0, os.getuid()}:
+        return f"could be replaced by other users, who can write to {parent}"
+    return ""
+
+
+def _foreign_reason(status: os.stat_result) -> str:
+    """Return why a path cannot be a folder of this user, or an empty string."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
+    return "" if status.st_uid == os.getuid() else "belongs to another user"
 
 
 def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
@@ -173,10 +237,11 @@ def _with_live_processes(
 
 
 def _list_deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:
+    report_unsafe_roots(environ)
     for root in state_roots(environ):
         with contextlib.suppress(OSError):
             for folder in sorted(root.iterdir()):
-                if folder.is_dir() and folder.stat().st_uid == os.getuid():
+                if not _foreign_reason(folder.lstat()):
                     yield Deployment(folder.name, folder)
 
 
@@ -196,13 +261,13 @@ def _read_live_record(path: Path) -> ProcessRecord | None:
 def _ensure_private(folder: Path) -> None:
     """Create `folder` and make it private. Raises `ConfigError` if another user owns it."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         message = f"the state folder {folder} cannot be created: {error.strerror}"
         raise ConfigError(message, hint=STATE_FOLDER_HINT) from None
-    status = folder.stat(follow_symlinks=False)
-    if status.st_uid != os.getuid():
-        message = f"the state folder {folder} belongs to another user"
-        raise ConfigError(message, hint=STATE_FOLDER_HINT)
+    status = folder.lstat()
+    if reason := _foreign_reason(status):
+        raise ConfigError(f"the state folder {folder} {reason}", hint=STATE_FOLDER_HINT)
     if status.st_mode & 0o077:
         folder.chmod(0o700)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def is_alive(pid: int, ticks: int) -> bool:
-    """Whether the process with this pid and start time is still alive."""
-    return ticks != 0 and start_ticks(pid) == ticks
+    """Whether the process with this pid and start time is alive and runs as this user."""
+    return ticks != 0 and start_ticks(pid) == ticks and _real_uid(pid) == os.getuid()
 
 
 def command_line(pid: int) -> str:
@@ -42,3 +43,12 @@ def _read_stat_field(pid: int, field: int) -> int:
         return 0
     fields = stat[stat.rindex(")") + 2 :].split()
     return 0 if fields[0] in {"Z", "X"} else int(fields[field - 2])
+
+
+def _real_uid(pid: int) -> int:
+    """The user who runs `pid`; -1 without such a process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="latin-1")
+    except OSError:
+        return -1
+    return int(status.partition("\nUid:")[2].split(maxsplit=1)[0])

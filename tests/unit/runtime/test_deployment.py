@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import (
+    STATE_ROOT_VARIABLE,
     Deployment,
     ProcessRecord,
     deployment_of,
     live_deployments,
     live_processes,
+    report_unsafe_roots,
     state_roots,
 )
 from dynamo.runtime.pids import command_line, is_alive, start_ticks
@@ -66,7 +69,103 @@ def test_a_named_deployment_and_a_bad_name() -> None:
 
 def test_the_state_roots_of_a_user(tmp_path: Path) -> None:
     roots = list(state_roots({"XDG_RUNTIME_DIR": str(tmp_path)}))
-    assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}")]
+    fallback = Path.home() / ".cache/dynamo/run"
+    assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}"), fallback]
+    child = {"XDG_RUNTIME_DIR": str(tmp_path), STATE_ROOT_VARIABLE: str(tmp_path / "first")}
+    assert next(state_roots(child)) == tmp_path / "first"
+
+
+def make_open_root(base: Path) -> None:
+    (base / "dynamo").mkdir(mode=0o755)
+
+
+def make_linked_root(base: Path) -> None:
+    (base / "target").mkdir(mode=0o700)
+    (base / "dynamo").symlink_to(base / "target")
+
+
+def make_file_root(base: Path) -> None:
+    (base / "dynamo").touch()
+
+
+def make_root_of_another_user(base: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    (base / "dynamo").mkdir(mode=0o700)
+    os.chown(base / "dynamo", 65534, 65534)
+
+
+def make_base_of_another_user(base: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(base, 65534, 65534)
+
+
+def make_writable_base(base: Path) -> None:
+    base.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (make_open_root, "it is open to other users"),
+        (make_linked_root, "it is a symbolic link"),
+        (make_file_root, "it is not a folder"),
+        (make_root_of_another_user, "it belongs to another user"),
+        (make_base_of_another_user, "it could be replaced by other users"),
+        (make_writable_base, "it could be replaced by other users"),
+    ],
+)
+def test_an_unsafe_state_root_is_ignored_and_reported_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], None],
+    reason: str,
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir(mode=0o700)
+    make(base)
+    environ = {"XDG_RUNTIME_DIR": str(base)}
+    assert base / "dynamo" not in state_roots(environ)
+    assert deployment_of(Settings(), environ).folder.parent != base / "dynamo"
+    for _ in range(2):
+        live_deployments(environ)
+        report_unsafe_roots(environ)
+    (report,) = [text for text in caplog.messages if str(base) in text]
+    assert report.startswith(f"the state folder {base}/dynamo is ignored: {reason}")
+
+
+def test_without_a_safe_state_root_the_reasons_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dynamo.runtime.deployment._candidate_roots", lambda _: [tmp_path / "dynamo"]
+    )
+    make_linked_root(tmp_path)
+    with pytest.raises(ConfigError, match=r"/dynamo is a symbolic link") as caught:
+        deployment_of(Settings(), {})
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
+
+
+def test_a_linked_deployment_inside_a_safe_root_is_not_listed(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    shared = Deployment("shared", tmp_path / "shared")
+    shared.write_record(record_of(shared))
+    (deployment.folder.parent / "linked").symlink_to(shared.folder)
+    listed = live_deployments({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert "linked" not in [item.id for item in listed]
+    assert shared.live_processes()
+
+
+def test_a_record_of_another_users_process_counts_as_dead(deployment: Deployment) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    with subprocess.Popen(["sleep", "30"], user=65534) as stranger:
+        ticks = start_ticks(stranger.pid)
+        deployment.write_record(record_of(deployment, pid=stranger.pid, start_ticks=ticks))
+        assert deployment.live_processes() == []
+        stranger.kill()
 
 
 def test_a_folder_open_to_others_is_made_private(deployment: Deployment) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
+from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
 from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
 from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ChildStart
 
@@ -88,6 +90,7 @@ class ChildProcess:
         on_line: Callable[[str, bytes], None],
         on_change: Callable[[ChildProcess], None],
         on_death: Callable[[ChildProcess], None],
+        state_root: Path,
     ) -> None:
         self.spec = spec
         self.report = ChildReport()
@@ -98,6 +101,7 @@ class ChildProcess:
         self._on_line = on_line
         self._on_change = on_change
         self._on_death = on_death
+        self._environ = os.environ | {STATE_ROOT_VARIABLE: str(state_root)}
         self._backoff = RestartBackoff()
         self._stopping = asyncio.Event()
         self._peak_rss_bytes = 0
@@ -185,6 +189,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environ,
             )
             child_end.close()
             self.pid = process.pid

@@ -16,7 +16,12 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
-from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
+from dynamo.runtime.deployment import (
+    Deployment,
+    ProcessRecord,
+    ProcessState,
+    report_unsafe_roots,
+)
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
@@ -130,6 +135,7 @@ class Supervisor:
     async def run(self) -> int:
         """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of
         `prepare` after all processes have stopped."""
+        report_unsafe_roots()
         await self._clock.offload(self._deployment.create_folder)
         self._add_signal_handlers(asyncio.get_running_loop())
         await self._status.start()
@@ -254,9 +260,13 @@ class Supervisor:
         }
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
-        on_change, on_death = self._on_child_change, self._on_child_death
         return ChildProcess(
-            spec, self._clock, on_line=self._log_writer, on_change=on_change, on_death=on_death
+            spec,
+            self._clock,
+            on_line=self._log_writer,
+            on_change=self._on_child_change,
+            on_death=self._on_child_death,
+            state_root=self._deployment.folder.parent,
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
