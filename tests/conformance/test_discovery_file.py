@@ -35,7 +35,7 @@ async def test_bad_entries_are_skipped_with_one_warning(
     plane: FileDiscovery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await plane.put("/good", b"1")
-    (lease,) = (tmp_path / "records").iterdir()
+    (lease,) = (path for path in (tmp_path / "records").iterdir() if path.is_dir())
     (lease / ("0" * 32)).write_bytes(b"/key of another name\nvalue")
     (lease / ("1" * 32)).write_bytes(b"no line break")
     (lease / ("2" * 32)).mkdir()
@@ -69,7 +69,7 @@ async def test_a_lost_lease_is_reported_and_replaced(plane: FileDiscovery, tmp_p
     await plane.put("/k", b"1")
     async with plane.watch("/") as changes:
         await read_until(changes, "/k", b"1")
-        (lease,) = (tmp_path / "records").iterdir()
+        (lease,) = (path for path in (tmp_path / "records").iterdir() if path.is_dir())
         for path in lease.iterdir():
             path.unlink()
         lease.rmdir()

@@ -148,7 +148,7 @@ class NatsPlaneTransport(PlaneTransport):
 
     def __init__(self, nats: NatsClient, options: PlaneOptions = DEFAULT_OPTIONS) -> None:
         self._nats = nats
-        self.secret = options.secret
+        self.secret = options.secret or options.folder_secret
         self.incarnation = new_incarnation()
         self._connections: dict[str, NatsConnection] = {}
         self._accept: Callable[[], Link] | None = None

@@ -38,6 +38,8 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     password: str = ""
     advertised_host: str = ""
     event_retention_s: float = 0.0
+    folder_secret: str = ""
+    """Secret of the discovery folder, for connections without `secret` and `tls`."""
     direct_url: str = "tcp://127.0.0.1:0"
     """Where the `nats:` request plane also listens, for callers that cannot reach NATS."""
     shared_clients: dict[str, Any] | None = None

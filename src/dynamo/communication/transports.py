@@ -69,7 +69,7 @@ class TcpPlaneTransport(PlaneTransport):
         options: PlaneOptions = DEFAULT_OPTIONS,
         contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
     ) -> None:
-        self.secret = options.secret
+        self.secret = options.secret or options.folder_secret
         self.incarnation = new_incarnation()
         self._host = host
         self._advertised = Address(

@@ -32,6 +32,10 @@ class RepublishingDiscovery(Discovery):
     def connection_error(self) -> str:
         return self._inner.connection_error
 
+    @property
+    def secret(self) -> str:
+        return self._inner.secret
+
     async def put(self, key: str, value: bytes) -> None:
         self._records[key] = value
         await self._inner.put(key, value)
@@ -86,6 +90,10 @@ class BackgroundDiscovery(Discovery):
     @property
     def connection_error(self) -> str:
         return self._inner.connection_error
+
+    @property
+    def secret(self) -> str:
+        return self._inner.secret
 
     async def put(self, key: str, value: bytes) -> None:
         await self._background.run(self._inner.put(key, value))

@@ -184,7 +184,9 @@ class DistributedRuntime:
             self.runtime = Runtime(
                 self.instance_id, asyncio.get_running_loop(), background, self.stopping
             )
-            options = replace(planes.messaging_options, shared_clients={})
+            options = replace(
+                planes.messaging_options, shared_clients={}, folder_secret=self.discovery.secret
+            )
             self.requests = await open_requests(planes.requests, options)
             opened.push_async_callback(self.requests.close)
             self.events = await open_events(planes.events, self.discovery, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,10 +19,12 @@ from dynamo.communication.discovery.folder import (
     prepare_root,
 )
 from dynamo.communication.discovery.folder_poller import FolderPoller
+from dynamo.communication.discovery.folder_secret import keep_secret, open_secret
 from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, TooLarge
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -33,8 +36,9 @@ class FileDiscovery(Discovery):
     loop only if something changed. The first `put` takes the lease.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, secret: str = "") -> None:
         self._root = root
+        self._secret = secret
         self._loop = asyncio.get_running_loop()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="discovery-write")
         self._closed = False
@@ -46,14 +50,18 @@ class FileDiscovery(Discovery):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Create the folder if it is missing. Raises `ConfigError`."""
-        del options  # the kernel frees a dead process's lock: there is no time-to-live
+        """Create the folder, and its secret, if they are missing. Raises `ConfigError`."""
         path = url.partition(":")[2]
         if not path.strip("/"):
             raise ConfigError(f"{url!r} names no folder", hint="file:/run/user/1000/dynamo/NAME")
         root = Path("/" + path.lstrip("/") if path.startswith("//") else path)
         await asyncio.to_thread(prepare_root, root)
-        return cls(root)
+        configured = options.secret or options.tls
+        return cls(root, "" if configured else await asyncio.to_thread(open_secret, root))
+
+    @property
+    def secret(self) -> str:
+        return self._secret
 
     async def put(self, key: str, value: bytes) -> None:
         if "\n" in key or len(key) + len(value) >= MAX_RECORD_BYTES:
@@ -121,15 +129,21 @@ class FileDiscovery(Discovery):
     def _put(self, key: str, value: bytes) -> None:
         if self._lease is not None and not self._lease.is_intact():
             self._on_lease_lost(self._lease)
-        if self._lease is None:
-            prepare_root(self._root)
-            self._lease = FolderLease(self._root)
+        lease = self._lease or self._take_lease()
         try:
-            self._lease.put(key, value)
+            lease.put(key, value)
         except FileNotFoundError:  # the folder was moved
-            self._on_lease_lost(self._lease)
-            self._lease = FolderLease(self._root)
-            self._lease.put(key, value)
+            self._on_lease_lost(lease)
+            self._take_lease().put(key, value)
+
+    def _take_lease(self) -> FolderLease:
+        """Create a lease, also in a folder that was deleted. The secret comes first: a process that
+        finds a lease takes the secret from it."""
+        prepare_root(self._root)
+        if self._secret and keep_secret(self._root, self._secret) != self._secret:
+            log.error("the discovery folder has another secret now; restart this process")
+        self._lease = FolderLease(self._root, self._secret)
+        return self._lease
 
     def _delete(self, key: str) -> None:
         if self._lease is not None:

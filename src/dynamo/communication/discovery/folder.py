@@ -1,6 +1,7 @@
 """Records as files in a folder that processes share.
 
-    ROOT/LEASE/lock       locked with flock by the owner; the kernel frees it when the owner dies
+    ROOT/LEASE/lock       locked with flock by the owner; the kernel frees it when the owner dies.
+                          Holds the owner's secret (`folder_secret`)
     ROOT/LEASE/<digest>   a record: the key, a newline, the value
 
 All calls block. Readers delete a lease whose lock is free, and no files with other names. Records
@@ -30,6 +31,7 @@ LOCK_FILE: Final = "lock"
 _LEASE_NAME: Final = re.compile(r"[0-9a-f]{16}")
 _RECORD_NAME: Final = re.compile(r"\.?[0-9a-f]{32}")
 MAX_RECORD_BYTES: Final = 16 << 20
+MAX_SECRET_BYTES: Final = 256
 _RACY_NS: Final = 100_000_000
 """Files modified this recently are read again: a later change may have the same time stamp."""
 
@@ -58,7 +60,7 @@ def record_file_name(key: str) -> str:
 class FolderLease:
     """The records of one process. Readers drop them when the lease closes or the process dies."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, secret: str = "") -> None:
         name = new_incarnation()
         self.folder = root / name
         unfinished = root / f".{name}"
@@ -67,6 +69,7 @@ class FolderLease:
             unfinished / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
         )
         fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX)
+        os.write(self._lock_descriptor, secret.encode())
         unfinished.rename(self.folder)
 
     def is_intact(self) -> bool:
@@ -161,6 +164,12 @@ class FolderReader:
                 changed = True
         return self._merge_records() if changed else None
 
+    def read_lease_secrets(self) -> set[str]:
+        """Return the secrets of all live leases, "" for a lease without one."""
+        self._scan_leases()
+        leases = self._lease_readers.values()
+        return {lease.read_secret() for lease in leases if lease.is_alive()}
+
     def _scan_leases(self) -> bool:
         present = set(self._list_leases())
         removed = [name for name in self._lease_readers if name not in present]
@@ -230,6 +239,10 @@ class _LeaseReader:
             return True
         self.abandoned = True
         return False
+
+    def read_secret(self) -> str:
+        """Return the secret in the lock file."""
+        return os.pread(self._lock_descriptor, MAX_SECRET_BYTES, 0).decode()
 
     def refresh(self) -> bool:
         """Read changed records. Returns True if there were any."""

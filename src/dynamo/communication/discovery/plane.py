@@ -26,6 +26,11 @@ class Discovery(ABC):
         """The reason why the plane's server is unreachable now, or ""."""
         return ""
 
+    @property
+    def secret(self) -> str:
+        """The secret that the processes of this plane prove to each other, or "" if it has none."""
+        return ""
+
     @abstractmethod
     async def put(self, key: str, value: bytes) -> None:
         """Write or replace a record of this process. Raises `TooLarge`."""
