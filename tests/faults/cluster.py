@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,8 +29,9 @@ InjectFault = Callable[[], Awaitable[object]]
 class Cluster:
     """A deployment with mock workers, used with `with`.
 
-    `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). On exit, no process may have logged a
-    traceback.
+    `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `output` is a descriptor for the log
+    instead of a file. If it is a terminal, the deployment has it as its controlling terminal. On
+    exit, no process may have logged a traceback.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Cluster:
         frontends: int = 1,
         flags: Sequence[str] = (),
         timing: str = f"constant:0.02,{STEP_MS}",
+        output: int | None = None,
     ) -> None:
         self.folder = folder
         self.port = free_port()
@@ -50,6 +54,7 @@ class Cluster:
         self._reference: dict[tuple[int, int], str] = {}
         self._workers = workers
         self._frontends = frontends
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._command = [
             *(sys.executable, "-P", "-m", "dynamo", "run", "out=mock", str(model)),
@@ -65,8 +70,16 @@ class Cluster:
             self.environ["DYNAMO_ETCD_ENDPOINTS"] = f"http://127.0.0.1:{self.etcd.port}"
             self.environ["DYNAMO_NATS_URL"] = self.nats.url
         with (self.folder / "log").open("wb") as log:
+            output = log.fileno() if self._output is None else self._output
+            terminal = os.isatty(output)
             self._process = subprocess.Popen(
-                self._command, env=self.environ, stdout=log, stderr=log, cwd=self.folder
+                self._command,
+                env=self.environ,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+                start_new_session=terminal,
+                preexec_fn=_control_terminal if terminal else None,  # noqa: PLW1509 - it takes no lock
             )
         self._stack.callback(self._stop)
         try:
@@ -183,6 +196,11 @@ class Cluster:
         assert longest <= pause_s, f"a gap of {longest:.2f} s"
         return f"{streams} of {streams} complete and the same, longest gap {longest * 1e3:.0f} ms"
 
+    def wait_for_exit(self, timeout_s: float) -> int:
+        """Wait until the supervisor ends, and return its exit code."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
     def _stop(self) -> None:
         if self._process is None:
             return
@@ -195,3 +213,8 @@ class Cluster:
         with suppress(ProcessLookupError):
             for record in self.processes("worker"):
                 os.kill(record.pid, signal.SIGKILL)
+
+
+def _control_terminal() -> None:
+    """Make standard error the controlling terminal of this process."""
+    fcntl.ioctl(2, termios.TIOCSCTTY, 0)

@@ -124,10 +124,11 @@ def serve_http(
     )
     from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
+    from dynamo.telemetry.stderr import unblock_stderr
 
     as_json = settings.logging.format == "json"
     names = served_model_names(settings) if settings.engine.workers else [REMOTE_MODELS_LABEL]
-    bar = ProgressBar(sys.stderr, as_logs=as_json)
+    bar = ProgressBar(unblock_stderr(), as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
     announce_ready = partial(log_announcement if as_json else announce, names)
     specs = worker_specs if workers_only else deployment_specs

@@ -112,9 +112,10 @@ def serve_plan(
     from dynamo.services.deployment.plan import process_specs, with_deployment_name
     from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
+    from dynamo.telemetry.stderr import unblock_stderr
 
     settings = plan.settings
-    bar = ProgressBar(sys.stderr, as_logs=settings.logging.format == "json")
+    bar = ProgressBar(unblock_stderr(), as_logs=settings.logging.format == "json")
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
 
     def read() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:

@@ -2,15 +2,18 @@
 
 Modules log constant text plus fields through the standard library:
 `log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are logged only
-with `server.log_prompts`.
+with `server.log_prompts`. Clients choose parts of what is logged. Lines therefore show characters
+that are not printable as escapes.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import sys
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -18,6 +21,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact_urls
+from dynamo.telemetry.stderr import on_loss, unblock_stderr
 
 TRACE = 5
 OFF = 100
@@ -90,21 +94,51 @@ _modules_with_level: set[str] = set()
 def configure_logging(
     level: str, fmt: str, component: str, stream: LogStream | None = None
 ) -> None:
-    """Send log lines to `stream` (default stderr) as "text" or "json". Raises `ConfigError`."""
+    """Send log lines to `stream` as "text" or "json". Raises `ConfigError`.
+
+    The default stream is stderr, which no longer blocks then.
+    """
     set_levels(level)
-    handler = _StderrHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(component) if fmt == "json" else TextFormatter(component))
+    handler = _StderrHandler(stream or unblock_stderr())
+    formatter = JsonFormatter(component) if fmt == "json" else TextFormatter(component)
+    handler.setFormatter(formatter)
+    on_loss(lambda lines: f"{formatter.format(_loss_record(lines))}\n")
     logging.getLogger().handlers[:] = [handler]
     logging.captureWarnings(True)
     for unused in ("logThreads", "logProcesses", "logMultiprocessing", "logAsyncioTasks"):
         setattr(logging, unused, False)
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
-    """Ignores write errors: a closed stderr must not stop a server."""
+def _loss_record(lines: int) -> logging.LogRecord:
+    """Return the record that stands where lines are missing."""
+    text = f"{lines} log lines were lost because nobody read stderr"
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
-        del record
+
+def escape_unprintable(text: str) -> str:
+    """Return `text` with each character that is not printable as a Python escape.
+
+    These are control characters, line and paragraph separators, bidirectional overrides and lone
+    surrogates. They could change a terminal or forge a line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text
+    )
+
+
+class _StderrHandler(logging.Handler):
+    """Ignores write errors: a closed stderr must not stop a server. Streams are line-buffered."""
+
+    def __init__(self, stream: LogStream) -> None:
+        super().__init__()
+        self._write = stream.write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record as a line."""
+        with suppress(Exception):
+            self._write(self.format(record) + "\n")
 
 
 class _LineFormatter(logging.Formatter):
@@ -135,19 +169,21 @@ class TextFormatter(_LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a line, followed by the traceback if there is one."""
         time, level = self.format_timestamp(record), _level_name(record)
-        line = f"{time} {level:<5} {self.component} {record.name}: {record.getMessage()}"
-        fields = "".join(
-            f" {key}={_format_field(value)}" for key, value in _record_fields(record).items()
-        )
-        trace = self.format_traceback(record)
-        return redact_urls(f"{line}{fields}\n{trace}" if trace else f"{line}{fields}")
+        message = record.getMessage().rstrip()
+        line = f"{time} {level:<5} {self.component} {record.name}: {message}"
+        for key, value in _record_fields(record).items():
+            line += f" {key}={_format_field(value)}"
+        line = escape_unprintable(line)
+        if trace := self.format_traceback(record):  # indented: a line of it looks like no record
+            line += "".join(f"\n  {escape_unprintable(row)}" for row in trace.split("\n"))
+        return redact_urls(line)
 
 
 class JsonFormatter(_LineFormatter):
     """Formats a JSON object: time, level, component, target, message, request_id, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a line of JSON."""
+        """Return a line of JSON. Beyond printable characters it is ASCII."""
         line: dict[str, Any] = dict(_record_fields(record))
         line |= {
             "time": self.format_timestamp(record),
@@ -158,7 +194,14 @@ class JsonFormatter(_LineFormatter):
         }
         if trace := self.format_traceback(record):
             line["trace"] = trace
-        return redact_urls(_json_encoder.encode(line).decode())
+        try:
+            text = _json_encoder.encode(line).decode()
+        except (TypeError, ValueError):  # e.g. a lone surrogate, or a tuple as a key
+            texts = {str(key): escape_unprintable(str(value)) for key, value in line.items()}
+            text = json.dumps(texts)
+        if not text.isprintable():
+            text = json.dumps(msgspec.json.decode(text))
+        return redact_urls(text)
 
 
 _json_encoder = msgspec.json.Encoder(enc_hook=str)
@@ -176,7 +219,12 @@ def _record_fields(record: logging.LogRecord) -> Mapping[str, Any]:
     return fields
 
 
+_needs_quotes = re.compile(r'[\s="]').search
+
+
 def _format_field(value: Any) -> str:
     text = str(value)
-    quoted = not text or any(sign in text for sign in ' ="\n\r\t')
-    return msgspec.json.encode(text).decode() if quoted else text
+    if text and not _needs_quotes(text):
+        return text
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'

@@ -223,6 +223,12 @@ def test_json_lines_get_no_prefix() -> None:
     assert out.getvalue() == "{}\n"
 
 
+def test_lines_of_children_are_escaped() -> None:
+    out = io.StringIO()
+    PrefixedLogWriter(["a"], out)("a", "\x1b]0;owned\x07\u202e é\r".encode() + b"\xff")
+    assert out.getvalue() == "a | \\x1b]0;owned\\x07\\u202e é\\r\ufffd\n"
+
+
 def test_exit_codes_are_described() -> None:
     assert describe_exit(2) == "exit 2"
     assert describe_exit(-9) == "SIGKILL"

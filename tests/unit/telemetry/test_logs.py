@@ -107,3 +107,51 @@ def test_a_closed_stderr_raises_nothing(
     lines.close()
 
     logging.getLogger("dynamo").error("unheard")
+
+
+HOSTILE = "a\x1b[2J\x07\nb\r\t\x9b31m\x85\u2028\u202e\ud800\x00"
+ESCAPED = r"a\x1b[2J\x07\nb\r\t\x9b31m\x85\u2028\u202e\ud800\x00"
+
+
+def test_text_lines_show_what_is_not_printable_as_escapes(lines: io.StringIO) -> None:
+    logs.configure_logging("info", "text", "c", lines)
+    fields = {"path": HOSTILE, "quote": 'x" y\\'}
+    logging.getLogger("dynamo.x").info("message %s", HOSTILE, extra={"fields": fields})
+
+    line = lines.getvalue()
+
+    assert line[-1] == "\n"
+    assert line[:-1].isprintable()
+    assert rf'message {ESCAPED} path="{ESCAPED}" quote="x\" y\\"' in line
+
+
+def test_a_traceback_keeps_its_lines_and_forges_none(lines: io.StringIO) -> None:
+    def fail() -> None:
+        raise ValueError(f"bad {HOSTILE}\n2026-01-01T00:00:00.000Z INFO  c forged")
+
+    logs.configure_logging("info", "text", "c", lines)
+    try:
+        fail()
+    except ValueError:
+        logging.getLogger("dynamo.x").exception("failed")
+
+    first, *trace = lines.getvalue().splitlines()
+
+    assert first.endswith("failed")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert trace[-1] == "  2026-01-01T00:00:00.000Z INFO  c forged"
+    assert all(line.isprintable() and line.startswith("  ") for line in trace)
+
+
+def test_json_lines_are_valid_and_printable(lines: io.StringIO) -> None:
+    logs.configure_logging("info", "json", "c", lines)
+    printable = HOSTILE.replace("\ud800", "é")
+    logging.getLogger("dynamo.x").info(printable, extra={"fields": {"path": printable}})
+    logging.getLogger("dynamo.x").info(HOSTILE, extra={"fields": {"path": HOSTILE, "n": 1}})
+
+    first, second = lines.getvalue().split("\n")[:2]
+
+    assert (first + second).isprintable()
+    assert json.loads(first)["message"] == json.loads(first)["path"] == printable
+    assert json.loads(second)["message"] == ESCAPED
+    assert json.loads(second)["n"] == "1"

@@ -43,10 +43,11 @@ def run_batch(settings: Settings, options: BatchOptions) -> int:
     )
     from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
+    from dynamo.telemetry.stderr import unblock_stderr
 
     settings = temporary_settings(settings, "temporary")
     served_model_names(settings)
-    logs = ProgressBar(sys.stderr)
+    logs = ProgressBar(unblock_stderr())
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", logs)
     prepare = make_preparation([settings], logs)
     code = run_with_temporary_deployment(settings, partial(run.send_all, logs), prepare, logs)

@@ -31,6 +31,7 @@ from dynamo.runtime.processes.process_record import ProcessRecordWriter
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import configure_logging, set_levels
+from dynamo.telemetry.stderr import unblock_stdout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,6 +68,7 @@ def run_process(
     after that. SIGTERM or SIGINT drains the process. A second signal, or the death of the parent,
     ends it at once."""
     configure_logging(settings.logging.level, settings.logging.format, name or role)
+    unblock_stdout()
     if parent is not None:
         parent.die_with_parent()
     return run_on_loop(_run(main, settings, role, name, parent))

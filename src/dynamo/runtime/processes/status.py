@@ -19,6 +19,7 @@ from dynamo.runtime.planes import bracket_ipv6
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
+from dynamo.telemetry.stderr import dropped_lines
 
 JSON_HEADERS = (("content-type", "application/json"),)
 RETRY_AFTER_S = 1
@@ -105,12 +106,18 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
 
 
 def add_process_metrics(registry: Registry) -> None:
-    """Add CPU time, memory, open files and start time, read from Linux's /proc at each scrape."""
+    """Add CPU time, memory, open files and start time, read from Linux's /proc at each scrape, and
+    the number of dropped log lines."""
     registry.counter(
         "process_cpu_seconds_total", "CPU time, user and system", callback=time.process_time
     )
     registry.gauge("process_resident_memory_bytes", "memory in RAM", callback=_resident_bytes)
     registry.gauge("process_open_fds", "open files and sockets", callback=_open_files)
+    registry.counter(
+        "dynamo_log_lines_dropped_total",
+        "Log lines that were dropped because nobody read stderr",
+        callback=dropped_lines,
+    )
     started = time.time()
     registry.gauge(
         "process_start_time_seconds",

@@ -32,7 +32,7 @@ from dynamo.runtime.processes.process_record import DeadRecords, ProcessRecordWr
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.telemetry import Registry
-from dynamo.telemetry.logs import LogStream
+from dynamo.telemetry.logs import LogStream, escape_unprintable
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 class PrefixedLogWriter:
     """Writes lines of children with the child's name as prefix, in colour on a terminal. `bare`
-    omits the prefix, for JSON lines that contain their component."""
+    omits the prefix, for JSON lines that contain their component. Characters that are not printable
+    are escaped."""
 
     def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
         self._out = out
@@ -61,7 +62,7 @@ class PrefixedLogWriter:
         """Write a line of the child `name`. Errors of a closed output are ignored."""
         prefix = self._prefixes.get(name) or self._add_prefix(name)
         with contextlib.suppress(OSError):
-            self._out.write(f"{prefix}{line.decode(errors='replace')}\n")
+            self._out.write(f"{prefix}{escape_unprintable(line.decode(errors='replace'))}\n")
             self._out.flush()
 
     def _add_prefix(self, name: str) -> str:

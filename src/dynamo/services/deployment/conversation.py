@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TextIO
 
 from dynamo.application import Gateway
 from dynamo.application.gateway import DEFAULT_MODEL
@@ -29,16 +27,14 @@ ReadMessages = Callable[[], AsyncGenerator[str, None]]
 """Called once when a model is ready; yields the user's messages."""
 
 
-async def converse(
-    settings: Settings, read_messages: ReadMessages, write: WriteText, logs: TextIO = sys.stderr
-) -> int:
+async def converse(settings: Settings, read_messages: ReadMessages, write: WriteText) -> int:
     """Answer every message, with the conversation before it, and return the exit code.
 
     Raises the error of an answer, or the error that keeps a worker from starting.
     """
     settings = temporary_settings(settings, "text")
     set_levels(settings.logging.level)
-    supervisor = Supervisor(worker_specs(settings), deployment_of(settings), settings, out=logs)
+    supervisor = Supervisor(worker_specs(settings), deployment_of(settings), settings)
     conversation = _run_conversation(settings, read_messages, write)
     code, chat = await run_with_supervisor(supervisor, conversation)
     if supervisor.failure is not None:
