@@ -7,22 +7,25 @@ PORT   ?= 8000
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup run test check format bench faults fuzz oracle docs clean
+.PHONY: help setup run test check format bench faults fuzz oracle lock docs clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-# Two stamps: what serves a model, and what checks and tests need besides.
-$(VENV)/.installed: pyproject.toml src/dynamo/__init__.py
+# Two stamps: what serves a model, and what checks and tests need besides. Packages are pinned with
+# hashes (make lock).
+$(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt requirements/run.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=PATH"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(PIP) --require-hashes -r requirements/build.txt -r requirements/run.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check]'
+$(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt
+	$(PIP) --require-hashes --no-build-isolation -r requirements/test.txt
 	@touch $@
 
 setup: $(VENV)/.installed-test  ## make .venv with everything for checks and tests
@@ -47,6 +50,10 @@ format: setup  ## format and mend what can be mended
 	$(BIN)/ruff format --quiet .
 	$(BIN)/ruff check --quiet --fix .
 
+lock:  ## pin all packages with hashes in requirements/; ARGS=--upgrade takes the newest
+	test -x $(VENV)-lock/bin/uv || { $(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/python -m pip install --quiet uv; }
+	$(PYTHON) scripts/lock.py --uv $(VENV)-lock/bin/uv $(ARGS)
+
 docs: setup  ## write docs/reference anew from the code
 	$(BIN)/python scripts/reference.py
 
@@ -65,5 +72,5 @@ oracle:  ## make the native engine's reference answers anew (torch and transform
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv
-	rm -rf $(VENV) $(VENV)-oracle build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
