@@ -3,8 +3,8 @@
 
     scripts/lock.py [--upgrade]
 
-Needs the program `uv`. Pins that still fit stay as they are, unless --upgrade is given. The pins hold
-for every Python and platform: all files of a version have hashes, and markers choose versions.
+Needs the program `uv`. Pins that still fit stay as they are, unless --upgrade is given. The pins
+hold for every Python and platform: all files of a version have hashes, and markers choose versions.
 """
 
 from __future__ import annotations
