@@ -293,6 +293,7 @@ def test_a_proof_depends_on_end_plane_secret_and_nonces() -> None:
         compute_proof("s", "dialler", "events", b"a", b"b"),
         compute_proof("t", "dialler", "requests", b"a", b"b"),
         compute_proof("s", "dialler", "requests", b"b", b"a"),
+        compute_proof("s", "dialler", "requests", b"a", b"b", "another process"),
         b"",
     ):
         with pytest.raises(ProtocolError):

@@ -4,7 +4,8 @@
     server -> client: HELLO
 
 Each end proves the secret with an HMAC over both nonces. The secret itself is never sent. Version N
-is compatible with N-1. In the request plane version 2 adds payloads that several calls share.
+is compatible with N-1. In the request plane version 2 adds payloads that several calls share. In
+all planes its proofs cover the incarnation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import msgspec
 
 from dynamo.communication.frames import HELLO, pack_frame
 from dynamo.communication.link import Link
-from dynamo.core.errors import InstanceGone, ProtocolError
+from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S, PlaneTransport
+from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 
 VERSION: Final = 2
 MIN_VERSION: Final = 1
-HANDSHAKE_TIMEOUT_S: Final = 5.0
+INCARNATION_PROOF_VERSION: Final = 2
 MAGIC: Final = "dynamo"
 PROOF: Final = 255
 NONCE_BYTES: Final = 16
@@ -63,7 +65,7 @@ def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
         raise ProtocolError(f"the first frame is of kind {kind}, not a hello")
     try:
         hello = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise ProtocolError(f"unreadable hello: {error}") from error
     if hello.magic != MAGIC or hello.plane != plane:
         raise ProtocolError(f"a hello of plane {hello.plane!r} arrived at a {plane!r} port")
@@ -86,9 +88,12 @@ def new_nonce(secret: str) -> bytes:
     return secrets.token_bytes(NONCE_BYTES) if secret else b""
 
 
-def compute_proof(secret: str, end: str, plane: str, dialler: bytes, listener: bytes) -> bytes:
-    """Return the HMAC-SHA256 by which `end` ("dialler" or "listener") proves the secret."""
-    message = b"\0".join((end.encode(), plane.encode(), dialler + listener))
+def compute_proof(
+    secret: str, end: str, plane: str, dialler: bytes, listener: bytes, incarnation: str = ""
+) -> bytes:
+    """Return the HMAC-SHA256 by which `end` ("dialler" or "listener") proves the secret. From
+    version 2 on, the message contains the server's incarnation."""
+    message = b"\0".join((end.encode(), plane.encode(), dialler + listener + incarnation.encode()))
     return hmac.digest(secret.encode(), message, "sha256")
 
 
@@ -145,7 +150,7 @@ class ClientHandshake:
         try:
             hello = decode_hello(kind, body, self._plane)
             self.version = negotiate_version(hello)
-            self._exchange_proofs(hello.nonce, hello.proof)
+            self._exchange_proofs(hello)
         except ProtocolError as error:
             self._completion.set_exception(error)
             raise
@@ -162,17 +167,16 @@ class ClientHandshake:
             error = InstanceGone("the connection closed during the handshake")
             self._completion.set_exception(error)
 
-    def _exchange_proofs(self, nonce: bytes, proof: bytes) -> None:
+    def _exchange_proofs(self, hello: Hello) -> None:
         """Check the server's proof, then send this end's: a false server learns nothing."""
         if not self._secret:
-            if nonce:
+            if hello.nonce:
                 raise ProtocolError(NEEDS_SECRET)
             return
-        nonces = self._nonce, nonce
-        expected = compute_proof(self._secret, "listener", self._plane, *nonces)
-        check_proof(proof, expected, "the server")
-        own = compute_proof(self._secret, "dialler", self._plane, *nonces)
-        self._link.write(pack_frame(PROOF, own))
+        incarnation = hello.incarnation if self.version >= INCARNATION_PROOF_VERSION else ""
+        covered = self._plane, self._nonce, hello.nonce, incarnation
+        check_proof(hello.proof, compute_proof(self._secret, "listener", *covered), "the server")
+        self._link.write(pack_frame(PROOF, compute_proof(self._secret, "dialler", *covered)))
 
 
 class ServerHandshake:
@@ -181,14 +185,17 @@ class ServerHandshake:
     A client that has not completed it within `HANDSHAKE_TIMEOUT_S` is disconnected.
     """
 
-    def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
+    def __init__(self, link: Link, plane: str, transport: PlaneTransport) -> None:
         self._link = link
         self._plane = plane
-        self._incarnation = incarnation
-        self._secret = secret
+        self._incarnation = transport.incarnation
+        self._secret = transport.secret
+        self._unproven_links = transport.unproven_links
+        self._unproven_links.add(link)
         self._expected_proof = b""
         self.done = False
-        self._timeout = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, link.abort)
+        loop = asyncio.get_running_loop()
+        self._timeout = loop.call_later(HANDSHAKE_TIMEOUT_S, self._on_timeout)
 
     def receive(self, kind: int, body: bytes) -> bool:
         """Handle one frame. True: the handshake is complete. Raises `ProtocolError`."""
@@ -198,22 +205,31 @@ class ServerHandshake:
             check_proof(body, self._expected_proof, "the client")
         elif self._answer_hello(kind, body):
             return False
-        self._timeout.cancel()
+        self.on_lost()
         self._link.accept_large_frames()
         self.done = True
         return True
 
     def on_lost(self) -> None:
-        """Stop the timeout because the connection was closed."""
+        """Stop the timeout because the connection was closed or the handshake is complete."""
         self._timeout.cancel()
+        self._unproven_links.discard(self._link)
+
+    def _on_timeout(self) -> None:
+        if self._link.transport is None:  # TLS has failed, which asyncio reports to nobody
+            self._link.connection_lost(None)
+        self._link.abort()
 
     def _answer_hello(self, kind: int, body: bytes) -> bool:
         """Answer a hello. True: the client must still send its proof."""
         hello = decode_hello(kind, body, self._plane)
         nonce = new_nonce(self._secret)
+        covers_incarnation = min(VERSION, hello.version) >= INCARNATION_PROOF_VERSION
+        incarnation = self._incarnation if covers_incarnation else ""
+        covered = self._plane, hello.nonce, nonce, incarnation
         proof = b""
         if nonce and len(hello.nonce) == NONCE_BYTES:
-            proof = compute_proof(self._secret, "listener", self._plane, hello.nonce, nonce)
+            proof = compute_proof(self._secret, "listener", *covered)
         self._link.write(pack_hello(self._plane, self._incarnation, nonce=nonce, proof=proof))
         try:
             negotiate_version(hello)
@@ -225,7 +241,5 @@ class ServerHandshake:
         if not proof:
             self._link.flush()  # lets a peer without a secret report that one is required
             raise ProtocolError("the client has no secret")
-        self._expected_proof = compute_proof(
-            self._secret, "dialler", self._plane, hello.nonce, nonce
-        )
+        self._expected_proof = compute_proof(self._secret, "dialler", *covered)
         return True

@@ -8,10 +8,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
-import msgspec
-
 from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameSplitter
-from dynamo.core.errors import ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +70,7 @@ class Link(asyncio.Protocol):
         self.before_write: Callable[[], list[bytes]] | None = None
         self.on_writable: Callable[[], None] | None = None
         self.congested = False
+        self._aborted = False
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
 
@@ -117,6 +116,7 @@ class Link(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once and drop unsent frames."""
+        self._aborted = True
         if self.transport is not None:
             self.transport.abort()
 
@@ -130,13 +130,15 @@ class Link(asyncio.Protocol):
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._handler.on_connect()
+        if self._aborted:  # before TLS was up
+            self.abort()
 
     def data_received(self, data: bytes) -> None:
         on_frame = self._handler.on_frame
         try:
             for kind, count, body in self._splitter.feed(data):
                 on_frame(kind, count, body)
-        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (ProtocolError, *DECODE_ERRORS) as error:
             fields = self._log_fields() | {"error": str(error)}
             log.warning("connection aborted: protocol error", extra={"fields": fields})
             self.abort()

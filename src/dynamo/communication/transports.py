@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -23,7 +24,41 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.tls import mutual_tls_contexts
 from dynamo.core.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 MIN_SECRET_LENGTH = 16
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+MAX_UNPROVEN_LINKS: Final = 128
+
+
+class UnprovenLinks:
+    """The accepted links of a plane whose handshake is not complete, oldest first.
+
+    Above `MAX_UNPROVEN_LINKS` the oldest is closed, so that clients with the secret get in.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[Link, None] = {}
+        self._reported = False
+
+    def add(self, link: Link) -> None:
+        """Add an accepted link."""
+        self._links[link] = None
+        if len(self._links) <= MAX_UNPROVEN_LINKS:
+            return
+        oldest = next(iter(self._links))
+        self.discard(oldest)
+        oldest.abort()
+        if not self._reported:
+            self._reported = True
+            text = "connections that send no handshake are closed early: there are too many"
+            log.warning(text, extra={"fields": {"limit": MAX_UNPROVEN_LINKS}})
+
+    def discard(self, link: Link) -> None:
+        """Remove a link whose handshake is complete, or that is closed."""
+        self._links.pop(link, None)
+        if not self._links:
+            self._reported = False
 
 
 class PlaneTransport(ABC):
@@ -31,6 +66,7 @@ class PlaneTransport(ABC):
 
     secret: str
     incarnation: str
+    unproven_links: UnprovenLinks
 
     @property
     @abstractmethod
@@ -71,6 +107,7 @@ class TcpPlaneTransport(PlaneTransport):
     ) -> None:
         self.secret = options.secret or options.folder_secret
         self.incarnation = new_incarnation()
+        self.unproven_links = UnprovenLinks()
         self._host = host
         self._advertised = Address(
             advertised_host(host, options.advertised_host), port, self.incarnation
@@ -113,7 +150,11 @@ class TcpPlaneTransport(PlaneTransport):
     async def listen(self, accept: Callable[[], Link]) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            accept, self._host, self._advertised.port, ssl=self._server_tls
+            accept,
+            self._host,
+            self._advertised.port,
+            ssl=self._server_tls,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if self._server_tls else None,
         )
         port = self._server.sockets[0].getsockname()[1]
         self._advertised = msgspec.structs.replace(self._advertised, port=port)

@@ -161,6 +161,8 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes of a peer. Deeply nested values raise `RecursionError`."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ErrorRecord)
 

@@ -15,7 +15,7 @@ from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request
-from dynamo.core.errors import NotFound, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, NotFound, ProtocolError
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
@@ -124,7 +124,7 @@ class EngineWorker:
             return
         try:
             request = decode_request(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"not a generate request: {error}") from error
         self._load_publisher.on_load_changed()
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)

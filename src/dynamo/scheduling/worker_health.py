@@ -15,6 +15,7 @@ import msgspec
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
+    DECODE_ERRORS,
     DynamoError,
     InstanceGone,
     InternalError,
@@ -191,7 +192,7 @@ class WorkerHealth:
             return _decode_probe_reply(payloads[0]) if payloads else None
         except ProtocolError:
             return ProbeResult()  # an older worker, which knows no probes
-        except (DynamoError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (DynamoError, OSError, *DECODE_ERRORS) as error:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})
             return None

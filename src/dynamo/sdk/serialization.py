@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from dynamo.core.errors import ConfigError, InvalidRequest
+from dynamo.core.errors import DECODE_ERRORS, ConfigError, InvalidRequest
 from dynamo.sdk.decorators import EndpointSpec
 
 encode = msgspec.msgpack.Encoder().encode
@@ -30,7 +30,7 @@ def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
     def decode(payload: bytes) -> Any:
         try:
             return decode_msgpack(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise InvalidRequest(f"{endpoint.function.__qualname__}: {error}") from None
 
     return decode

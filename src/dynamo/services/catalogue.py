@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from dynamo.communication.discovery import RecordChange
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.models.card import BlockIdentity, ModelCard, block_identity
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
@@ -92,7 +92,7 @@ class ModelRecords(Generic[T]):
             try:
                 if change.value is not None:
                     records[instance] = self._decode(change.value)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except DECODE_ERRORS as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("invalid record of a model", extra={"fields": fields})
         return changed

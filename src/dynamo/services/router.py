@@ -11,14 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from dynamo.application.app import RouterApplication
 from dynamo.application.gateway import MODELS_HEALTH_KEY
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import ResponseWriter
-from dynamo.core.errors import ModelNotReady, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, ModelNotReady, ProtocolError
 from dynamo.models.card import ModelCard
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.factory import KV
@@ -100,7 +99,7 @@ class RouterService:
         out.send(QUERY_ACCEPTED)
         try:
             query = decode_query(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"the payload is not a routing query: {error}") from error
         model = self._models.get(query.model)
         if model is None:

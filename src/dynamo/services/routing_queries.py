@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -143,7 +143,7 @@ class RoutingQueries:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 answers = await client.collect(instance, _encode(query), context)
             items: list[Any] = msgspec.msgpack.decode(b"".join(answers), type=kind)
-        except (DynamoError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (DynamoError, TimeoutError, *DECODE_ERRORS) as error:
             fields = {"instance": instance.id, "error": str(error)}
             log.warning("a routing process did not answer", extra={"fields": fields})
             return []

@@ -21,6 +21,7 @@ from dynamo.communication.events.source import BufferedEventSource
 from dynamo.communication.frames import pack_number
 from dynamo.communication.handshake import ServerHandshake
 from dynamo.communication.link import Link, TurnFlusher
+from dynamo.communication.transports import PlaneTransport
 from dynamo.core.errors import ProtocolError
 
 MAX_PENDING_BYTES: Final = 4 << 20
@@ -37,14 +38,13 @@ class PublisherConnection:
         self,
         sources: Mapping[int, BufferedEventSource],
         flusher: TurnFlusher,
-        incarnation: str,
+        transport: PlaneTransport,
         on_lost: Callable[[PublisherConnection], None],
-        secret: str = "",
     ) -> None:
         self.link = Link(self, flusher)
         self.link.on_writable = self._send_skipped
         self._sources = sources
-        self._handshake = ServerHandshake(self.link, PLANE, incarnation, secret)
+        self._handshake = ServerHandshake(self.link, PLANE, transport)
         self._on_lost = on_lost
         self._followed_sources: set[int] = set()
         self._withheld_sources: set[int] = set()

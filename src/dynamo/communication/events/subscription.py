@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-import msgspec
-
 from dynamo.communication.directory import Directory, RecordChange
 from dynamo.communication.events.plane import EventListener
 from dynamo.communication.events.records import KEY_ROOT, SourceKey, parse_key, parse_record
@@ -18,7 +16,7 @@ from dynamo.communication.events.subscriber_connection import (
     SubscriberConnection,
     SubscriptionContext,
 )
-from dynamo.core.errors import InstanceGone, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -121,7 +119,7 @@ class Subscription:
         try:
             key = parse_key(change.key)
             record = None if change.value is None else parse_record(change.value)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, *DECODE_ERRORS) as error:
             fields = {"key": change.key, "error": str(error)}
             log.warning("bad event source skipped", extra={"fields": fields})
             return

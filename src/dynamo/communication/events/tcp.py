@@ -108,13 +108,8 @@ class TcpEvents(Events):
             subscriber.link.abort()
 
     def _accept(self) -> Link:
-        transport = self._transport
         subscriber = PublisherConnection(
-            self._sources,
-            self._flusher,
-            transport.incarnation,
-            self._subscribers.discard,
-            transport.secret,
+            self._sources, self._flusher, self._transport, self._subscribers.discard
         )
         self._subscribers.add(subscriber)
         return subscriber.link

@@ -20,6 +20,7 @@ from dynamo.communication.requests.protocol import (
     unpack_open,
 )
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
+from dynamo.communication.transports import PlaneTransport
 from dynamo.core.errors import ProtocolError, WorkerFailed, encode_error
 
 UNKNOWN_STREAM = "the instance has ended this call, but the end of its answer was lost"
@@ -32,14 +33,13 @@ class ServerConnection:
         self,
         endpoints: Endpoints,
         flusher: TurnFlusher,
-        incarnation: str,
+        transport: PlaneTransport,
         on_lost: Callable[[ServerConnection], None],
-        secret: str = "",
     ) -> None:
         self.link = Link(self, flusher)
         self.link.before_write = self._pop_frames
         self._endpoints = endpoints
-        self._handshake = ServerHandshake(self.link, PLANE, incarnation, secret)
+        self._handshake = ServerHandshake(self.link, PLANE, transport)
         self._on_lost = on_lost
         self._send_queue = SendQueue(self.link.schedule_flush)
         self._going_away = False

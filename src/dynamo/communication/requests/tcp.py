@@ -122,13 +122,8 @@ class TcpRequests(Requests):
         ]
 
     def _accept(self) -> Link:
-        transport = self._transport
         connection = ServerConnection(
-            self._endpoints,
-            self._flusher,
-            transport.incarnation,
-            self._server_connections.discard,
-            transport.secret,
+            self._endpoints, self._flusher, self._transport, self._server_connections.discard
         )
         self._server_connections.add(connection)
         return connection.link

@@ -15,7 +15,7 @@ from dynamo.communication.discovery import Discovery, RecordChange
 from dynamo.communication.requests import Requests
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, NotFound
+from dynamo.core.errors import DECODE_ERRORS, DynamoError, NotFound
 from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
     try:
         record = _decode(value)
         address = next(iter(record.transport.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError, StopIteration) as error:
+    except (*DECODE_ERRORS, StopIteration) as error:
         log.warning("bad instance record", extra={"fields": {"key": key, "error": str(error)}})
         return None
     return Instance(

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
-import msgspec
-
 from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
+from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.approximate_index import ApproximateIndex
@@ -223,7 +222,7 @@ class CacheView:
     def _apply_payload(self, worker: str, payload: bytes) -> None:
         try:
             changes = decode_kv_events(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             self.event_counts["undecodable"] += 1
             fields = {"worker": worker, "error": str(error)}
             log.exception("a KV event could not be decoded", extra={"fields": fields})

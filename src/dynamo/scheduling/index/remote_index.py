@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.core.hashing import pack_hashes
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode
@@ -26,7 +26,7 @@ MATCH_TIMEOUT_S: Final = 0.05
 """A router waits this long for an answer and then relies on its predictions."""
 
 MODES_POLL_INTERVAL_S: Final = 0.5
-QUERY_ERRORS: Final = (DynamoError, OSError, msgspec.DecodeError, UnicodeDecodeError)
+QUERY_ERRORS: Final = (DynamoError, OSError, *DECODE_ERRORS)
 
 encode_indexer_reply = msgspec.msgpack.Encoder().encode
 _decode_overlaps = msgspec.msgpack.Decoder(dict[str, int]).decode

@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
+from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.values import Load
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class LoadView:
             return
         try:
             load = _decode(event.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             fields = {"worker": event.publisher, "error": str(error)}
             log.warning("invalid load report skipped", extra={"fields": fields})
             return

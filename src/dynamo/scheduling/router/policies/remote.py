@@ -7,12 +7,18 @@ import logging
 import math
 from collections.abc import Set as AbstractSet
 
-import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import ModelNotReady, NotFound, NoWorkers, ProtocolError, WorkerFailed
+from dynamo.core.errors import (
+    DECODE_ERRORS,
+    ModelNotReady,
+    NotFound,
+    NoWorkers,
+    ProtocolError,
+    WorkerFailed,
+)
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -43,7 +49,7 @@ ROUTER_FAILURES = (
     ModelNotReady,
     ProtocolError,
     TimeoutError,
-    msgspec.DecodeError,
+    *DECODE_ERRORS,
 )
 """Failures of a router, not of the request: another router or the fallback may succeed."""
 

@@ -10,10 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from dynamo.communication.events import Event, Events, EventSource
 from dynamo.core.clock import Clock
+from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.hashing import pack_hashes
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.scheduling.router.placement_handle import Placement
@@ -149,7 +148,7 @@ class ReplicaSync:
         self._add_peer(peer)
         try:
             routing_events = decode_routing_events(event.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             fields = {"publisher": peer, "error": str(error)}
             log.warning("invalid routing events skipped", extra={"fields": fields})
             return
