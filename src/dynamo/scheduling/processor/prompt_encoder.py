@@ -18,7 +18,9 @@ MAX_FAST_INLINE_CHARS = 6_000
 """Uncached characters that the slow and the fast encoder encode on the event loop, in 1 ms."""
 MAX_INLINE_RENDER_CHARS = 400_000
 MAX_INLINE_RENDER_MESSAGES = 100
-"""Limits of a conversation that is rendered on the event loop."""
+"""Limits of a conversation that is rendered on the event loop.
+
+A template that once exceeded its bounds is always rendered by a thread."""
 RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 EncodedPrompt = bytes | Awaitable[bytes]
@@ -41,7 +43,11 @@ class PromptEncoder:
         when the template refuses it, and as `encode`."""
         messages = request.messages
         chars = sum([len(message.get("content") or "") for message in messages])
-        if chars > MAX_INLINE_RENDER_CHARS or len(messages) > MAX_INLINE_RENDER_MESSAGES:
+        if (
+            chars > MAX_INLINE_RENDER_CHARS
+            or len(messages) > MAX_INLINE_RENDER_MESSAGES
+            or self._template.was_too_costly
+        ):
             return self._encode_long_chat(request, max_chars)
         return self.encode(self._render(request), max_chars)
 
