@@ -155,3 +155,23 @@ def test_short_texts_are_not_cached(tokenizer, encoder):
     assert cache.encode(text) == tokenizer.encode(text)
     assert cache.size_bytes == 0
     assert cache.uncached_chars(text) == len(text)
+
+
+@given(
+    strategies.lists(
+        strategies.sampled_from(
+            ["<|im_start|>", "<|", "x|>", "ab cd", " ", "\n", "y" * 3000, LONG]
+        ),
+        max_size=40,
+    )
+)
+def test_segments_of_long_texts_are_found_one_by_one(parts: list[str]) -> None:
+    splitter = TextSplitter(["<|im_start|>", "<|im_end|>", "<|"])
+    text = "".join(parts * 4)
+    segments = list(splitter.iter_segments(text))
+    assert "".join(segments) == text
+    assert [part for part in segments if part[0] == "<"] == [
+        part for part in splitter.split(text) if part[0] == "<"
+    ]
+    if len(text) > SEGMENT_CHARS:
+        assert segments == splitter.split(text) or max(map(len, splitter.split(text))) <= 2048

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.core.codec import pack_ids
+from dynamo.core.codec import pack_ids, unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
 from dynamo.core.settings.schema import SamplingSettings
@@ -217,8 +217,65 @@ async def test_a_prompt_that_cannot_fit_is_not_encoded(
         with pytest.raises(ContextLengthExceeded, match="characters"):
             await call
     assert "encode" not in clock.offloaded
-    assert len(await chat_processor.tokenize(text)) == len(tokenizer.encode(text)) // 4
-    assert clock.offloaded[-1] == "encode"
+
+
+async def test_tokenize_refuses_more_than_the_context_holds(
+    make_processor: Any,
+    tokenizer: Tokenizer,
+    scripted_engine: Any,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "can_split", True)
+    chat_processor = make_processor(scripted_engine([]).send, context_tokens=20_000)
+    tokenize = chat_processor.tokenize
+    most_chars = int(tokenizer.max_chars_of(20_000))
+    assert most_chars > 120_000
+    for prompt in ("a" * (most_chars + 1), [{"role": "user", "content": "a" * (most_chars + 1)}]):
+        with pytest.raises(ContextLengthExceeded, match="characters, which exceed"):
+            await tokenize(prompt)
+    with pytest.raises(ContextLengthExceeded, match="more tokens than 20000"):
+        await chat_processor.detokenize([5] * 20_001)
+    assert not clock.offloaded
+    with pytest.raises(ContextLengthExceeded, match="without a word boundary"):
+        await tokenize("a" * 120_001)
+    assert clock.offloaded == ["_encode_step"]
+    clock.offloaded.clear()
+    with pytest.raises(ContextLengthExceeded, match="more tokens than 20000"):
+        await tokenize("the fox " * 40_000)
+    assert len(clock.offloaded) < 4  # the rest of the text is not encoded
+    assert await chat_processor.detokenize([5] * 20_000)
+
+
+async def test_tokenize_caches_nothing_and_ends_with_its_caller(
+    make_processor: Any,
+    tokenizer: Tokenizer,
+    scripted_engine: Any,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "can_split", True)
+    chat_processor = make_processor(scripted_engine([]).send, context_tokens=1_000_000)
+    cache = chat_processor._prompt_encoder._segment_cache
+    text = "the fox <|im_end|> " * 40_000
+    assert await chat_processor.tokenize(text) == list(unpack_ids(tokenizer.encode(text)))
+    assert (cache.size_bytes, cache._last_lookup) == (0, None)
+    steps = len(clock.offloaded)
+    assert steps > 5
+
+    async def offload(work: Any, *args: Any) -> Any:
+        clock.offloaded.append(work.__name__)
+        await asyncio.sleep(0)
+        return work(*args)
+
+    monkeypatch.setattr(clock, "offload", offload)
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(chat_processor.tokenize(text)) for _ in range(3)]
+        while len(clock.offloaded) < steps + 3:
+            await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+    assert len(clock.offloaded) <= steps + 4
 
 
 async def test_many_ids_are_decoded_on_a_thread(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from sys import getsizeof
 from threading import Lock
 from typing import cast
@@ -19,6 +19,8 @@ from dynamo.models.tokenization.tokenizer import Tokenizer
 
 SEGMENT_CHARS = 2048
 CUT_SEARCH_CHARS = 8192
+SCAN_CHARS = 1 << 16
+"""`iter_segments` searches this many characters at once, which holds the GIL for up to 2 ms."""
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ가-힣"
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
 """Matches a letter after which every pre-tokenizer of byte-level BPE ends a pre-token.
@@ -36,9 +38,10 @@ class TextSplitter:
     def __init__(self, specials: Iterable[str], cut_chars: int = SEGMENT_CHARS) -> None:
         self._cut_chars = cut_chars
         tokens = sorted(specials, key=len, reverse=True)  # the longest match comes first
-        self._split_at_specials = (
-            re.compile(f"({'|'.join(map(re.escape, tokens))})").split if tokens else _unsplit
-        )
+        pattern = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
+        self._split_at_specials = pattern.split if pattern else _unsplit
+        self._search_special = pattern.search if pattern else None
+        self._longest_special = len(tokens[0]) if tokens else 0
 
     def split(self, text: str) -> list[str]:
         """Return the segments of `text`, in order and complete. Added tokens are separate."""
@@ -50,19 +53,37 @@ class TextSplitter:
             if number % 2:  # an added token
                 segments.append(part)
             else:
-                self._split_long_text(part, segments)
+                segments += self._iter_cuts(part, 0, len(part))
         return segments
 
-    def _split_long_text(self, text: str, segments: list[str]) -> None:
-        start, end, size = 0, len(text), self._cut_chars
+    def iter_segments(self, text: str) -> Iterator[str]:
+        """Yield the segments of a long text one by one, with the same ids as those of `split`.
+
+        Work on a text of any length may end between two segments.
+        """
+        start = scanned = 0
+        search = self._search_special
+        while search is not None and scanned < len(text):
+            end = scanned + SCAN_CHARS
+            special = search(text, scanned, end + self._longest_special)
+            if special is None or special.start() >= end:
+                scanned = end
+                continue
+            yield from self._iter_cuts(text, start, special.start())
+            yield special[0]
+            start = scanned = special.end()
+        yield from self._iter_cuts(text, start, len(text))
+
+    def _iter_cuts(self, text: str, start: int, end: int) -> Iterator[str]:
+        size = self._cut_chars
         while end - start > size:
             cut = SAFE_CUT.search(text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS))
             if cut is None or cut.end() == end:
                 break
-            segments.append(text[start : cut.end()])
+            yield text[start : cut.end()]
             start = cut.end()
         if start < end:
-            segments.append(text[start:end])
+            yield text[start:end]
 
 
 def _unsplit(text: str) -> list[str]:
@@ -130,6 +151,10 @@ class SegmentCache:
         if new:
             self._insert(new)
         return b"".join(cast("list[bytes]", packed_ids))
+
+    def iter_segments(self, text: str) -> Iterator[str]:
+        """Yield the segments of `text` without a look-up; the whole text if it cannot be split."""
+        return iter([text]) if self._splitter is None else self._splitter.iter_segments(text)
 
     def uncached_chars(self, text: str) -> int:
         """Return how many characters `encode` would have to encode now.

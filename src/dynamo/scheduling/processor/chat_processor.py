@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from dynamo.core.clock import Clock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema import SamplingSettings
@@ -90,18 +90,30 @@ class ChatProcessor:
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
     ) -> list[int]:
-        """Return the ids of a conversation or a text (`add_special`: with BOS and the like)."""
-        if not isinstance(prompt, str):
-            messages = tuple(dict(message) for message in prompt)
-            ids = self._prompt_encoder.encode_chat(ChatRequest(self._model, messages))
-        elif add_special:
-            ids = self._prompt_encoder.encode_with_special_tokens(prompt)
-        else:
-            ids = self._prompt_encoder.encode(prompt)
-        return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
+        """Return the ids of a conversation or a text (`add_special`: with BOS and the like). Raises
+        ContextLengthExceeded and leaves nothing in caches."""
+        text_or_chat: str | ChatRequest = (
+            prompt
+            if isinstance(prompt, str)
+            else ChatRequest(self._model, tuple(dict(message) for message in prompt))
+        )
+        ids = await self._prompt_encoder.tokenize(
+            text_or_chat,
+            self._max_prompt_chars,
+            self.card.context_tokens,
+            add_special=add_special and isinstance(prompt, str),
+        )
+        return list(unpack_ids(ids))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` with special tokens. Raises InvalidRequest for an unknown id."""
+        """Return the text of `ids` with special tokens. Raises InvalidRequest for an unknown id,
+        ContextLengthExceeded for more ids than the context has."""
+        if len(ids) > self.card.context_tokens:
+            raise ContextLengthExceeded(
+                f"{len(ids)} are more tokens than {self.card.context_tokens}, this model's context",
+                hint="send fewer tokens at a time",
+                param="tokens",
+            )
         self._check_ids(ids, "tokens")
         return await self._decode(ids)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from asyncio import Lock
+from collections.abc import Awaitable, Iterator
 from math import inf
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.text import ChatRequest
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.tokenization.encoders import FastEncoder
@@ -21,6 +23,11 @@ MAX_INLINE_RENDER_MESSAGES = 100
 """Limits of a conversation that is rendered on the event loop.
 
 A template that once exceeded its bounds is always rendered by a thread."""
+STEP_CHARS = 1 << 16
+"""Characters that a thread encodes in one step of `tokenize`, in about 10 ms."""
+MAX_UNCUT_CHARS_PER_TOKEN = 6
+"""`tokenize` refuses a part without a safe cut with more than this many characters for each token
+of the context. Text has about four; only white space and repeated marks have more."""
 RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 EncodedPrompt = bytes | Awaitable[bytes]
@@ -33,6 +40,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock) -> None:
         self._template = template
         self._clock = clock
+        self._encode = tokenizer.encode
+        self._tokenize_lock = Lock()
         self._segment_cache = SegmentCache(tokenizer)
         fast = tokenizer.encoder_name == FastEncoder.name
         self._inline_chars = MAX_FAST_INLINE_CHARS if fast else MAX_INLINE_CHARS
@@ -60,16 +69,70 @@ class PromptEncoder:
         """Encode a text. Special tokens in the text are recognised. Raises ContextLengthExceeded
         above `max_chars`, before a thread spends seconds on it."""
         if len(text) > max_chars:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(text)} characters, which exceed this model's context in any "
-                "tokenization",
-                hint="shorten the prompt and leave room for the answer",
-                param="prompt",
-            )
+            _check_chars(len(text), max_chars)
         encode, inline = self._segment_cache.encode, self._inline_chars
         if len(text) <= inline or self._segment_cache.uncached_chars(text) <= inline:
             return encode(text)
         return self._clock.offload(encode, text)
+
+    async def tokenize(
+        self,
+        prompt: str | ChatRequest,
+        max_chars: float,
+        max_tokens: int,
+        *,
+        add_special: bool = False,
+    ) -> bytes:
+        """Encode a text or conversation that no engine will see: nothing of it is cached.
+
+        One thread at a time encodes long texts, step by step, until the caller is cancelled. Raises
+        ContextLengthExceeded once more than `max_tokens` are found, or as `encode`.
+        """
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            chars = sum([len(message.get("content") or "") for message in prompt.messages])
+            _check_chars(chars, max_chars)
+            text = await self._clock.offload(self._render, prompt)
+        _check_chars(len(text), max_chars)
+        inline = len(text) <= self._inline_chars
+        ids = self._encode(text) if inline else await self._encode_in_steps(text, max_tokens)
+        _check_tokens(len(ids) // TOKEN_BYTES, max_tokens)
+        return self._prefix_ids + ids + self._suffix_ids if add_special else ids
+
+    async def _encode_in_steps(self, text: str, max_tokens: int) -> bytes:
+        """Return the ids of `text`, or of its beginning with more than `max_tokens`."""
+        segments = self._segment_cache.iter_segments(text)
+        max_uncut_chars = max(STEP_CHARS, max_tokens * MAX_UNCUT_CHARS_PER_TOKEN)
+        parts: list[bytes] = []
+        tokens = 0
+        while True:
+            async with self._tokenize_lock:
+                part = await self._clock.offload(self._encode_step, segments, max_uncut_chars)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            tokens += len(part) // TOKEN_BYTES
+            if tokens > max_tokens:
+                return b"".join(parts)
+
+    def _encode_step(self, segments: Iterator[str], max_uncut_chars: int) -> bytes:
+        """Return the ids of the next segments; b"" after the last one."""
+        parts: list[bytes] = []
+        chars = 0
+        for segment in segments:
+            if len(segment) > max_uncut_chars:
+                raise ContextLengthExceeded(
+                    f"the text has {len(segment)} characters without a word boundary, at most "
+                    f"{max_uncut_chars} are encoded",
+                    hint="send a shorter text",
+                    param="prompt",
+                )
+            parts.append(self._encode(segment))
+            chars += len(segment)
+            if chars >= STEP_CHARS:
+                break
+        return b"".join(parts)
 
     async def _encode_long_chat(self, request: ChatRequest, max_chars: float) -> bytes:
         ids = self.encode(await self._clock.offload(self._render, request), max_chars)
@@ -88,4 +151,23 @@ class PromptEncoder:
             request.tools,
             add_generation_prompt=request.add_generation_prompt,
             **args,
+        )
+
+
+def _check_chars(chars: int, max_chars: float) -> None:
+    if chars > max_chars:
+        raise ContextLengthExceeded(
+            f"the prompt has {chars} characters, which exceed this model's context in any "
+            "tokenization",
+            hint="shorten the prompt and leave room for the answer",
+            param="prompt",
+        )
+
+
+def _check_tokens(tokens: int, max_tokens: int) -> None:
+    if tokens > max_tokens:
+        raise ContextLengthExceeded(
+            f"the text has more tokens than {max_tokens}, this model's context",
+            hint="send a shorter text",
+            param="prompt",
         )
