@@ -243,7 +243,13 @@ async def main(arguments: argparse.Namespace) -> None:
             await runtime.clock.sleep(0.05)
         limits = HttpLimits.from_settings(settings.server)
         frontend = Frontend(
-            HttpServerState(application.handle, limits, runtime.clock, application.on_error)
+            HttpServerState(
+                application.handle,
+                limits,
+                runtime.clock,
+                application.on_error,
+                application.check_headers,
+            )
         )
         await frontend.connect_workers(runtime.clock)
         await measure(frontend)

@@ -132,7 +132,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 def _format_default(default: Any) -> str:
     if default is None or default in ("", ()):
         return ""
-    return f"`{', '.join(default) if isinstance(default, tuple) else default}`"
+    return f"`{', '.join(map(str, default)) if isinstance(default, tuple) else default}`"
 
 
 def commands_page() -> str:
@@ -250,7 +250,13 @@ def http_page() -> str:
         "\nOther fields are ignored. If `server.api_keys` is set, requests need `Authorization: "
         "Bearer KEY`. The response has the request's `x-request-id`, or a new one. "
         "`x-dynamo-timeout: SECONDS` limits the whole request (504 `deadline_exceeded`), if it is "
-        "shorter than `server.request_timeout`.\n"
+        "shorter than `server.request_timeout`.\n\n"
+        "Requests of web pages, which browsers mark with `Origin`, need an origin in "
+        "`server.cors_origins` and `content-type: application/json`. On loopback without keys, "
+        "`Host` must be an IP address, localhost, a name without a dot, or one of "
+        "`server.allowed_hosts`. Other requests get 403 `forbidden` before their body is read. "
+        "`priority` is clamped to `server.priority_range`. `/tokenize` and `/detokenize` refuse "
+        "more than the model's context.\n"
     )
     for title, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
         parts.append(f"## /v1/{title}\n")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dynamo.application.exchange import Exchange
 from dynamo.application.http_errors import Headers
 from dynamo.application.routes import Route
-from dynamo.communication.http import Request
+from dynamo.communication.http import HeaderCheck, Request, WebAccess
 from dynamo.core.errors import Unauthorized
 
 PREFLIGHT_HEADERS: Headers = (
@@ -26,6 +26,7 @@ class ApiKeys:
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = {_digest(key) for key in keys}
+        self.required = bool(keys)
 
     def check(self, request: Request) -> None:
         """Raise `Unauthorized` unless the request carries a known key."""
@@ -41,9 +42,7 @@ class ApiKeys:
     def check_headers(self, request: Request) -> None:
         """Raise `Unauthorized` before the body of a request without a known key is received."""
         headers = request.headers
-        if self._digests and (
-            headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        ):
+        if headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers:
             self.check(request)
 
     def protect_routes(
@@ -66,26 +65,38 @@ class ApiKeys:
         return checked
 
 
+def make_header_check(web_access: WebAccess, keys: ApiKeys) -> HeaderCheck:
+    """Return the check of web pages and keys that runs before a request's body is received."""
+    if not keys.required:
+        return web_access.check
+
+    def check_headers(request: Request) -> None:
+        web_access.check(request)
+        keys.check_headers(request)
+
+    return check_headers
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
 class Cors:
-    """The origins whose web pages may read answers; `*` allows all."""
+    """The headers by which browsers let web pages read answers."""
 
-    def __init__(self, origins: Sequence[str]) -> None:
-        self._any_origin = "*" in origins
-        self._origins = frozenset(origins)
+    def __init__(self, web_access: WebAccess) -> None:
+        self._web_access = web_access
 
     def response_headers(self, request: Request) -> Headers:
         """Return the CORS headers of an answer to a request with an Origin header."""
-        origin = request.header(b"origin") or ""
         exposed = ("access-control-expose-headers", EXPOSED_HEADERS)
-        if self._any_origin:
+        if self._web_access.any_origin:
             return (("access-control-allow-origin", "*"), exposed)
-        if origin not in self._origins:
+        origin, host = request.headers[b"origin"], request.headers.get(b"host", b"")
+        if not self._web_access.allows_origin(origin, host):
             return (("vary", "origin"),)
-        return (("access-control-allow-origin", origin), exposed, ("vary", "origin"))
+        allowed = ("access-control-allow-origin", origin.decode("latin-1"))
+        return (allowed, exposed, ("vary", "origin"))
 
     def preflight_headers(self, request: Request) -> Headers:
         """Return the headers that answer a browser's preflight request."""

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from dynamo.application.access import ApiKeys, Cors
+from dynamo.application.access import ApiKeys, Cors, make_header_check
+from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
@@ -16,7 +17,7 @@ from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
-from dynamo.communication.http import Request, Response
+from dynamo.communication.http import Request, Response, WebAccess
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, ServerStopped
 from dynamo.core.settings.schema import ServerSettings
@@ -25,7 +26,7 @@ from dynamo.telemetry.metrics import Registry
 
 
 class RouterApplication:
-    """The HTTP application of a router's own process: /router/..., /health and /metrics.
+    """The HTTP application of a router's own process on `host`: /router/..., /health and /metrics.
 
     `reasons` returns why the process is unhealthy, by name; `facts` returns more fields of /health.
     """
@@ -33,6 +34,7 @@ class RouterApplication:
     def __init__(
         self,
         server: ServerSettings,
+        host: str,
         source: RoutingSource,
         clock: Clock,
         registry: Registry,
@@ -42,7 +44,7 @@ class RouterApplication:
     ) -> None:
         self._request_ids = RequestIds()
         keys = ApiKeys(server.api_keys)
-        self.check_headers = keys.check_headers
+        self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
         pages = keys.protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
         self._routes = RouteTable({**pages, **status.routes()})
@@ -81,6 +83,7 @@ class Application:
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
     (workers, planes). `metrics_text` renders the metrics of all processes that share the port; the
     default renders this process's. `routing` answers /router/...; None leaves these routes out.
+    `share_cache` is `engine.share_cache`.
     """
 
     def __init__(
@@ -94,9 +97,12 @@ class Application:
         facts: Callable[[], Mapping[str, Any]] = dict,
         metrics_text: Callable[[], Awaitable[str]] | None = None,
         routing: RoutingSource | None = None,
+        share_cache: bool = False,
     ) -> None:
         self.metrics = FrontendMetrics(registry)
-        self.generation = GenerationHandler(server, gateway, clock, self.metrics)
+        self.generation = GenerationHandler(
+            server, gateway, clock, self.metrics, CallerLimits(server, share_cache=share_cache)
+        )
         concurrency = self.generation.concurrency
         registry.gauge(
             "dynamo_frontend_inflight_requests",
@@ -110,9 +116,10 @@ class Application:
         )
         self._clock = clock
         self._log_requests = server.log_requests
-        self._cors = Cors(server.cors_origins)
         self._keys = ApiKeys(server.api_keys)
-        self.check_headers = self._keys.check_headers if server.api_keys else None
+        web_access = WebAccess.of_api(server.http_host, server)
+        self._cors = Cors(web_access)
+        self.check_headers = make_header_check(web_access, self._keys)
         self._request_ids = RequestIds()
         self._reasons = reasons
         self._facts = facts
@@ -137,7 +144,9 @@ class Application:
         self, server: ServerSettings, routing: RoutingSource | None
     ) -> dict[str, dict[str, Route]]:
         models = ModelsHandler(self._gateway)
-        tokens = TokenizationHandler(self._gateway, server.unknown_roles)
+        tokens = TokenizationHandler(
+            self._gateway, server.unknown_roles, self.generation.concurrency
+        )
         generation: dict[str, dict[str, Route]] = {
             "/v1/chat/completions": {"POST": self.generation.chat},
             "/v1/completions": {"POST": self.generation.complete},

@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
+from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
 from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
@@ -52,15 +53,31 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenizationHandler:
-    """Converts text to token ids and back with the model's tokenizer and chat template."""
+    """Converts text to token ids and back with the model's tokenizer and chat template.
 
-    def __init__(self, gateway: Gateway, unknown_roles: str) -> None:
+    Requests count in `concurrency`, like those that generate text.
+    """
+
+    def __init__(self, gateway: Gateway, unknown_roles: str, concurrency: ConcurrencyLimit) -> None:
         self._gateway = gateway
         self._unknown_roles = unknown_roles
+        self._concurrency = concurrency
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = decode_body(_tokenize_decoder, exchange.request)
+        async with self._concurrency.slot():
+            answer = await self._tokenize(decode_body(_tokenize_decoder, exchange.request))
+        exchange.send_json(200, msgspec.json.encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """POST /detokenize."""
+        async with self._concurrency.slot():
+            body = decode_body(_detokenize_decoder, exchange.request)
+            _, served = self._gateway.find(body.model)
+            text = await served.processor.detokenize(body.tokens)
+        exchange.send_json(200, msgspec.json.encode({"prompt": text}))
+
+    async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse:
         _unsupported_fields.check(body)
         _, served = self._gateway.find(body.model)
         processor = served.processor
@@ -72,12 +89,4 @@ class TokenizationHandler:
         else:
             raise InvalidRequest("prompt: required, but missing", param="prompt")
         strings = await processor.texts(ids) if body.return_token_strs else None
-        answer = TokenizeResponse(len(ids), served.context_tokens, ids, strings)
-        exchange.send_json(200, msgspec.json.encode(answer))
-
-    async def detokenize(self, exchange: Exchange) -> None:
-        """POST /detokenize."""
-        body = decode_body(_detokenize_decoder, exchange.request)
-        _, served = self._gateway.find(body.model)
-        text = await served.processor.detokenize(body.tokens)
-        exchange.send_json(200, msgspec.json.encode({"prompt": text}))
+        return TokenizeResponse(len(ids), served.context_tokens, ids, strings)

@@ -46,6 +46,10 @@ class InvalidRequest(DynamoError, code="invalid_request"):
     """The request is wrong. The same request will fail again."""
 
 
+class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type"):
+    """The body's content type is not application/json."""
+
+
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
 
@@ -75,7 +79,7 @@ class Unauthorized(DynamoError, code="invalid_api_key"):
 
 
 class Forbidden(DynamoError, code="forbidden"):
-    """The API key is known and may not do this."""
+    """This caller may not do this: an API key, a web page, or a foreign host name."""
 
 
 class RateLimited(DynamoError, code="rate_limit_exceeded", retryable=True):

@@ -142,11 +142,16 @@ def model(settings: Settings) -> Finding:
 
 def port(settings: Settings) -> Finding:
     """Check that the HTTP port is free."""
+    from dynamo.communication.addresses import is_loopback
     from dynamo.runtime.processes.ports import check_port_free
 
     server = settings.server
     check_port_free(server.http_host, server.http_port)
-    return Finding("port", "ok", f"{server.http_host}:{server.http_port} is free")
+    text = f"{server.http_host}:{server.http_port} is free"
+    if not (is_loopback(server.http_host) or server.api_keys):
+        hint = "every client that reaches it may use it: set server.api_keys"
+        return Finding("port", "warn", text, hint)
+    return Finding("port", "ok", text)
 
 
 def loopback(settings: Settings) -> Finding:

@@ -42,6 +42,7 @@ class FrontendService:
             facts=self._health_facts,
             metrics_text=SharedPortMetrics(runtime).render,
             routing=queries,
+            share_cache=runtime.settings.engine.share_cache,
         )
         runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
         http = HttpServer(

@@ -75,6 +75,7 @@ class RouterService:
         runtime, settings = self._runtime, self._runtime.settings
         application = RouterApplication(
             settings.server,
+            settings.router.host,
             queries,
             runtime.clock,
             runtime.metrics,

@@ -123,7 +123,8 @@ async def test_logprobs(site: Any, connect: Any) -> None:
     assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-async def test_options_reach_the_processor(site: Any, connect: Any) -> None:
+async def test_options_reach_the_processor(open_site: Any, connect: Any) -> None:
+    site = await open_site(priority_range=(0, 9))
     await ask(
         connect,
         site,

@@ -37,6 +37,25 @@ async def test_a_request_beyond_the_queue_limit_is_rejected(open_site: Any, conn
     assert (concurrency.running, concurrency.waiting) == (0, 0)
 
 
+async def test_tokenize_and_detokenize_count_as_requests(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
+    site.processor.gate.clear()
+    bodies = (("/tokenize", {"prompt": "a b"}), ("/detokenize", {"tokens": [1, 2]}))
+    async with connect(site.port) as runs, connect(site.port) as other:
+        runs.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+        for path, body in bodies:
+            other.ask("POST", path, body)
+            answer = await other.answer()
+            assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        site.processor.gate.set()
+        assert (await runs.answer()).status == 200
+        for path, body in bodies:
+            other.ask("POST", path, body)
+            assert (await other.answer()).status == 200
+    assert site.application.generation.concurrency.running == 0
+
+
 async def test_a_disconnect_leaves_the_queue(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=4)
     concurrency = site.application.generation.concurrency
@@ -154,14 +173,17 @@ async def test_errors_before_the_handler_are_complete(
     open_site: Any, connect: Any, caplog: Any, status: int, sent: bytes
 ) -> None:
     """These answers have an id, CORS headers and a log line like all others."""
-    site = await open_site(log_requests=True, header_timeout=0.2, max_body_bytes=2048)
+    origins = ("http://page",)
+    site = await open_site(
+        log_requests=True, header_timeout=0.2, max_body_bytes=2048, cors_origins=origins
+    )
     with caplog.at_level(logging.INFO):
         async with connect(site.port) as connection:
             connection.send(sent % b"Origin: http://page\r\nX-Request-Id: mine\r\n")
             answer = await connection.answer()
     assert answer.status == status
     assert answer.headers["x-request-id"] == answer.error["request_id"] == "mine"
-    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.headers["access-control-allow-origin"] == "http://page"
     (line,) = [record.fields for record in caplog.records if record.message == "request"]
     assert (line["status"], line["code"]) == (status, answer.error["code"])
     assert line["client_id"] == "mine"
@@ -176,35 +198,77 @@ async def test_an_error_without_a_head_has_an_id(open_site: Any, connect: Any) -
     assert answer.headers["x-request-id"] == answer.error["request_id"]
 
 
-async def test_cors(open_site: Any, connect: Any) -> None:
-    anywhere = await open_site()
-    async with connect(anywhere.port) as connection:
-        connection.ask(
-            "OPTIONS",
-            CHAT,
-            headers={
-                "origin": "http://page",
-                "access-control-request-method": "POST",
-                "access-control-request-headers": "content-type, x-stainless-os",
-            },
-        )
+PREFLIGHT = {
+    "origin": "http://localhost:3000",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "content-type, x-stainless-os",
+}
+PAGE = {"origin": "http://localhost:3000", "content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"), [({}, PAGE["origin"]), ({"cors_origins": ("*",)}, "*")]
+)
+async def test_pages_of_allowed_origins_read_answers_and_errors(
+    open_site: Any, connect: Any, settings: dict[str, Any], allowed: str
+) -> None:
+    site = await open_site(**settings)
+    async with connect(site.port) as connection:
+        connection.ask("OPTIONS", CHAT, headers=PREFLIGHT)
         answer = await connection.answer()
         assert answer.status == 204
-        assert answer.headers["access-control-allow-origin"] == "*"
+        assert answer.headers["access-control-allow-origin"] == allowed
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
-        connection.ask("POST", CHAT, BODY | {"stream": True}, {"origin": "http://page"})
-        assert (await connection.answer()).headers["access-control-allow-origin"] == "*"
-        connection.ask("POST", CHAT, b"{", {"origin": "http://page"})
-        assert (await connection.answer()).headers["access-control-allow-origin"] == "*"
+        for status, body in ((200, BODY | {"stream": True}), (400, b"{")):
+            connection.ask("POST", CHAT, body, PAGE)
+            answer = await connection.answer()
+            assert answer.status == status
+            assert answer.headers["access-control-allow-origin"] == allowed
         connection.ask("POST", CHAT, BODY)
         assert "access-control-allow-origin" not in (await connection.answer()).headers
-    picky = await open_site(cors_origins=("http://page",))
-    async with connect(picky.port) as connection:
-        connection.ask("GET", "/v1/models", headers={"origin": "http://page"})
-        assert (await connection.answer()).headers["access-control-allow-origin"] == "http://page"
-        connection.ask("GET", "/v1/models", headers={"origin": "http://other"})
-        assert "access-control-allow-origin" not in (await connection.answer()).headers
+
+
+async def test_pages_of_other_origins_are_refused_before_the_body(
+    open_site: Any, connect: Any
+) -> None:
+    site = await open_site(cors_origins=("https://app.example",))
+    for origin, status in (("https://app.example", 200), ("http://localhost:3000", 403)):
+        async with connect(site.port) as connection:
+            connection.ask("GET", "/v1/models", headers={"origin": origin})
+            answer = await connection.answer()
+            assert answer.status == status
+            assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+    async with connect(site.port) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\norigin: null\r\ncontent-length: 9999\r\n\r\n"
+        connection.send(head.encode())
+        answer = await connection.answer()
+        assert (answer.status, answer.error["code"]) == (403, "forbidden")
+        assert "server.cors_origins" in answer.error["hint"]
+        assert await connection.closed()
+    assert not site.processor.requests
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (415, {"origin": "http://localhost:3000"}),
+        (415, {"origin": "http://localhost:3000", "content-type": "text/plain"}),
+        (415, {"sec-fetch-site": "same-site", "content-type": "application/x-www-form-urlencoded"}),
+        (415, {"content-type": "multipart/form-data; boundary=x"}),
+        (200, {"origin": "http://localhost:3000", "content-type": "Application/JSON;charset=utf8"}),
+        (200, {"content-type": "application/x-www-form-urlencoded"}),
+        (200, {}),
+    ],
+)
+async def test_pages_send_json_as_such(
+    site: Any, connect: Any, status: int, headers: dict[str, str]
+) -> None:
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, BODY, headers)
+        answer = await connection.answer()
+    assert answer.status == status
+    assert status == 200 or answer.error["code"] == "unsupported_media_type"
 
 
 async def test_request_ids(site: Any, connect: Any) -> None:

@@ -122,7 +122,7 @@ def _example(spec: SettingSpec) -> str:
     if spec.key.endswith("_file"):
         return "secret.txt"
     if isinstance(default, tuple):
-        return ",".join(default)
+        return ",".join(map(str, default))
     if default is None:
         return spec.meta.choices[0] if spec.meta.choices else "1"
     return str(default)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from dynamo.core.errors import Overloaded
 
@@ -49,6 +51,15 @@ class ConcurrencyLimit:
             elif slot in self._waiting:  # release() may have dropped the cancelled waiter
                 self._waiting.remove(slot)
             raise
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold a slot during the block. Raises as `acquire`."""
+        await self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
     def update_limits(self, limit: int, waiting_limit: int) -> None:
         """Apply other limits. Requests that run or wait already are not rejected."""

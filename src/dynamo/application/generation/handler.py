@@ -9,6 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
@@ -52,13 +53,19 @@ class GenerationHandler:
     """Answers /v1/chat/completions and /v1/completions."""
 
     def __init__(
-        self, server: ServerSettings, gateway: Gateway, clock: Clock, metrics: FrontendMetrics
+        self,
+        server: ServerSettings,
+        gateway: Gateway,
+        clock: Clock,
+        metrics: FrontendMetrics,
+        caller_limits: CallerLimits,
     ) -> None:
         self._unknown_roles = server.unknown_roles
         self._log_prompts = server.log_prompts
         self._gateway = gateway
         self._clock = clock
         self._metrics = metrics
+        self._caller_limits = caller_limits
         self._json_strings = JsonStringCache()
         self.concurrency = ConcurrencyLimit(
             server.max_concurrent_requests, server.max_waiting_requests
@@ -78,6 +85,9 @@ class GenerationHandler:
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         request = chat_request(body, model, self._unknown_roles)
+        if request.options.priority or self._caller_limits.needed:
+            options = self._caller_limits.apply(request.options, exchange.request)
+            request = replace(request, options=options)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
         exchange.streaming = bool(body.stream)
@@ -91,6 +101,9 @@ class GenerationHandler:
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         requests = completion_requests(body, model)
+        if body.priority or self._caller_limits.needed:
+            options = self._caller_limits.apply(requests[0].options, exchange.request)
+            requests = [replace(request, options=options) for request in requests]
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         exchange.streaming = bool(body.stream)

@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.communication.http import Request
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import InvalidRequest, UnsupportedMediaType
 
 T = TypeVar("T")
+JSON_CONTENT_TYPE = b"application/json"
 _FIELD_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`\Z")
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 
@@ -18,6 +19,8 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     """Return the body as the decoder's type. Raises `InvalidRequest`."""
     body = request.body
+    if request.headers.get(b"content-type") != JSON_CONTENT_TYPE:
+        _check_content_type(request)
     if b"content-encoding" in request.headers:
         _check_content_encoding(request.header(b"content-encoding"))
     if not body:
@@ -34,6 +37,20 @@ def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def _check_content_type(request: Request) -> None:
+    """Refuse what an HTML form can send. A web page that sends JSON is asked about by a preflight.
+
+    Programs without an `Origin` may omit the content type or send another one, as `curl -d` does.
+    """
+    content_type = (request.header(b"content-type") or "").partition(";")[0].strip().lower()
+    of_page = b"origin" in request.headers or b"sec-fetch-site" in request.headers
+    if content_type == "multipart/form-data" or (of_page and content_type != "application/json"):
+        raise UnsupportedMediaType(
+            f"the content type is {content_type[:100]!r}",
+            hint="send content-type: application/json",
+        )
 
 
 def _check_content_encoding(coding: str | None) -> None:

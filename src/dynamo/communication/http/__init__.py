@@ -6,6 +6,7 @@ from dynamo.communication.http.listener import probe_port
 from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import Response
 from dynamo.communication.http.server import ErrorHandler, HttpHandler, HttpServer
+from dynamo.communication.http.web_access import WebAccess
 
 __all__ = [
     "ErrorHandler",
@@ -17,5 +18,6 @@ __all__ = [
     "PortInUse",
     "Request",
     "Response",
+    "WebAccess",
     "probe_port",
 ]

@@ -27,6 +27,7 @@ class PortInUse(ConfigError):
 
 STATUS_BY_CODE = {
     "invalid_request": 400,
+    "forbidden": 403,
     "not_found": 404,
     "method_not_allowed": 405,
     "request_timeout": 408,

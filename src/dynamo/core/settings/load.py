@@ -78,7 +78,14 @@ def resolve_settings(
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if two worker groups of one host use the same device."""
+    """Raise `ConfigError` if a range is none, or two worker groups of a host share a device."""
+    bounds = settings.server.priority_range
+    if len(bounds) != 2 or bounds[0] > bounds[1]:
+        raise ConfigError(
+            f"server.priority_range = {list(bounds)} ({origins['server.priority_range']}): wanted "
+            "the smallest and the largest priority, such as [0, 10]",
+            param="server.priority_range",
+        )
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):
         for device in dict.fromkeys(group.device_ids):

@@ -100,7 +100,19 @@ class ServerSettings(SettingsSection, frozen=True):
     api_keys: tuple[str, ...] = setting(
         (), "accepted Bearer keys; empty: no key is needed", secret=True
     )
-    cors_origins: tuple[str, ...] = setting(("*",), "origins allowed by CORS")
+    cors_origins: tuple[str, ...] = setting(
+        ("loopback",),
+        "web pages that may call the server: origins such as https://app.example, `loopback` "
+        "(localhost, 127.0.0.1 and [::1], any port), or `*`. Pages of other origins get 403",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names by which clients call the server, besides IP addresses, localhost and names "
+        "without a dot; `*`: any. Empty: any, except on loopback without `api_keys`",
+    )
+    priority_range: tuple[int, ...] = setting(
+        (0, 0), "smallest and largest `priority` of requests; others are clamped"
+    )
 
 
 class ModelSettings(SettingsSection, frozen=True):

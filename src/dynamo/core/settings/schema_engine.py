@@ -64,6 +64,11 @@ class EngineSettings(SettingsSection, frozen=True):
         "reuse blocks of earlier prompts",
         aliases=("model.enable_prefix_caching", "cache.enable_prefix_caching"),
     )
+    share_cache: bool = setting(
+        False,
+        "share cached prompts among the API keys; otherwise each of several keys has its own, so "
+        "that no client learns what others asked",
+    )
     eviction: str = setting(
         "reuse",
         "order of eviction: lru, or reuse, which keeps blocks longer that several requests "

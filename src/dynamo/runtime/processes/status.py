@@ -11,7 +11,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo.communication.http import HttpLimits, HttpServer, PortInUse, Request, Response
+from dynamo.communication.http import (
+    HttpLimits,
+    HttpServer,
+    PortInUse,
+    Request,
+    Response,
+    WebAccess,
+)
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -44,7 +51,13 @@ class StatusServer:
         self._port = settings.runtime.status_port
         self._metrics = metrics
         self._report = HealthReport(clock, reasons, details)
-        self._http = HttpServer(self._handle, HttpLimits.from_settings(settings.server), clock)
+        web_access = WebAccess.of_status_port(self._host, settings.server)
+        self._http = HttpServer(
+            self._handle,
+            HttpLimits.from_settings(settings.server),
+            clock,
+            check_headers=web_access.check,
+        )
         self.url = ""
         add_process_metrics(metrics)
 

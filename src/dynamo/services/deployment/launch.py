@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -11,8 +12,10 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from dynamo.communication.addresses import is_loopback
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import ServerSettings
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child import ChildSpec
@@ -22,6 +25,8 @@ from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.telemetry.logs import LogStream
+
+log = logging.getLogger(__name__)
 
 SERVICE_BY_ROLE = {
     "frontend": "dynamo.services.frontend:FrontendService",
@@ -116,6 +121,7 @@ def serve(
         if reserved is not None:
             port = reserved.getsockname()[1]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            _warn_if_open(settings.server)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         supervisor = Supervisor(
@@ -131,6 +137,14 @@ def serve(
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()  # so that the reason is the last line of the output
     return code
+
+
+def _warn_if_open(server: ServerSettings) -> None:
+    if not (is_loopback(server.http_host) or server.api_keys):
+        log.warning(
+            "every client that reaches the HTTP port may use it: set server.api_keys",
+            extra={"fields": {"http_host": server.http_host}},
+        )
 
 
 def worker_specs(settings: Settings) -> list[ChildSpec]:

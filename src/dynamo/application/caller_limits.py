@@ -1,0 +1,38 @@
+"""The options of a request that concern other callers: its priority and its prefix cache."""
+
+from __future__ import annotations
+
+import hashlib
+
+from msgspec.structs import replace
+
+from dynamo.communication.http import Request
+from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.text import TextOptions
+
+SALT_BYTES = 16
+
+
+class CallerLimits:
+    """Keeps callers apart. `needed` is False if only a request with a priority can need `apply`.
+
+    - `priority` is clamped to `server.priority_range`.
+    - With several API keys, the cache salt contains a digest of the caller's key. Blocks and cached
+      tokens are then those of the same key. `share_cache` is `engine.share_cache`.
+    """
+
+    def __init__(self, server: ServerSettings, *, share_cache: bool) -> None:
+        self._lowest, self._highest = server.priority_range
+        self._separates_caches = len(set(server.api_keys)) > 1 and not share_cache
+        self.needed = self._separates_caches or not self._lowest <= 0 <= self._highest
+
+    def apply(self, options: TextOptions, request: Request) -> TextOptions:
+        """Return the options that the caller of `request` may have."""
+        priority = min(max(options.priority, self._lowest), self._highest)
+        salt = options.salt
+        if self._separates_caches:
+            key = request.headers.get(b"authorization", b"").partition(b" ")[2].strip()
+            caller = hashlib.sha256(key).digest()
+            digest = hashlib.blake2b(salt.encode(), key=caller, digest_size=SALT_BYTES)
+            salt = digest.hexdigest()
+        return replace(options, priority=priority, salt=salt)
