@@ -202,9 +202,22 @@ def routing(settings: Settings) -> Finding:
     return Finding("routing", "ok", text)
 
 
+def planes(settings: Settings) -> Finding:
+    """Check that other users and hosts cannot use or alter the connections between processes."""
+    from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
+
+    chosen = planes_of(settings)
+    if chosen.unencrypted:
+        return Finding("planes", "warn", UNENCRYPTED_TEXT, UNENCRYPTED_HINT)
+    if chosen.open_to_other_users:
+        text = "every user of this host can call the workers and follow their events"
+        return Finding("planes", "warn", text, "set the same security.secret in all processes")
+    return Finding("planes", "ok", ", ".join(chosen.redacted_urls().values()))
+
+
 CHECKS: Sequence[Check] = (
     python, dependencies, cores, memory, open_files, loopback, state_folder, cache_folder, model,
-    port, routing,
+    port, planes, routing,
 )  # fmt: skip
 
 

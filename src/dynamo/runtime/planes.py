@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 
+from dynamo.communication.addresses import is_loopback, parse_listen_url
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact_urls
@@ -13,6 +15,11 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import ServerTlsSettings
 from dynamo.runtime.deployment import deployment_of
 
+UNENCRYPTED_TEXT: Final = (
+    "connections between hosts are neither hidden nor protected against alteration, because "
+    "security.secret only proves who is connected"
+)
+UNENCRYPTED_HINT: Final = "set security.tls_ca, security.tls_cert and security.tls_key"
 DEFAULT_ETCD_URL: Final = "etcd://127.0.0.1:2379"
 DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
@@ -34,6 +41,28 @@ class Planes(msgspec.Struct, frozen=True):
             "requests": _redact_url(self.requests),
             "events": _redact_url(self.events),
         }
+
+    @property
+    def unencrypted(self) -> bool:
+        """Whether connections to other hosts are protected by a secret alone."""
+        options = self.messaging_options
+        return bool(options.secret) and not options.tls and not all(map(is_loopback, self._hosts()))
+
+    @property
+    def open_to_other_users(self) -> bool:
+        """Whether processes of other users of this host may call and follow these planes. In a
+        folder the processes share a secret; memory planes do not listen."""
+        options = self.messaging_options
+        needs_secret = not self.discovery.startswith(("file:", "memory:")) and any(self._hosts())
+        return needs_secret and not (options.secret or options.tls)
+
+    def _hosts(self) -> Iterator[str]:
+        """The hosts on which the request plane and the event plane listen for TCP connections."""
+        for url in (self.requests, self.events):
+            if url.startswith("tcp:"):
+                yield parse_listen_url(url)[0]
+            elif not url.startswith("memory:"):
+                yield parse_listen_url(self.messaging_options.direct_url)[0]
 
 
 def planes_of(settings: Settings) -> Planes:

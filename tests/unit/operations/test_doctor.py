@@ -50,6 +50,33 @@ def test_a_port_in_use_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(port) in findings["port"]["found"]
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"DYNAMO_ETCD_ENDPOINTS": "http://127.0.0.1:1"}, "set the same security.secret"),
+        (
+            {
+                "DYNAMO_SECURITY__SECRET": "0123456789abcdef",
+                "DYNAMO_RUNTIME__PLANE_HOST": "0.0.0.0",
+            },
+            "set security.tls_ca",
+        ),
+    ],
+)
+def test_unprotected_planes_are_a_warning(
+    environ: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    main(["doctor", "--json", "--http-port", "0"])
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["planes"]["verdict"] == "warn"
+    assert expected in findings["planes"]["hint"]
+
+
 def test_hints_are_printed_below_their_findings(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--http-port", "0"])
 

@@ -99,3 +99,42 @@ def test_a_record_names_its_transport_like_the_published_documents() -> None:
     for address, name in (("nats://1/tcp://h:1/2", "nats_tcp"), ("tcp://h:1/2", "tcp")):
         record = encode_instance(Instance("i", address, "ns", "c", "e"))
         assert f'"transport":{{"{name}":"{address}"}}'.encode() in record
+
+
+SECRET = {"security__secret": "0123456789abcdef"}
+TLS = {"security__tls_ca": "ca.pem", "security__tls_cert": "c.pem", "security__tls_key": "k.pem"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "unencrypted"),
+    [
+        ({}, False),
+        (SECRET, False),
+        (SECRET | {"runtime__plane_host": "0.0.0.0"}, True),
+        (SECRET | {"runtime__plane_host": "::1"}, False),
+        (SECRET | {"runtime__events": "tcp://10.0.0.1:0"}, True),
+        (SECRET | TLS | {"runtime__plane_host": "0.0.0.0"}, False),
+        (SECRET | {"runtime__plane_host": "0.0.0.0", "messaging__type": "nats"}, True),
+    ],
+)
+def test_a_secret_alone_beyond_loopback_is_unencrypted(
+    flags: dict[str, str], unencrypted: bool
+) -> None:
+    assert planes(**flags).unencrypted == unencrypted
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_open"),
+    [
+        ({}, False),
+        ({"discovery__type": "etcd"}, True),
+        ({"discovery__type": "etcd", "messaging__type": "nats"}, True),
+        ({"discovery__type": "etcd"} | SECRET, False),
+        ({"discovery__type": "etcd"} | TLS, False),
+        ({"runtime__discovery": "memory:"}, False),
+    ],
+)
+def test_planes_without_a_folder_or_a_secret_are_open_to_other_users(
+    flags: dict[str, str], is_open: bool
+) -> None:
+    assert planes(**flags).open_to_other_users == is_open

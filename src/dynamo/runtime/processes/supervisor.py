@@ -24,6 +24,7 @@ from dynamo.runtime.deployment import (
 )
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
+from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.parent_pipe import ChildReport
@@ -106,6 +107,7 @@ class Supervisor:
         self._preparation_done = asyncio.Event()
         self._preparation_error: Exception | None = None
         self._deployment = deployment
+        self._planes = planes_of(settings)
         self._clock = clock or SystemClock()
         self._stop_requested = asyncio.Event()
         self._kill_requested = asyncio.Event()
@@ -137,6 +139,8 @@ class Supervisor:
         """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of
         `prepare` after all processes have stopped."""
         report_unsafe_roots()
+        if self._planes.unencrypted:
+            log.warning("%s; %s", UNENCRYPTED_TEXT, UNENCRYPTED_HINT)
         await self._clock.offload(self._deployment.create_folder)
         self._add_signal_handlers(asyncio.get_running_loop())
         await self._status.start()
