@@ -24,7 +24,13 @@ from dynamo.communication.handshake import MAGIC, VERSION, pack_hello
 from dynamo.communication.requests import ResponseWriter, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
+from dynamo.core.errors import (
+    ConfigError,
+    InstanceGone,
+    ProtocolError,
+    WorkerFailed,
+    decode_error,
+)
 from dynamo.core.tasks import BackgroundTasks, run_all
 
 CONTEXT = Context("r")
@@ -107,6 +113,9 @@ GARBAGE = [
     pack_hello("requests") + pack_frame(200, b""),
     pack_hello("requests") + b"\xff\xff\xff\xff\0\0\0\0",
     pack_hello("requests") + 2 * protocol.pack_open(7, "echo", CONTEXT, 0, b""),
+    pack_hello("requests") + pack_frame(protocol.SHARE, b"short"),
+    pack_hello("requests") + 2 * protocol.pack_share(7, b"x"),
+    pack_hello("requests") + pack_frame(protocol.RELEASE, b"short"),
 ]
 
 
@@ -160,6 +169,27 @@ async def test_a_hello_of_another_version_is_answered_and_refused(server: TcpReq
     async with connect_raw(server, pack_frame(HELLO, msgspec.msgpack.encode(hello))) as peer:
         assert (await peer.frame())[0] == HELLO
         assert await peer.closed()
+
+
+async def test_an_unknown_shared_payload_fails_its_call_only(server: TcpRequests) -> None:
+    frames = (
+        protocol.pack_release(7),
+        protocol.pack_open(1, "echo", CONTEXT, 0, b"x", 7),
+        protocol.pack_share(7, b"common"),
+        protocol.pack_open(2, "echo", CONTEXT, 0, b"x", 7),
+    )
+    async with connect_raw(server, pack_hello("requests"), *frames) as peer:
+        assert (await peer.frame())[0] == HELLO
+        items = []
+        while len(items) < 3:
+            _, count, body = await peer.frame()
+            items += unpack_items(body, count)
+    assert [(stream, flags) for stream, flags, _ in items] == [
+        (1, END_STREAM),
+        (2, 0),
+        (2, END_STREAM),
+    ]
+    assert isinstance(decode_error(items[0][2]), ProtocolError)
 
 
 async def test_concurrent_callers_share_one_connection(

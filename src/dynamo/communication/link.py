@@ -58,7 +58,8 @@ class Link(asyncio.Protocol):
     """Passes received frames to a `LinkHandler` and joins its writes.
 
     A peer that breaks the protocol is disconnected. `congested` is True while more bytes wait than
-    the transport's high-water mark allows. `on_writable` is called when that ends.
+    the transport's high-water mark allows. `on_writable` is called when that ends. `written_bytes`
+    counts what was passed to the transport.
     """
 
     def __init__(self, handler: LinkHandler, flusher: TurnFlusher) -> None:
@@ -71,12 +72,18 @@ class Link(asyncio.Protocol):
         self.on_writable: Callable[[], None] | None = None
         self.congested = False
         self._aborted = False
+        self.written_bytes = 0
         self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
 
     def accept_large_frames(self) -> None:
         """Accept frames of full size. Called after the handshake."""
         self._splitter.limit_bytes = MAX_FRAME_BYTES
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes passed to the transport that the peer's host has not taken yet."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
     def schedule_flush(self) -> None:
         """Flush in the next iteration of the loop. `before_write` then supplies more frames."""
@@ -100,7 +107,9 @@ class Link(asyncio.Protocol):
         if not frames or transport is None or transport.is_closing():
             frames.clear()
             return
-        transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        transport.write(data)
+        self.written_bytes += len(data)
         frames.clear()
         if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
             log.warning(

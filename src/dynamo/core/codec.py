@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from struct import Struct, unpack_from
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.fast_path import FAST_PATH_AFTER_PAYLOADS, SendToken
 from dynamo.core.reply import LogprobsPerToken, Reply
-from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
+from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
+from dynamo.core.values import Finish, GenerateRequest, RequestGroup, Started, TokenLogprobs
 
 _pack_single_token = Struct("<cI").pack
 _unpack_single_token = Struct("<xI").unpack
@@ -28,6 +30,60 @@ _decode_ids_with_logprobs = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogpr
 encode_request: Callable[[GenerateRequest], bytes] = _encode
 decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
 """Decodes the result of `encode_request`. Raises `msgspec.DecodeError`."""
+
+
+class ChoiceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a `GenerateRequest` in which the choices of one prompt differ."""
+
+    request_id: str
+    choice: int = 0
+    rank: int | None = None
+    priority: int = 0
+
+
+_decode_choice = msgspec.msgpack.Decoder(ChoiceRequest).decode
+
+
+def encode_choice(request: GenerateRequest) -> bytes:
+    """Encode the part of `request` that its group does not share."""
+    return _encode(
+        ChoiceRequest(request.request_id, request.choice, request.rank, request.priority)
+    )
+
+
+def share_group(group: RequestGroup) -> SharedPayload:
+    """Return the payload that the choices of `group` share. The first call encodes it."""
+    payload = group.shared_payload
+    if payload is None:
+        base = group.base
+        payload = group.shared_payload = SharedPayload(
+            encode_request(base), lambda choice: encode_request(_join_choice(base, choice))
+        )
+    return payload
+
+
+def decode_shared_request(payload: bytes, shared: ReceivedPayload) -> GenerateRequest:
+    """Decode the result of `encode_choice`. The shared part is decoded for the first choice only.
+
+    Raises `msgspec.DecodeError`.
+    """
+    base = shared.value
+    if base is None:
+        base = decode_request(shared.payload)
+        base = shared.value = replace(base, group=RequestGroup(base))
+        shared.payload = b""
+    return _join_choice(base, payload)
+
+
+def _join_choice(base: GenerateRequest, payload: bytes) -> GenerateRequest:
+    choice = _decode_choice(payload)
+    return replace(
+        base,
+        request_id=choice.request_id,
+        choice=choice.choice,
+        rank=choice.rank,
+        priority=choice.priority,
+    )
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

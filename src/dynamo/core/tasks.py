@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -92,6 +92,18 @@ async def run_all(*work: Coroutine[Any, Any, T]) -> list[T]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def run_in_slices(work: Iterable[Coroutine[Any, Any, object]], size: int) -> None:
+    """Run all like `run_all`, but start at most `size` in one iteration of the event loop."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, coroutine in enumerate(work, 1):
+                group.create_task(coroutine)
+                if not number % size:
+                    await asyncio.sleep(0)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def wait_for_first(*waits: Awaitable[Any]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import astuple
 
+from dynamo.core.shared_payload import SharedPayload
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -37,6 +39,36 @@ class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+class RequestGroup:
+    """The common part of the choices of one prompt, within a process.
+
+    Choices differ from `base` in request id, choice, rank and priority only. The other attributes
+    are computed for the first choice that needs them: the encoded base by dispatch, the block
+    hashes by the router, the prompt's content by the engine.
+    """
+
+    __slots__ = ("base", "engine_prompt", "routing_prompt", "shared_payload")
+
+    def __init__(self, base: GenerateRequest) -> None:
+        self.base = base
+        self.shared_payload: SharedPayload | None = None
+        self.routing_prompt: Any = None
+        self.engine_prompt: Any = None
+
+    def covers(self, request: GenerateRequest) -> bool:
+        """Whether `request` is still a choice of the base. A stage may have changed it."""
+        base = self.base
+        return (
+            request.token_ids is base.token_ids
+            and request.stops == base.stops
+            and request.sampling == base.sampling
+            and request.salt == base.salt
+            and request.model == base.model
+            and request.resumed == base.resumed
+            and request.top_logprobs == base.top_logprobs
+        )
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A single choice of a request, in tokens.
 
@@ -44,6 +76,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
       penalties count output positions from there. `stops` counts only tokens still to generate.
     - `top_logprobs`: None = no logprobs, 0 = only those of the chosen tokens.
     - `rank`: the data-parallel rank of the worker that the router chose.
+    - `group`: the other choices of the same prompt. None on the wire and for a single choice.
     """
 
     request_id: str
@@ -57,6 +90,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     salt: str = ""
     priority: int = 0
     rank: int | None = None
+    group: RequestGroup | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

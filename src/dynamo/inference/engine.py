@@ -25,7 +25,13 @@ from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.sequence import EngineSequence, RequestState, SequenceContent, TokenContent
+from dynamo.inference.sequence import (
+    EngineSequence,
+    ForkedContent,
+    RequestState,
+    SequenceContent,
+    TokenContent,
+)
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
@@ -176,23 +182,37 @@ class BatchedEngine(Engine):
     def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self._simulation is not None and self._simulation.resolve_request is not None:
             return EngineSequence(*self._simulation.resolve_request(request), request=request)
-        content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
-        tokens = content.tokens
-        if tokens and self._vocab_size and max(tokens) >= self._vocab_size:
-            raise InvalidRequest(
-                f"token id {max(tokens)} is not in the vocabulary of {self._vocab_size}",
-                param="prompt",
-            )
+        group = request.group
+        if group is None or not group.covers(request):
+            content = self._make_content(request)
+        else:
+            if group.engine_prompt is None:
+                group.engine_prompt = self._make_content(request)
+            content = ForkedContent(group.engine_prompt)
         stops = request.stops
         if stops.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         sequence = EngineSequence(
-            content, len(tokens), stops.max_tokens, priority=request.priority, request=request
+            content,
+            len(content.tokens),
+            stops.max_tokens,
+            priority=request.priority,
+            request=request,
         )
         sequence.min_length += stops.min_tokens
         stop_ids = frozenset(stops.stop_token_ids)
         sequence.stop_ids = stop_ids if stops.ignore_eos else stop_ids | self._eos_token_ids
         return sequence
+
+    def _make_content(self, request: GenerateRequest) -> TokenContent:
+        content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
+        largest = max(content.tokens, default=0)
+        if self._vocab_size and largest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is not in the vocabulary of {self._vocab_size}",
+                param="prompt",
+            )
+        return content
 
     async def _run_steps(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import msgspec
 
@@ -53,14 +53,15 @@ class SequenceContent(ABC):
 class TokenContent(SequenceContent):
     """The token ids of prompt and output. Block hashes are those of `core.hashing`."""
 
-    __slots__ = ("_block_tokens", "tokens")
+    __slots__ = ("block_tokens", "tokens")
+    tokens: TokenIds
 
     def __init__(self, token_ids: bytes, block_tokens: int, salt: str = "") -> None:
-        self.tokens = array("I")
-        self.tokens.frombytes(token_ids)
+        self.tokens = tokens = array("I")
+        tokens.frombytes(token_ids)
         self.root = root_hash(salt)
         self.hashes = []
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
 
     def ensure_hashes(self, blocks: int) -> None:
         hashes = self.hashes
@@ -68,11 +69,76 @@ class TokenContent(SequenceContent):
         if blocks <= hashed:
             return
         parent = hashes[-1] if hashes else self.root
-        size = self._block_tokens
+        size = self.block_tokens
         hashes += block_hashes(self.tokens[hashed * size : blocks * size].tobytes(), size, parent)
 
     def append_token(self, token: int) -> None:
         self.tokens.append(token)
+
+
+class ForkedTokens(Sequence[int]):
+    """Token ids of a prompt that several sequences share, and of one sequence's output."""
+
+    __slots__ = ("_output", "_prompt", "_prompt_length")
+
+    def __init__(self, prompt: TokenIds) -> None:
+        self._prompt = prompt
+        self._prompt_length = len(prompt)
+        self._output = array("I")
+
+    def __len__(self) -> int:
+        return self._prompt_length + len(self._output)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> array[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | array[int]:
+        length = self._prompt_length
+        if isinstance(index, int):
+            at = index if index >= 0 else index + len(self)
+            return self._prompt[at] if at < length else self._output[at - length]
+        start, stop, _ = index.indices(len(self))
+        if stop <= length:
+            return self._prompt[start:stop]
+        output = self._output[max(0, start - length) : stop - length]
+        return self._prompt[start:] + output if start < length else output
+
+    def append(self, token: int) -> None:
+        """Add a token of the output."""
+        self._output.append(token)
+
+    def tobytes(self) -> bytes:
+        """Return all ids as packed u32."""
+        return self._prompt.tobytes() + self._output.tobytes()
+
+
+TokenIds: TypeAlias = "array[int] | ForkedTokens"
+"""Token ids of one sequence. Slices are arrays."""
+
+
+class ForkedContent(TokenContent):
+    """The content of one of several sequences with the same `prompt`. Each adds its own output."""
+
+    __slots__ = ("_prompt",)
+
+    def __init__(self, prompt: TokenContent) -> None:
+        self._prompt = prompt
+        self.block_tokens = prompt.block_tokens
+        self.tokens = ForkedTokens(prompt.tokens)
+        self.root = prompt.root
+        self.hashes = prompt.hashes
+
+    def ensure_hashes(self, blocks: int) -> None:
+        prompt = self._prompt
+        if self.hashes is prompt.hashes:
+            prompt.ensure_hashes(min(blocks, len(prompt.tokens) // self.block_tokens))
+            if blocks <= len(self.hashes):
+                return
+            self.hashes = prompt.hashes.copy()
+        super().ensure_hashes(blocks)
 
 
 class RequestState(msgspec.Struct, eq=False):
@@ -114,7 +180,7 @@ class EngineSequence:
     priority: int = 0
     request: GenerateRequest | None = None
     request_state: RequestState = field(init=False)
-    tokens: array[int] = field(init=False)
+    tokens: TokenIds = field(init=False)
     length: int = field(init=False)
     max_length: int = field(init=False)
     min_length: int = field(init=False)

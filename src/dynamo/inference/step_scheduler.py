@@ -22,6 +22,9 @@ from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.model_runner import StepChunk, StepPlan
 from dynamo.inference.sequence import EngineSequence
 
+MAX_MATCHED_BLOCKS = 32_768
+"""So many cached blocks are matched in one step, since each costs a microsecond of the loop."""
+
 HitsFrom = Literal["scheduled", "computed"]
 """When other sequences can reuse a full block: as soon as its step is planned (for engines without
 real KV), or when the step that computes it has ended."""
@@ -188,7 +191,10 @@ class StepScheduler:
         only if all its known tokens fit into free blocks now. Otherwise it would soon be
         preempted."""
         pool, waiting = self.pool, self.waiting
+        matched = 0
         while waiting and self._budget and len(self.running) < self.limits.max_num_seqs:
+            if matched > MAX_MATCHED_BLOCKS:
+                return
             sequence = waiting[0]
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
@@ -196,6 +202,7 @@ class StepScheduler:
             need = -(-sequence.length // self._block_tokens) - len(hits)
             if need > pool.available - pool.count_unreferenced(hits):
                 return
+            matched += len(hits)
             del waiting[0]
             self._admit(plan, sequence, hits)
 

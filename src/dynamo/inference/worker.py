@@ -14,7 +14,7 @@ import msgspec
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
-from dynamo.core.codec import ReplyEncoder, decode_request
+from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, NotFound, ProtocolError
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
@@ -123,7 +123,11 @@ class EngineWorker:
             outgoing.send(encode_probe_result(await answer_probe(self._engine)))
             return
         try:
-            request = decode_request(payload)
+            shared = outgoing.shared
+            if shared is None:
+                request = decode_request(payload)
+            else:
+                request = decode_shared_request(payload, shared)
         except DECODE_ERRORS as error:
             raise ProtocolError(f"not a generate request: {error}") from error
         self._load_publisher.on_load_changed()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dynamo.core.codec import ReplyDecoder, encode_request
+from msgspec.structs import replace
+
+from dynamo.core.codec import ReplyDecoder, encode_choice, encode_request, share_group
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NotFound, WorkerFailed
 from dynamo.core.reply import Reply
@@ -26,8 +28,16 @@ class Dispatch:
         endpoint, and `WorkerFailed` for an incomplete answer.
         """
         decoder = ReplyDecoder(reply)
+        group = request.group
         try:
-            await self._client.call(instance, encode_request(request), context, decoder.feed)
+            if group is None:
+                await self._client.call(instance, encode_request(request), context, decoder.feed)
+            elif group.covers(request):
+                payload, shared = encode_choice(request), share_group(group)
+                await self._client.call(instance, payload, context, decoder.feed, shared=shared)
+            else:
+                payload = encode_request(replace(request, group=None))
+                await self._client.call(instance, payload, context, decoder.feed)
         except NotFound as error:
             gone = InstanceGone(f"instance {instance.id}: {error.message}")
             gone.instance = instance.id

@@ -12,7 +12,8 @@ from dynamo.communication.requests.client_streams import CallSender, ClientStrea
 from dynamo.communication.requests.plane import FlowWindow
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, TooLarge, WorkerFailed, decode_error
+from dynamo.core.errors import InstanceGone, Overloaded, TooLarge, WorkerFailed, decode_error
+from dynamo.core.shared_payload import SharedPayload
 from dynamo.core.tasks import BackgroundTasks
 
 CONTEXT = Context("r")
@@ -22,18 +23,35 @@ END = 1 << 31
 class RecordingSender(CallSender):
     """Records the frames that the caller sends."""
 
+    can_share = True
+
     def __init__(self) -> None:
+        self.frames: list[tuple[str, Any]] = []
         self.opened: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
         self.credits: list[tuple[int, int]] = []
 
     def send_open(
-        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self,
+        stream: int,
+        endpoint: str,
+        context: Context,
+        window_bytes: int,
+        payload: bytes,
+        shared: int = 0,
     ) -> None:
         self.opened.append((stream, window_bytes))
+        self.frames.append(("open", (payload, shared)))
+
+    def send_share(self, number: int, payload: bytes) -> None:
+        self.frames.append(("share", (number, payload)))
+
+    def send_release(self, number: int) -> None:
+        self.frames.append(("release", number))
 
     def send_cancel(self, stream: int) -> None:
         self.cancelled.append(stream)
+        self.frames.append(("cancel", stream))
 
     def send_credit(self, stream: int, size_bytes: int) -> None:
         self.credits.append((stream, size_bytes))
@@ -237,3 +255,63 @@ async def test_a_full_window_waits_for_credit_or_the_end() -> None:
         await asyncio.sleep(0)
         stream.cancel()
         await waiting
+
+
+def share(payload: bytes = b"common") -> SharedPayload:
+    return SharedPayload(payload, lambda own: payload + own)
+
+
+async def start_call(recorder: ClientRecorder, shared: SharedPayload) -> asyncio.Task[None]:
+    call = recorder.tasks.start(
+        recorder.streams.call("e", b"own", CONTEXT, lambda _: True, None, shared)
+    )
+    await asyncio.sleep(0)
+    return call
+
+
+async def test_a_shared_payload_is_sent_before_its_first_call_and_released_after_the_last() -> None:
+    async with BackgroundTasks() as tasks:
+        recorder, shared = ClientRecorder(tasks), share()
+        number = shared.number
+        calls = [await start_call(recorder, shared) for _ in range(2)]
+        assert recorder.sender.frames == [
+            ("share", (number, b"common")),
+            ("open", (b"own", number)),
+            ("open", (b"own", number)),
+        ]
+        recorder.streams.deliver([(1, END, b"")])
+        await calls[0]
+        assert ("release", number) not in recorder.sender.frames
+        calls[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        assert recorder.sender.frames[-2:] == [("cancel", 2), ("release", number)]
+        await start_call(recorder, shared)
+        assert recorder.sender.frames[-2:] == [
+            ("share", (number, b"common")),
+            ("open", (b"own", number)),
+        ]
+
+
+async def test_a_peer_that_cannot_share_gets_whole_payloads() -> None:
+    async with BackgroundTasks() as tasks:
+        recorder = ClientRecorder(tasks)
+        recorder.sender.can_share = False
+        await start_call(recorder, share())
+        assert recorder.sender.frames == [("open", (b"commonown", 0))]
+
+
+async def test_a_refused_call_releases_its_shared_payload() -> None:
+    def refuse(*_: Any) -> None:
+        raise Overloaded("too many bytes are unsent")
+
+    async with BackgroundTasks() as tasks:
+        recorder, shared = ClientRecorder(tasks), share()
+        recorder.sender.send_open = refuse  # type: ignore[method-assign]
+        with pytest.raises(Overloaded):
+            await (await start_call(recorder, shared))
+        assert recorder.sender.frames == [
+            ("share", (shared.number, b"common")),
+            ("release", shared.number),
+        ]
+        assert len(recorder.streams) == 0

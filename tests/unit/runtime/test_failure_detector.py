@@ -40,6 +40,8 @@ class FakeWorkers:
         self.instances = dict(self.all_instances)
         self.busy = {"a"}
         self.frames = {"a": 0, "b": 0}
+        self.sent_bytes = 0
+        self.unsent_bytes = 0
         self.answer_s: float | None = None
         self.pinged_at: list[float] = []
         self.open_pings = 0
@@ -64,6 +66,9 @@ class FakeWorkers:
 
     def count_received_frames(self, address: str) -> int:
         return self.frames[address]
+
+    def count_sent_bytes(self, address: str) -> tuple[int, int]:
+        return self.sent_bytes, self.unsent_bytes
 
     async def call(self, address: str, *_: Any) -> None:
         self.pinged_at.append(self.clock.now())
@@ -131,6 +136,41 @@ def test_a_silent_worker_is_pinged_and_then_declared_failed() -> None:
         assert workers.open_pings == 0
         assert workers.instances.keys() == {"b"}
         assert "dynamo_workers_frozen_total 1" in scenario.metrics.render()
+
+    run_scenario(play)
+
+
+def test_a_worker_that_takes_waiting_bytes_is_not_declared_failed() -> None:
+    async def play(scenario: Scenario) -> None:
+        workers = scenario.workers
+        workers.unsent_bytes = 50_000_000
+        for _ in range(50):
+            await scenario.clock.sleep(0.1)
+            workers.sent_bytes += 1_000_000
+            workers.unsent_bytes -= 1_000_000
+        assert workers.interrupted == []
+        assert workers.unsent_bytes == 0
+        await scenario.clock.sleep(DETECTED_WITHIN_S)
+        assert workers.interrupted == [("a", "WorkerFailed")]
+
+    run_scenario(play)
+
+
+def test_a_worker_that_takes_no_waiting_bytes_is_declared_failed_in_time() -> None:
+    async def play(scenario: Scenario) -> None:
+        scenario.workers.sent_bytes, scenario.workers.unsent_bytes = 4_000_000, 50_000_000
+        await scenario.clock.sleep(DETECTED_WITHIN_S + CHECK_INTERVAL_S)
+        assert scenario.workers.interrupted == [("a", "WorkerFailed")]
+
+    run_scenario(play)
+
+
+def test_small_requests_to_a_frozen_worker_do_not_hide_it() -> None:
+    async def play(scenario: Scenario) -> None:
+        for _ in range(14):
+            await scenario.clock.sleep(0.1)
+            scenario.workers.sent_bytes += 1000  # the host takes them, nothing waits
+        assert scenario.workers.interrupted == [("a", "WorkerFailed")]
 
     run_scenario(play)
 

@@ -34,7 +34,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.settings.schema import ServerSettings
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import CompletionRequest, TextReply
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 LABELS_HEADER = b"x-dynamo-labels"
 """The labels that the worker must have, e.g. `zone=a,gpu=h100`."""
 
+PROMPTS_PER_SLICE = 4
+"""So many prompts of a request are encoded in one iteration of the event loop."""
 MAX_TRACE_BYTES = 256
 """A longer traceparent is invalid and therefore ignored."""
 
@@ -208,13 +210,12 @@ async def _complete_all(
         await processor.complete(requests[0], context, reply)
         return
     per_prompt = requests[0].options.n
-    await run_all(
-        *(
-            processor.complete(
-                request,
-                replace(context, request_id=f"{context.request_id}.{index}"),
-                OffsetReply(reply, index * per_prompt),
-            )
-            for index, request in enumerate(requests)
+    work = (
+        processor.complete(
+            request,
+            replace(context, request_id=f"{context.request_id}.{index}"),
+            OffsetReply(reply, index * per_prompt),
         )
+        for index, request in enumerate(requests)
     )
+    await run_in_slices(work, PROMPTS_PER_SLICE)

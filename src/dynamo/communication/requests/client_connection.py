@@ -15,15 +15,21 @@ from dynamo.communication.requests.protocol import (
     DATA,
     GOAWAY,
     PLANE,
+    SHARE_VERSION,
     SILENCE_QUERY_BYTES,
     pack_credit,
     pack_open,
+    pack_release,
+    pack_share,
 )
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, ProtocolError, WorkerFailed
+from dynamo.core.errors import InstanceGone, Overloaded, ProtocolError, WorkerFailed
 
 SILENCE_QUERY_S: Final = 2.0
 """The server is asked about streams that were silent for one to two of these periods."""
+LARGE_PAYLOAD_BYTES: Final = 64 << 10
+MAX_UNSENT_BYTES: Final = 64 << 20
+"""Calls that would leave more than this unsent are refused. The connection goes on."""
 
 
 class ClientConnection:
@@ -46,14 +52,39 @@ class ClientConnection:
         self._retired = False
         self._silence_timer: asyncio.TimerHandle | None = None
 
+    @property
+    def can_share(self) -> bool:
+        return self.handshake.version >= SHARE_VERSION
+
     def send_open(
-        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self,
+        stream: int,
+        endpoint: str,
+        context: Context,
+        window_bytes: int,
+        payload: bytes,
+        shared: int = 0,
     ) -> None:
-        self.link.write(pack_open(stream, endpoint, context, window_bytes, payload))
+        frame = pack_open(stream, endpoint, context, window_bytes, payload, shared)
+        size = len(payload)
+        if size > LARGE_PAYLOAD_BYTES or (size and self.link.congested):
+            self._check_unsent(size)
+        self.link.write(frame)
+        if size > LARGE_PAYLOAD_BYTES:
+            self.link.flush()  # the next check counts these bytes
         if self._silence_timer is None:
             self._silence_timer = asyncio.get_running_loop().call_later(
                 SILENCE_QUERY_S, self._query_silent_streams
             )
+
+    def send_share(self, number: int, payload: bytes) -> None:
+        frame = pack_share(number, payload)
+        self._check_unsent(len(payload))
+        self.link.write(frame)
+        self.link.flush()
+
+    def send_release(self, number: int) -> None:
+        self.link.write(pack_release(number))
 
     def send_cancel(self, stream: int) -> None:
         self.link.write(pack_number(CANCEL, stream))
@@ -92,6 +123,16 @@ class ClientConnection:
             WorkerFailed(f"the connection to the instance broke: {error or 'closed'}")
         )
         self._on_lost(self)
+
+    def _check_unsent(self, size: int) -> None:
+        """Raise `Overloaded` if `size` more bytes exceed the limit. Pings are empty and pass."""
+        unsent = self.link.unsent_bytes
+        if unsent + size > MAX_UNSENT_BYTES:
+            raise Overloaded(
+                f"{unsent:,} bytes wait for the connection to the worker; {size:,} more exceed "
+                f"{MAX_UNSENT_BYTES:,}",
+                retry_after_s=1.0,
+            )
 
     def _query_silent_streams(self) -> None:
         """Ask the server whether silent streams are open, as queued and slow calls are.

@@ -11,15 +11,31 @@ from dynamo.communication.requests.plane import FlowWindow, Sink
 from dynamo.communication.requests.protocol import MAX_STREAM_ID
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, decode_error
+from dynamo.core.shared_payload import SharedPayload
 
 
 class CallSender(Protocol):
-    """Sends frames to the handler's end."""
+    """Sends frames to the handler's end. `can_share`: that end knows shared payloads."""
+
+    @property
+    def can_share(self) -> bool: ...
 
     def send_open(
-        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self,
+        stream: int,
+        endpoint: str,
+        context: Context,
+        window_bytes: int,
+        payload: bytes,
+        shared: int = 0,
     ) -> None:
-        """Start a call."""
+        """Start a call. Raises `TooLarge`, and `Overloaded` if too many bytes are unsent."""
+
+    def send_share(self, number: int, payload: bytes) -> None:
+        """Send a payload for calls that name its number. Raises the errors of `send_open`."""
+
+    def send_release(self, number: int) -> None:
+        """Report that no further call names the shared payload."""
 
     def send_cancel(self, stream: int) -> None:
         """Cancel a call because the caller left."""
@@ -38,6 +54,7 @@ class ClientStreams:
         self.frames_received = 0
         self._sinks: dict[int, Sink] = {}
         self._completions: dict[int, asyncio.Future[None]] = {}
+        self._share_users: dict[int, int] = {}
         self._failure: DynamoError | None = None
 
     def __len__(self) -> int:
@@ -49,20 +66,29 @@ class ClientStreams:
         return self._last_stream_id >= MAX_STREAM_ID
 
     async def call(
-        self, endpoint: str, payload: bytes, context: Context, sink: Sink, window: FlowWindow | None
+        self,
+        endpoint: str,
+        payload: bytes,
+        context: Context,
+        sink: Sink,
+        window: FlowWindow | None,
+        shared: SharedPayload | None = None,
     ) -> None:
         """Make one call and wait for its end. See `Requests.call`."""
         if self._failure is not None:
             raise InstanceGone(self._failure.message)
+        number = 0
+        if shared is not None:
+            number, payload = self._acquire_share(shared, payload)
         self._last_stream_id = stream = self._last_stream_id + 1
         window_bytes = 0 if window is None else max(1, window.size_bytes)
-        self._sender.send_open(stream, endpoint, context, window_bytes, payload)
-        completion = self._loop.create_future()
-        self._sinks[stream] = sink
-        self._completions[stream] = completion
-        if window is not None:
-            window.on_release = _CreditSender(self._sender, stream, window.size_bytes)
         try:
+            self._sender.send_open(stream, endpoint, context, window_bytes, payload, number)
+            completion = self._loop.create_future()
+            self._sinks[stream] = sink
+            self._completions[stream] = completion
+            if window is not None:
+                window.on_release = _CreditSender(self._sender, stream, window.size_bytes)
             await completion
         finally:
             if window is not None:
@@ -70,6 +96,24 @@ class ClientStreams:
             if self._completions.pop(stream, None) is not None:
                 del self._sinks[stream]
                 self._sender.send_cancel(stream)
+            if number:
+                self._release_share(number)
+
+    def _acquire_share(self, shared: SharedPayload, payload: bytes) -> tuple[int, bytes]:
+        """Return the number that the call names, 0 for none, and the payload that it sends."""
+        if not self._sender.can_share:
+            return 0, shared.join(payload)
+        number, users = shared.number, self._share_users
+        if number not in users:
+            self._sender.send_share(number, shared.payload)
+        users[number] = users.get(number, 0) + 1
+        return number, payload
+
+    def _release_share(self, number: int) -> None:
+        self._share_users[number] -= 1
+        if not self._share_users[number]:
+            del self._share_users[number]
+            self._sender.send_release(number)
 
     def find_silent_streams(self) -> list[int]:
         """Return the streams without an item since the last call of this method."""

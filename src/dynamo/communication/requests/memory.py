@@ -19,6 +19,7 @@ from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requ
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, TooLarge, WorkerFailed
+from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
 
 _planes: dict[str, MemoryRequests] = {}
 
@@ -62,9 +63,10 @@ class MemoryRequests(Requests):
         sink: Sink,
         *,
         window: FlowWindow | None = None,
+        shared: SharedPayload | None = None,
     ) -> None:
         connection = self._connections.get(address) or self._connect(address)
-        await connection.streams.call(endpoint, payload, context, sink, window)
+        await connection.streams.call(endpoint, payload, context, sink, window, shared)
 
     def count_received_frames(self, address: str) -> int:
         connection = self._connections.get(address)
@@ -122,6 +124,8 @@ class _MemoryConnection:
     While an end is severed, messages are held. So is the end of the connection.
     """
 
+    can_share = True
+
     def __init__(self, client: MemoryRequests, server: MemoryRequests) -> None:
         self._client = client
         self._server = server
@@ -129,15 +133,28 @@ class _MemoryConnection:
         self._client_closed = False
         self._server_closed = False
         self._held_messages: list[Callable[[], object]] = []
+        self._shared: dict[int, ReceivedPayload] = {}
         self.streams = ClientStreams(self)
         self._send_queue = SendQueue(lambda: self._send(self._deliver))
 
     def send_open(
-        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self,
+        stream: int,
+        endpoint: str,
+        context: Context,
+        window_bytes: int,
+        payload: bytes,
+        shared: int = 0,
     ) -> None:
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise TooLarge(f"a request of {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
-        self._send(partial(self._on_open, stream, endpoint, context, window_bytes, payload))
+        _check_size(payload)
+        self._send(partial(self._on_open, stream, endpoint, context, window_bytes, payload, shared))
+
+    def send_share(self, number: int, payload: bytes) -> None:
+        _check_size(payload)
+        self._send(partial(self._shared.__setitem__, number, ReceivedPayload(payload)))
+
+    def send_release(self, number: int) -> None:
+        self._send(partial(self._shared.pop, number, None))
 
     def send_cancel(self, stream: int) -> None:
         self._send(partial(self._on_cancel, stream))
@@ -192,10 +209,18 @@ class _MemoryConnection:
             self._send_queue.cancel_all()
 
     def _on_open(
-        self, stream_id: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self,
+        stream_id: int,
+        endpoint: str,
+        context: Context,
+        window_bytes: int,
+        payload: bytes,
+        shared: int,
     ) -> None:
         if not self._server_closed:
             stream = ServerStream(self._send_queue, stream_id, context, window_bytes)
+            if shared:
+                stream.shared = self._shared[shared]
             self._server.endpoints.start(endpoint, payload, stream)
 
     def _on_cancel(self, stream_id: int) -> None:
@@ -217,3 +242,8 @@ class _MemoryConnection:
         ]
         queue.clear()
         self.streams.deliver(items)
+
+
+def _check_size(payload: bytes) -> None:
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise TooLarge(f"a request of {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")

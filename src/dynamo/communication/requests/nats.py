@@ -14,6 +14,7 @@ from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.communication.transports import TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone
+from dynamo.core.shared_payload import SharedPayload
 from dynamo.core.tasks import BackgroundTasks
 
 BYPASS_S: Final = 5.0
@@ -76,25 +77,31 @@ class NatsRequests(Requests):
         sink: Sink,
         *,
         window: FlowWindow | None = None,
+        shared: SharedPayload | None = None,
     ) -> None:
+        arguments = endpoint, payload, context, sink
         nats_address, direct_address = split_address(address)
         self._addresses[nats_address] = self._addresses[direct_address] = address
         await self._nats.first_attempt_done.wait()
         if self._nats.connected and nats_address not in self._bypassed:
             try:
-                await self._via_nats.call(
-                    nats_address, endpoint, payload, context, sink, window=window
-                )
+                await self._via_nats.call(nats_address, *arguments, window=window, shared=shared)
                 return
             except InstanceGone:  # no work was done; the instance may have lost NATS
                 if not direct_address:
                     raise
-        await self._direct.call(direct_address, endpoint, payload, context, sink, window=window)
+        await self._direct.call(direct_address, *arguments, window=window, shared=shared)
 
     def count_received_frames(self, address: str) -> int:
         nats_address, direct_address = split_address(address)
         via_nats = self._via_nats.count_received_frames(nats_address)
         return via_nats + self._direct.count_received_frames(direct_address)
+
+    def count_sent_bytes(self, address: str) -> tuple[int, int]:
+        nats_address, direct_address = split_address(address)
+        sent, unsent = self._via_nats.count_sent_bytes(nats_address)
+        direct_sent, direct_unsent = self._direct.count_sent_bytes(direct_address)
+        return sent + direct_sent, unsent + direct_unsent
 
     def disconnect(self, address: str) -> None:
         nats_address, direct_address = split_address(address)

@@ -9,6 +9,7 @@ from dynamo.communication.backends import load_backend
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.context import Context
 from dynamo.core.plugins import REQUEST_BACKENDS
+from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
 
 Sink = Callable[[bytes], bool]
 """Receives a stream at the caller, called on the loop with each payload.
@@ -36,10 +37,12 @@ class ResponseWriter(ABC):
     """The handler's end of one stream.
 
     A handler may set `is_alive`, which tells whether it still works on this call. The plane calls
-    it after long silence. If the answer is False, the call fails with `WorkerFailed`.
+    it after long silence. If the answer is False, the call fails with `WorkerFailed`. `shared` is
+    the payload that this call shares with others, or None.
     """
 
     context: Context
+    shared: ReceivedPayload | None
     is_alive: Callable[[], bool] | None
 
     @abstractmethod
@@ -101,18 +104,28 @@ class Requests(ABC):
         sink: Sink,
         *,
         window: FlowWindow | None = None,
+        shared: SharedPayload | None = None,
     ) -> None:
         """Call one instance. `sink` gets every payload in order. Returns at the stream's end.
 
         Raises the handler's error, `NotFound` for an unknown endpoint, `InstanceGone` if the
         instance is not there (no work was done), and `WorkerFailed` if the connection broke midway.
         Cancellation and a False from `sink` cancel the handler. A `window` bounds unconsumed bytes:
-        the handler's `wait_for_window` waits until enough of them are released.
+        the handler's `wait_for_window` waits until enough of them are released. Calls with the same
+        `shared` send its bytes once. Raises `Overloaded` if too many bytes are unsent already.
         """
 
     @abstractmethod
     def count_received_frames(self, address: str) -> int:
         """Return how many frames arrived over the current connection to `address`."""
+
+    def count_sent_bytes(self, address: str) -> tuple[int, int]:
+        """Return how many bytes the connection to `address` has sent, and how many are unsent.
+
+        (0, 0) if there is no connection or the backend has no unsent bytes.
+        """
+        del address
+        return 0, 0
 
     @abstractmethod
     def disconnect(self, address: str) -> None:

@@ -15,13 +15,17 @@ from dynamo.communication.requests.protocol import (
     GOAWAY,
     OPEN,
     PLANE,
+    RELEASE,
+    SHARE,
     SILENCE_QUERY_BYTES,
     unpack_credit,
     unpack_open,
+    unpack_share,
 )
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.communication.transports import PlaneTransport
 from dynamo.core.errors import ProtocolError, WorkerFailed, encode_error
+from dynamo.core.shared_payload import ReceivedPayload
 
 UNKNOWN_STREAM = "the instance has ended this call, but the end of its answer was lost"
 
@@ -44,6 +48,7 @@ class ServerConnection:
         self._send_queue = SendQueue(self.link.schedule_flush)
         self._going_away = False
         self._last_stream_id = 0
+        self._shared: dict[int, ReceivedPayload] = {}
 
     def go_away(self) -> None:
         """Tell the caller to open no more streams, once the handshake is complete."""
@@ -75,13 +80,25 @@ class ServerConnection:
             else:
                 self._send_queue.end_stream(number, encode_error(WorkerFailed(UNKNOWN_STREAM)))
         else:
-            raise ProtocolError(f"a frame of kind {kind} from a caller")
+            self._on_share_frame(kind, body)
 
     def on_lost(self, error: Exception | None) -> None:
         del error
         self._handshake.on_lost()
+        self._shared.clear()
         self._send_queue.cancel_all()
         self._on_lost(self)
+
+    def _on_share_frame(self, kind: int, body: bytes) -> None:
+        if kind not in (SHARE, RELEASE):
+            raise ProtocolError(f"a frame of kind {kind} from a caller")
+        number, payload = unpack_share(body)
+        if kind == RELEASE:
+            self._shared.pop(number, None)
+        elif number in self._shared:
+            raise ProtocolError(f"payload {number} shared twice")
+        else:
+            self._shared[number] = ReceivedPayload(payload)
 
     def _open_stream(self, body: bytes) -> None:
         number, header, payload = unpack_open(body)
@@ -89,6 +106,11 @@ class ServerConnection:
             raise ProtocolError(f"stream {number} opened twice")
         self._last_stream_id = number
         stream = ServerStream(self._send_queue, number, header.context, header.window_bytes)
+        if header.shared:
+            stream.shared = self._shared.get(header.shared)
+            if stream.shared is None:
+                stream.end(ProtocolError(f"payload {header.shared} is not shared"))
+                return
         self._endpoints.start(header.endpoint, payload, stream)
 
     def _pop_frames(self) -> list[bytes]:

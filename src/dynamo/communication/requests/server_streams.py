@@ -57,6 +57,7 @@ class ServerStream(ResponseWriter):
     def __init__(self, queue: SendQueue, stream: int, context: Context, window_bytes: int) -> None:
         self.context = context
         self.is_alive = None
+        self.shared = None
         self.endpoint_streams: set[ServerStream] = set()
         self.task: asyncio.Task[Any] | None = None
         self._send_queue = queue

@@ -18,6 +18,7 @@ from dynamo.communication.requests.server_connection import ServerConnection
 from dynamo.communication.transports import PlaneTransport, TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
+from dynamo.core.shared_payload import SharedPayload
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.telemetry.logs import request_id
 
@@ -82,11 +83,12 @@ class TcpRequests(Requests):
         sink: Sink,
         *,
         window: FlowWindow | None = None,
+        shared: SharedPayload | None = None,
     ) -> Coroutine[Any, Any, None]:
         connection = self._client_connections.get(address)
         if connection is None or connection.streams.exhausted:
-            return self._connect_and_call(address, endpoint, payload, context, sink, window)
-        return connection.streams.call(endpoint, payload, context, sink, window)
+            return self._connect_and_call(address, endpoint, payload, context, sink, window, shared)
+        return connection.streams.call(endpoint, payload, context, sink, window, shared)
 
     async def _connect_and_call(self, address: str, *call_arguments: Any) -> None:
         connection = await self._connect(address)
@@ -95,6 +97,13 @@ class TcpRequests(Requests):
     def count_received_frames(self, address: str) -> int:
         connection = self._client_connections.get(address)
         return 0 if connection is None else connection.streams.frames_received
+
+    def count_sent_bytes(self, address: str) -> tuple[int, int]:
+        connection = self._client_connections.get(address)
+        if connection is None:
+            return 0, 0
+        link = connection.link
+        return link.written_bytes - link.unsent_bytes, link.unsent_bytes
 
     def disconnect(self, address: str) -> None:
         connection = self._client_connections.get(address)

@@ -7,13 +7,13 @@ continues on another worker gets the same tokens as without a break.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from struct import Struct
 
 from xxhash import xxh3_64
 
 from dynamo.core.values import TokenLogprobs
+from dynamo.inference.sequence import TokenIds
 
 _pack = Struct("<I").pack
 
@@ -23,7 +23,7 @@ class MockTokenGenerator:
 
     __slots__ = ("_hash", "_vocabulary")
 
-    def __init__(self, vocabulary: Sequence[int], context: array[int]) -> None:
+    def __init__(self, vocabulary: Sequence[int], context: TokenIds) -> None:
         self._vocabulary = vocabulary
         self._hash = xxh3_64(context.tobytes())
 

@@ -95,7 +95,7 @@ def apply_penalties(row: Floats, sampling: SamplingParams, sequence: EngineSeque
         if 0 <= token < len(row):
             row[token] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(sequence.tokens))
+        seen = np.unique(np.asarray(sequence.tokens[:]))
         logits, penalty = row[seen].astype(np.float64), sampling.repetition_penalty
         changed = np.where(logits > 0, logits / penalty, logits * penalty)
         row[seen] = np.clip(changed, -MAX_LOGIT, MAX_LOGIT)

@@ -14,6 +14,7 @@ from typing import Any
 from dynamo.communication.requests import FlowWindow, Requests, Sink
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, NoWorkers
+from dynamo.core.shared_payload import SharedPayload
 from dynamo.runtime.calls.instances import Instance, InstanceView
 from dynamo.runtime.calls.interruptible import Interruptible
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer
@@ -101,6 +102,7 @@ class Client:
         sink: Sink,
         *,
         window: FlowWindow | None = None,
+        shared: SharedPayload | None = None,
     ) -> None:
         """Call `instance`. Ordering and errors are those of `Requests.call`."""
         if self._loop is None:
@@ -109,7 +111,13 @@ class Client:
         try:
             with Interruptible(load.calls, self._loop):
                 await self._requests.call(
-                    instance.address, self.path, payload, context, sink, window=window
+                    instance.address,
+                    self.path,
+                    payload,
+                    context,
+                    sink,
+                    window=window,
+                    shared=shared,
                 )
         except InstanceGone:
             self.view.mark_unreachable(instance.address)

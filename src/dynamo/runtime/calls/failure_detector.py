@@ -3,7 +3,8 @@
 All streams from a worker share one connection, so the detector watches the silence of whole workers
 that have calls. A silent worker gets a ping over the same connection. Slow, busy or overloaded
 processes answer the ping; stopped or unreachable processes do not. A worker that answers only a
-direct ping, past the plane's server, is not declared failed: its calls bypass the server.
+direct ping, past the plane's server, is not declared failed: its calls bypass the server. A worker
+that still takes the bytes that wait for it is not silent: the ping stands behind those bytes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ REMOVAL_GRACE_S = 0.1
 
 @dataclass
 class PingState:
-    """The state of a worker that has calls. `frames_received` is the connection's total."""
+    """The state of a worker that has calls. `frames_received` and `sent_bytes` are the connection's
+    totals."""
 
     frames_received: int
     last_heard_at: float
+    sent_bytes: int = 0
     ping_task: asyncio.Task[None] | None = None
     direct_ping_task: asyncio.Task[bool] | None = None
     pinged_at: float = 0.0
@@ -142,7 +145,7 @@ class FailureDetector:
             state = self._ping_states.get(address)
             if state is None:
                 self._ping_states[address] = PingState(frames, now)
-            elif late or frames != state.frames_received:
+            elif late or frames != state.frames_received or self._is_sending(address, state):
                 state.frames_received = frames
                 state.last_heard_at = state.pinged_at = now
             elif state.ping_task is not None:
@@ -153,6 +156,13 @@ class FailureDetector:
                 state.ping_task = self._tasks.start(self._ping(address, state), f"ping {address}")
                 state.direct_ping_task = self._tasks.start(self._ping_directly(address, state))
         return bool(busy)
+
+    def _is_sending(self, address: str, state: PingState) -> bool:
+        """Whether bytes wait for the worker and it has taken some since the last check."""
+        sent_bytes, unsent_bytes = self._requests.count_sent_bytes(address)
+        taken = sent_bytes > state.sent_bytes
+        state.sent_bytes = sent_bytes
+        return taken and unsent_bytes > 0
 
     async def _ping(self, address: str, state: PingState) -> None:
         context = Context(request_id="ping")

@@ -15,9 +15,15 @@ from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema import SamplingSettings
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
-from dynamo.core.values import Finish, GenerateRequest, Started, StopConditions
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    RequestGroup,
+    Started,
+    StopConditions,
+)
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.tokenization.tokenizer import Tokenizer
@@ -27,6 +33,8 @@ from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
+CHOICES_PER_SLICE = 16
+"""So many choices of a request are sent in one iteration of the event loop."""
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
@@ -187,11 +195,13 @@ class ChatProcessor:
         self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]
     ) -> None:
         """Send each choice as a separate request. The first failure cancels the others."""
+        request = replace(request, group=RequestGroup(request))
 
         async def send_choice(number: int, choice: Detokeniser) -> None:
             await self._send(replace(request, choice=number), context, choice)
 
-        await run_all(*(send_choice(number, choice) for number, choice in enumerate(choices)))
+        work = (send_choice(number, choice) for number, choice in enumerate(choices))
+        await run_in_slices(work, CHOICES_PER_SLICE)
 
 
 async def _finish_without_tokens(choices: Sequence[Detokeniser]) -> None:

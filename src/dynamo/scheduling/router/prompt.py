@@ -21,12 +21,24 @@ PromptReader = Callable[[GenerateRequest], Prompt]
 
 
 def make_prompt_reader(block_tokens: int) -> PromptReader:
-    """Return a reader that hashes blocks as engines do, with the request's salt as the root."""
+    """Return a reader that hashes blocks as engines do, with the request's salt as the root.
+
+    The choices of one prompt are hashed once.
+    """
 
     def read(request: GenerateRequest) -> Prompt:
+        group = request.group
+        if group is not None and not group.covers(request):
+            group = None
+        if group is not None and group.routing_prompt is not None:
+            known: Prompt = group.routing_prompt
+            return known
         ids = request.token_ids
         hashes = block_hashes(ids, block_tokens, root_hash(request.salt))
-        return Prompt(len(ids) // TOKEN_BYTES, hashes)
+        prompt = Prompt(len(ids) // TOKEN_BYTES, hashes)
+        if group is not None:
+            group.routing_prompt = prompt
+        return prompt
 
     return read
 
