@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -119,3 +120,20 @@ def test_local_pages_and_programs_are_served(
     assert exchange(deployment.port, request).status == 200
     assert chat(deployment.port).status == 200
     outcome("served")
+
+
+@pytest.mark.attack(
+    "a page with a name of its own (DNS rebinding) calls a deployment that serves other hosts",
+    "requests that send something are refused; the start warned that no key is set, once",
+)
+def test_a_deployment_for_other_hosts_warns_and_refuses_rebound_pages(
+    tiny_model: Path, tmp_path: Path, outcome: Callable[[str], None]
+) -> None:
+    flags = ("--http-host", "0.0.0.0")
+    with Cluster(tiny_model, tmp_path, workers=1, flags=flags) as cluster:
+        host = f"evil.example:{cluster.port}"
+        request = request_bytes(BODY, headers=(f"Origin: http://{host}",), host=host)
+        assert exchange(cluster.port, request).status == 403
+        assert exchange(cluster.port, request_bytes(BODY, host="llm.example.com")).status == 200
+        assert cluster.log.count("server.api_keys") == 1
+    outcome("403, warned once")

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from dynamo.application.app import RouterApplication
 from dynamo.communication.http import Request, WebAccess
 from dynamo.communication.http.web_access import MAX_ACCEPTED_HOSTS
+from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Forbidden
-from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.settings.schema import RouterSettings, ServerSettings
+from dynamo.telemetry.metrics import Registry
 
 LOCAL = "127.0.0.1:8000"
 KEYS = {"api_keys": ("a",)}
@@ -142,6 +145,24 @@ def test_a_status_port_asks_for_no_key_and_checks_hosts_on_loopback() -> None:
     with pytest.raises(Forbidden):
         WebAccess.of_status_port("127.0.0.1", server).check(request)
     WebAccess.of_status_port("0.0.0.0", server).check(request)
+
+
+@pytest.mark.parametrize("api_keys", [(), ("a",)])
+def test_a_router_process_has_the_same_rules(api_keys: tuple[str, ...]) -> None:
+    server, router = ServerSettings(api_keys=api_keys), RouterSettings()
+    source: Any = None
+    application = RouterApplication(
+        server, router.host, source, SystemClock(), Registry(), reasons=dict, facts=dict
+    )
+    evil = {b"host": b"127.0.0.1:8001", b"origin": b"https://evil.example"}
+    with pytest.raises(Forbidden):
+        application.check_headers(Request("GET", b"/router/view", evil))
+    rebound = Request("GET", b"/router/view", {b"host": b"evil.example:8001"})
+    if api_keys:
+        application.check_headers(rebound)  # the page asks for the key
+    else:
+        with pytest.raises(Forbidden):
+            application.check_headers(rebound)
 
 
 def test_few_accepted_hosts_are_remembered() -> None:
