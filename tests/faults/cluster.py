@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -31,7 +31,8 @@ class Cluster:
 
     `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `output` is a descriptor for the log
     instead of a file. If it is a terminal, the deployment has it as its controlling terminal. On
-    exit, no process may have logged a traceback.
+    exit, no process may have logged a traceback. `prefix` stands before the command, for example a
+    shell that changes limits and then runs it.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Cluster:
         flags: Sequence[str] = (),
         timing: str = f"constant:0.02,{STEP_MS}",
         output: int | None = None,
+        prefix: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.port = free_port()
@@ -56,14 +59,16 @@ class Cluster:
         self._frontends = frontends
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
+        self._environ = environ or {}
         self._command = [
+            *prefix,
             *(sys.executable, "-P", "-m", "dynamo", "run", "out=mock", str(model)),
             *("--workers", str(workers), "--http-workers", str(frontends)),
             *("--http-port", str(self.port), "--model-name", "tiny", "--timing", timing, *flags),
         ]
 
     def __enter__(self) -> Self:
-        self.environ = os.environ | {"XDG_RUNTIME_DIR": str(self.folder)}
+        self.environ = os.environ | {"XDG_RUNTIME_DIR": str(self.folder), **self._environ}
         if self.etcd is not None and self.nats is not None:
             self._stack.enter_context(self.etcd)
             self._stack.enter_context(self.nats)

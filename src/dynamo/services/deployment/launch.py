@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import resource
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
@@ -35,6 +36,12 @@ SERVICE_BY_ROLE = {
     "worker": "dynamo.services.worker:WorkerService",
 }
 
+
+BASE_OPEN_FILES = 96
+"""Files and sockets of a frontend without connections, and some connections of clients."""
+OPEN_FILES_PER_PROCESS = 4
+"""What each process of a deployment adds to the frontend and the supervisor."""
+DEFAULT_OPEN_FILES = 4096
 
 MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
 """Returns the processes for settings with the port and the deployment's name filled in."""
@@ -124,8 +131,10 @@ def serve(
             _warn_if_open(settings.server)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
+        processes = (specs or deployment_specs)(settings)
+        check_open_files(len(processes))
         supervisor = Supervisor(
-            (specs or deployment_specs)(settings),
+            processes,
             deployment,
             settings,
             address=url,
@@ -144,6 +153,18 @@ def _warn_if_open(server: ServerSettings) -> None:
         log.warning(
             "every client that reaches the HTTP port may use it: set server.api_keys",
             extra={"fields": {"http_host": server.http_host}},
+        )
+
+
+def check_open_files(processes: int) -> None:
+    """Raise `ConfigError` if the limit of open files is too low for a deployment to serve."""
+    needed = BASE_OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"a process may open {hard} files and sockets, and {processes} processes need {needed}",
+            hint=f"raise it with `ulimit -n {max(needed, DEFAULT_OPEN_FILES)}`; in a systemd unit "
+            "set LimitNOFILE",
         )
 
 
