@@ -1,4 +1,4 @@
-"""What other users of the host can do to a deployment that listens on loopback only."""
+"""Attacks by other users of the host on a deployment that listens on loopback only."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class SecuritySettings(SettingsSection, frozen=True):
     secret: str = setting(
         "",
         "secret that all processes of the deployment share, at least 16 characters; planes "
-        "that listen beyond this machine need it, or certificates",
+        "that listen beyond this machine need it, or certificates. It proves who is connected; "
+        "only TLS hides and protects what is sent. Empty: that of a `file:` discovery folder",
         secret=True,
     )
     tls_ca: str = setting("", "PEM file of the CA of all processes' certificates; TLS is mutual")
