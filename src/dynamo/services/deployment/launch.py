@@ -40,7 +40,7 @@ SERVICE_BY_ROLE = {
 BASE_OPEN_FILES = 96
 """Files and sockets of a frontend without connections, and some connections of clients."""
 OPEN_FILES_PER_PROCESS = 4
-"""What each process of a deployment adds to the frontend and the supervisor."""
+"""Files and sockets that each process adds to the frontend and to the supervisor."""
 DEFAULT_OPEN_FILES = 4096
 
 MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
