@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Freeze a worker under load (SIGSTOP), resume it, and then offer twice the capacity.
 
-    benchmarks/freeze.py [--seconds 30] [--streams 40] [--rate 4] [--model DIR]
+    benchmarks/freeze.py [--seconds 4] [--streams 40] [--rate 4] [--model DIR]
 
 Four mock workers take 23 ms a step. Long streams run when one worker is stopped, and new requests of
 20 tokens arrive all the time. The load continues after SIGCONT until the resumed worker has answered. Then
@@ -132,7 +132,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="", help="folder; default: the default model")
-    parser.add_argument("--seconds", type=float, default=30, help="duration of the freeze")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=4,
+        help="duration of the freeze; the supervisor replaces a worker after 5",
+    )
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--rate", type=float, default=4, help="new requests a second")
     parser.add_argument("--overload", type=float, default=20, help="seconds of twice the capacity")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import termios
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.faults.stream_client import Answer, ask, body_of, read
 
@@ -156,6 +158,15 @@ class Cluster:
     def health(self, record: ProcessRecord) -> str:
         """Return the /health page of one process."""
         return str(urllib.request.urlopen(f"{record.status_url}/health", timeout=5).read())
+
+    def health_body(self, record: ProcessRecord) -> dict[str, Any]:
+        """Return the body of /health of one process, also if its status is 503."""
+        try:
+            page = urllib.request.urlopen(f"{record.status_url}/health", timeout=5)
+        except urllib.error.HTTPError as error:
+            page = error
+        with page:
+            return dict(json.load(page))
 
     async def texts(self, keys: Sequence[int], tokens: int) -> dict[int, str]:
         """Return the answers without faults. Each is requested only once."""

@@ -52,6 +52,7 @@ def test_ps_lists_every_process_and_its_state(
             "address",
             "status_url",
             "state",
+            "restarts",
         }
         assert alive(process["pid"])
 

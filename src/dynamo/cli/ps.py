@@ -12,7 +12,7 @@ from dynamo.cli.parsing import Parser, format_table
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import ProcessRecord
 
-COLUMNS = ("deployment", "role", "name", "pid", "address", "status_url", "state")
+COLUMNS = ("deployment", "role", "name", "pid", "address", "status_url", "state", "restarts")
 
 EXAMPLES = """\
   dynamo ps

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ProcessState = Literal["starting", "ready", "draining"]
+ProcessState = Literal["starting", "ready", "draining", "hung"]
+"""A process reports its state itself, except for `hung`, which its supervisor reports."""
 RECORDS_FOLDER = "processes"
 DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"
@@ -34,10 +35,19 @@ STATE_ROOT_VARIABLE = "_DYNAMO_STATE_ROOT"
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
+class ChildStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a supervisor knows about a process: whether its event loop hangs, and how many processes
+    of its name died before it."""
+
+    hung: bool = False
+    restarts: int = 0
+
+
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
     request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
-    same pid."""
+    same pid. `children` are the unusual children of a supervisor by pid. `restarts` is added by
+    readers from there."""
 
     deployment: str
     role: str
@@ -48,6 +58,8 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: ProcessState = "starting"
     instance: str = ""
     start_ticks: int = 0
+    restarts: int = 0
+    children: dict[int, ChildStatus] = {}
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -112,15 +124,15 @@ class Deployment(msgspec.Struct, frozen=True):
                     (self.folder / name).rmdir()
 
     def live_processes(self) -> Sequence[ProcessRecord]:
-        """Live processes: supervisors first, then by role and name. Blocks. Records of dead
-        processes are removed."""
+        """Live processes: supervisors first, then by role and name, with the status that their
+        supervisors report. Blocks. Records of dead processes are removed."""
         records = [
             record
             for path in self.folder.glob(f"{RECORDS_FOLDER}/*.json")
             if (record := _read_live_record(path))
         ]
         records.sort(key=lambda record: (record.role != "supervisor", record.role, record.name))
-        return records
+        return _add_child_status(records)
 
     @contextlib.contextmanager
     def _lock(self, operation: int) -> Iterator[None]:
@@ -256,6 +268,19 @@ def _read_live_record(path: Path) -> ProcessRecord | None:
         return record
     path.unlink(missing_ok=True)
     return None
+
+
+def _add_child_status(records: Sequence[ProcessRecord]) -> Sequence[ProcessRecord]:
+    """Add what supervisors report about their children to the records of these."""
+    children = {pid: status for record in records for pid, status in record.children.items()}
+    return [
+        msgspec.structs.replace(
+            record, state="hung" if status.hung else record.state, restarts=status.restarts
+        )
+        if (status := children.get(record.pid))
+        else record
+        for record in records
+    ]
 
 
 def _ensure_private(folder: Path) -> None:

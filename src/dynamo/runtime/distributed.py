@@ -42,7 +42,8 @@ class DistributedRuntime:
     """The planes, clients and endpoints of a process, from `create` to `shutdown`. `stopping` is
     cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
     component that listens there sets it. `supervised` means that a supervisor reserves that port,
-    which is then shared with SO_REUSEPORT. `shutdown` closes the `clients`."""
+    which is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event
+    loop; a component may call it before the process is ready. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -72,6 +73,7 @@ class DistributedRuntime:
         self.failure: DynamoError | None = None
         self.public_address = ""
         self.supervised = False
+        self.on_serving: Callable[[], None] = lambda: None
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()
         self._shutdown_hooks: list[ShutdownHook] = []

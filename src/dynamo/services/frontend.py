@@ -56,6 +56,7 @@ class FrontendService:
         self._model_watcher.start()
         if runtime.supervised:  # other frontends on this port may serve the models already
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
+        runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
         port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
         runtime.add_shutdown_hook(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -21,7 +21,14 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
 from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
-from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ChildStart
+from dynamo.runtime.processes.parent_pipe import (
+    PING,
+    PING_ANSWER,
+    ChildNotice,
+    ChildReport,
+    ChildStart,
+)
+from dynamo.runtime.processes.watchdog import KILL_AFTER_S, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +38,7 @@ MAX_RESTART_DELAY_S = 10.0
 CRASH_LOOP_DEATHS = 5
 """A child that died this many times in a row before it served is in a crash loop."""
 CRASH_LOOP_MAX_DELAY_S = 60.0
+HUNG_EXIT_TEXT = f"SIGKILL: its event loop did not answer for {KILL_AFTER_S:g} s"
 BACKOFF_RESET_S = 10.0
 """Serving for this time resets the delay to `RESTART_DELAY_S`."""
 
@@ -80,7 +88,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChildProcess:
     """Keeps a process alive until it is stopped. `report` is its last report. `crash_loop_reason`
-    is empty unless the process is in a crash loop."""
+    is empty unless the process is in a crash loop. `restarts` counts its deaths, the last with
+    `last_exit`."""
 
     def __init__(
         self,
@@ -97,6 +106,9 @@ class ChildProcess:
         self.pid = 0
         self.ever_ready = False
         self.crash_loop_reason = ""
+        self.restarts = 0
+        self.last_exit = ""
+        self._watchdog = Watchdog()
         self._clock = clock
         self._on_line = on_line
         self._on_change = on_change
@@ -114,6 +126,23 @@ class ChildProcess:
         """Whether the process runs and reported that it serves."""
         return self.pid != 0 and self.report.state == "ready"
 
+    @property
+    def hung(self) -> bool:
+        """Whether the event loop of the process does not answer."""
+        return self.pid != 0 and self._watchdog.hung
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why the process does not serve, or an empty string."""
+        if self.hung:
+            return f"its event loop does not answer; it is killed after {KILL_AFTER_S:g} s"
+        if self.ready:
+            return ""
+        if self.crash_loop_reason:
+            return self.crash_loop_reason
+        state = self.report.state if self.pid else "not running"
+        return f"{state} after {self.last_exit}" if self.last_exit == HUNG_EXIT_TEXT else state
+
     async def run(self) -> None:
         """Start the process and restart it after each death. Returns after `stop_restarting` or
         after a report that the process can never start."""
@@ -123,6 +152,8 @@ class ChildProcess:
             self.ever_ready |= self._ready_at is not None
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
+            self.restarts += 1
+            self.last_exit = exit_text
             self._on_death(self)
             self.report = ChildReport()
             await self._wait_before_restart(exit_text, self._backoff.next_delay_s(served_s))
@@ -144,6 +175,23 @@ class ChildProcess:
         self._notice = notice
         if self._stdin_writer is not None:
             self._stdin_writer.write(msgspec.json.encode(notice) + b"\n")
+
+    def check_event_loop(self) -> None:
+        """Ping the process, and kill it if it left a ping unanswered for `KILL_AFTER_S`. Call this
+        every `PING_INTERVAL_S`. A process that drains is not checked."""
+        if self._stdin_writer is None or self._stopping.is_set():
+            return
+        if self.report.state == "draining":
+            return
+        was_hung, was_expired = self._watchdog.hung, self._watchdog.expired
+        if self._watchdog.tick(self._clock.now()):
+            self._stdin_writer.write(PING + b"\n")
+        if self._watchdog.hung != was_hung:
+            self._on_change(self)
+        if self._watchdog.expired and not was_expired:
+            fields = {"name": self.spec.name, "pid": self.pid, "silent_s": KILL_AFTER_S}
+            log.error("process killed: its event loop does not answer", extra={"fields": fields})
+            self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process; SIGKILL goes to its whole process group."""
@@ -171,9 +219,12 @@ class ChildProcess:
     async def _run_once(self) -> str:
         """Run the process until its death. Returns a description of its exit."""
         self._ready_at = None
+        self._watchdog = Watchdog()
         kills_before = count_oom_kills()
         try:
             code = await self._spawn()
+            if self._watchdog.expired:
+                return HUNG_EXIT_TEXT
             out_of_memory = killed_by_oom(kills_before, self._peak_rss_bytes)
             return describe_exit(code, out_of_memory=out_of_memory)
         except OSError as error:
@@ -226,6 +277,9 @@ class ChildProcess:
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
+                if line.rstrip() == PING_ANSWER:
+                    self._on_ping_answer()
+                    continue
                 try:
                     self.report = msgspec.json.decode(line, type=ChildReport)
                 except (msgspec.DecodeError, UnicodeDecodeError):
@@ -235,6 +289,12 @@ class ChildProcess:
                     self._ready_at = self._clock.now()
                     self.crash_loop_reason = ""
                 self._on_change(self)
+
+    def _on_ping_answer(self) -> None:
+        was_hung = self._watchdog.hung
+        self._watchdog.on_answer()
+        if was_hung:
+            self._on_change(self)
 
     async def _read_logs(self, process: subprocess.Popen[bytes]) -> None:
         reader = asyncio.StreamReader()

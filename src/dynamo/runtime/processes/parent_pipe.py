@@ -1,6 +1,7 @@
 """The socket pair between the supervisor and a child, which has its end as standard input. The
-supervisor sends JSON lines: a `ChildStart`, then `ChildNotice`s. The child sends `ChildReport`
-lines. End of file means that the other process is dead."""
+supervisor sends JSON lines: a `ChildStart`, then `ChildNotice`s and `PING`s. The child sends
+`ChildReport`s, and `PING_ANSWER`s from its event loop. End of file means that the other process is
+dead."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 """Exit code of a command with invalid arguments or settings."""
+PING = b'"ping"'
+"""A line that asks whether the event loop of a child runs."""
+PING_ANSWER = b'"alive"'
+"""The answer. A child sends the first one without a ping, which starts the checks."""
 SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run`"
 
 
@@ -69,6 +74,7 @@ class ParentPipe:
         self._buffer = rest
         self._notice_listener: Callable[[ChildNotice], None] | None = None
         self._last_notice = ChildNotice()
+        self._answers_pings = False
         self.start_message = start
 
     @classmethod
@@ -114,8 +120,17 @@ class ParentPipe:
 
     def send_report(self, report: ChildReport) -> None:
         """Send a report. The death of the supervisor is ignored."""
+        self._send_line(msgspec.json.encode(report))
+
+    def answer_pings(self) -> None:
+        """Let the supervisor check from now on that the event loop runs. May be called twice."""
+        if not self._answers_pings:
+            self._answers_pings = True
+            self._send_line(PING_ANSWER)
+
+    def _send_line(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._fd, msgspec.json.encode(report) + b"\n")
+            os.write(self._fd, line + b"\n")
 
     def _on_readable(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
         try:
@@ -132,6 +147,9 @@ class ParentPipe:
     def _parse_notices(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
+            if line == PING:
+                self._send_line(PING_ANSWER)
+                continue
             self._last_notice = msgspec.json.decode(line, type=ChildNotice)
             if self._notice_listener is not None:
                 self._notice_listener(self._last_notice)

@@ -171,6 +171,7 @@ class ProcessRunner:
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             self._parent.on_notice(self._on_notice)
+            runtime.on_serving = self._parent.answer_pings
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
@@ -202,6 +203,7 @@ class ProcessRunner:
 
     async def _set_up(self, main: ProcessMain) -> None:
         await main(self._runtime)
+        self._runtime.on_serving()
         self._runtime.health.set_healthy(STARTING_REASON)
 
     async def _become_ready(self) -> None:

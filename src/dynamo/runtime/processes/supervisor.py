@@ -17,6 +17,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.deployment import (
+    ChildStatus,
     Deployment,
     ProcessRecord,
     ProcessState,
@@ -32,6 +33,7 @@ from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_record import DeadRecords, ProcessRecordWriter
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
+from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream, escape_unprintable
 
@@ -109,8 +111,7 @@ class Supervisor:
         self._deployment = deployment
         self._planes = planes_of(settings)
         self._clock = clock or SystemClock()
-        self._stop_requested = asyncio.Event()
-        self._kill_requested = asyncio.Event()
+        self._stop_requested, self._kill_requested = asyncio.Event(), asyncio.Event()
         record = _own_record(deployment, address)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
         self._restarts = metrics.counter(
@@ -155,6 +156,7 @@ class Supervisor:
                     preparation,
                     tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
                     tasks.start(refresh, "process record"),
+                    tasks.start(watch_children(self.children, self._clock), "watchdog"),
                 ]
                 await self._wait_for_stop()
                 for task in side_tasks:
@@ -246,10 +248,7 @@ class Supervisor:
 
     def _unhealthy_reasons(self) -> Mapping[str, str]:
         reasons = {
-            child.spec.name: child.crash_loop_reason
-            or (child.report.state if child.pid else "not running")
-            for child in self.children
-            if not child.ready
+            child.spec.name: reason for child in self.children if (reason := child.unhealthy_reason)
         }
         if self._preparation_status:
             reasons[PREPARATION_REASON] = self._preparation_status
@@ -262,6 +261,11 @@ class Supervisor:
             "role": SUPERVISOR,
             "deployment": self._deployment.id,
             "processes": {child.spec.name: child.pid for child in self.children},
+            "restarts": {
+                child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
+                for child in self.children
+                if child.restarts
+            },
         }
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
@@ -291,6 +295,17 @@ class Supervisor:
         self._group.on_child_change()
         if all(child.ready for child in self.children):
             self.ready.set()
+        self._record_child_status()
+
+    def _record_child_status(self) -> None:
+        """Write which children hang and how often each was restarted, for `dynamo ps`."""
+        status = {
+            child.pid: ChildStatus(child.hung, child.restarts)
+            for child in self.children
+            if child.pid and (child.hung or child.restarts)
+        }
+        if status != self._record_writer.record.children:
+            self._tasks.start(self._record_writer.update(children=status), "process record")
 
     async def _update_record(self, state: ProcessState) -> None:
         await self._record_writer.update(state=state, status_url=self._status.url)
