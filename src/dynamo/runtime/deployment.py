@@ -18,6 +18,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.runtime.pids import is_alive
 
 if TYPE_CHECKING:
+    from dynamo.communication.discovery.disk_reserve import DiskReserve
     from dynamo.core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 class ChildStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a supervisor knows about a process: whether its event loop hangs, and how many processes
-    of its name died before it."""
+    """The view that a supervisor has of a process: whether its event loop hangs, and how many
+    processes of its name died before it."""
 
     hung: bool = False
     restarts: int = 0
@@ -73,6 +74,13 @@ class Deployment(msgspec.Struct, frozen=True):
         """The `file:` discovery plane of its processes."""
         return f"file:{self.folder / DISCOVERY_FOLDER}"
 
+    @property
+    def reserve(self) -> DiskReserve:
+        """The disk space that its processes use for their records when the disk is full."""
+        from dynamo.communication.discovery.disk_reserve import RESERVE_FOLDER, DiskReserve
+
+        return DiskReserve(self.folder / DISCOVERY_FOLDER / RESERVE_FOLDER)
+
     def create_folder(self) -> None:
         """Create the folder. Blocks. Raises `ConfigError` if the folder cannot be created or
         belongs to another user."""
@@ -88,7 +96,7 @@ class Deployment(msgspec.Struct, frozen=True):
         with self._lock(fcntl.LOCK_SH):
             self.create_folder()
             try:
-                temporary.write_bytes(msgspec.json.encode(record))
+                self.reserve.write_file(temporary, msgspec.json.encode(record))
                 temporary.replace(path)
             except OSError as error:
                 message = f"the state folder {self.folder} cannot be written: {error.strerror}"
@@ -116,6 +124,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
             remove_dead_leases(self.folder / DISCOVERY_FOLDER)
             remove_unused_secret(self.folder / DISCOVERY_FOLDER)
+            self.reserve.remove()
             for temporary in (self.folder / RECORDS_FOLDER).glob("*.new"):
                 temporary.unlink()
             (self.folder / CONTROL_SOCKET).unlink(missing_ok=True)

@@ -19,7 +19,6 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import (
     STATE_ROOT_VARIABLE,
-    ChildStatus,
     Deployment,
     ProcessRecord,
     deployment_of,
@@ -351,25 +350,6 @@ def test_a_reserved_port_without_a_listener_names_the_deployment(
         deployment.write_record(record_of(deployment, address=f"http://127.0.0.1:{port}"))
         with pytest.raises(PortInUse, match=r"deployment http-8000 \(process"):
             check_port_free("127.0.0.1", port)
-
-
-def test_supervisors_tell_which_processes_hang(deployment: Deployment) -> None:
-    children = {os.getpid(): ChildStatus(hung=True, restarts=2)}
-    parent = os.getppid()
-    deployment.write_record(record_of(deployment, state="ready"))
-    deployment.write_record(
-        record_of(
-            deployment,
-            role="supervisor",
-            instance="i2",
-            pid=parent,
-            start_ticks=start_ticks(parent),
-            children=children,
-        )
-    )
-    supervisor, worker = deployment.live_processes()
-    assert (worker.state, worker.restarts) == ("hung", 2)
-    assert (supervisor.state, supervisor.restarts) == ("starting", 0)
 
 
 def test_a_full_disk_names_the_state_folder(

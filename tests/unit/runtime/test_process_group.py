@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from dynamo.communication.discovery.disk_reserve import DiskReserve
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
@@ -77,6 +78,19 @@ async def test_scaling_up_and_down(
         ]
         assert await control(deployment, "scale", "worker", 0) == ["worker has left"]
         assert await control(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+
+
+async def test_a_full_disk_prevents_only_additional_processes(
+    spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(supervise(spec(SERVE, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
+        monkeypatch.setattr(DiskReserve, "free_bytes", lambda _: 0)
+        with pytest.raises(ModelUnavailable, match=f"the state folder {deployment.folder}") as full:
+            await control(deployment, "scale", "worker", 3)
+        assert "free space on that disk" in full.value.hint
+        assert names(supervisor) == ["worker-1", "worker-2"]
+        assert await control(deployment, "restart", "worker-1") == ["worker-1 was replaced"]
+        assert await control(deployment, "scale", "worker", 1) == ["worker-1 has left"]
 
 
 async def test_scaling_down_stops_unready_children_first(

@@ -6,15 +6,15 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from typing import cast
 
 import pytest
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.deployment import ChildStatus, Deployment, ProcessRecord
+from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes import watchdog as watchdog_module
-from dynamo.runtime.processes.child import HUNG_EXIT_TEXT, ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import HUNG_EXIT_TEXT, ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.processes.watchdog import (
     HUNG_AFTER_S,
@@ -54,7 +54,7 @@ def watch(child: Callable[[VirtualClock], FakeChild], duration_s: float) -> Fake
     async def main(clock: VirtualClock) -> FakeChild:
         watched = child(clock)
         async with BackgroundTasks() as tasks:
-            tasks.start(watch_children(cast("list[ChildProcess]", [watched]), clock))
+            tasks.start(watch_children([watched], clock))
             await clock.sleep(duration_s)
         return watched
 
@@ -173,3 +173,18 @@ async def test_a_child_that_continues_in_time_is_kept(
 
 def supervisor_record(deployment: Deployment) -> Callable[[], ProcessRecord]:
     return lambda: deployment.live_processes()[0]
+
+
+def test_ps_shows_which_processes_hang(deployment: Deployment) -> None:
+    def write(role: str, pid: int, **fields: object) -> None:
+        ticks = start_ticks(pid)
+        values = {"deployment": deployment.id, "role": role, "name": role, "instance": role}
+        record = values | {"pid": pid, "start_ticks": ticks, "state": "ready"} | fields
+        deployment.write_record(ProcessRecord(**record))  # type: ignore[arg-type]
+
+    deployment.create_folder()
+    write("worker", os.getpid())
+    write("supervisor", os.getppid(), children={os.getpid(): ChildStatus(hung=True, restarts=2)})
+    supervisor, worker = deployment.live_processes()
+    assert (worker.state, worker.restarts) == ("hung", 2)
+    assert (supervisor.state, supervisor.restarts) == ("ready", 0)

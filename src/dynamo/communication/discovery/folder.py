@@ -3,6 +3,7 @@
     ROOT/LEASE/lock       locked with flock by the owner; the kernel frees it when the owner dies.
                           Holds the owner's secret (`folder_secret`)
     ROOT/LEASE/<digest>   a record: the key, a newline, the value
+    ROOT/.reserve         disk space for the records of processes that start on a full disk
 
 All calls block. Readers delete a lease whose lock is free, and no files with other names. Records
 are written by rename, so that no reader sees half a record.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.communication.addresses import new_incarnation
+from dynamo.communication.discovery.disk_reserve import RESERVE_FOLDER, DiskReserve
 from dynamo.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -63,13 +65,13 @@ class FolderLease:
     def __init__(self, root: Path, secret: str = "") -> None:
         name = new_incarnation()
         self.folder = root / name
+        self._reserve = DiskReserve(root / RESERVE_FOLDER)
         unfinished = root / f".{name}"
-        unfinished.mkdir(mode=0o700)
-        self._lock_descriptor = os.open(
-            unfinished / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
-        )
+        self._reserve.make_folder(unfinished)
+        self._reserve.write_file(unfinished / LOCK_FILE, secret.encode())
+        self._lock_descriptor = os.open(unfinished / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        os.fchmod(self._lock_descriptor, 0o600)
         fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX)
-        os.write(self._lock_descriptor, secret.encode())
         unfinished.rename(self.folder)
 
     def is_intact(self) -> bool:
@@ -77,10 +79,11 @@ class FolderLease:
         return os.fstat(self._lock_descriptor).st_nlink > 0
 
     def put(self, key: str, value: bytes) -> None:
-        """Write or replace a record. Raises `FileNotFoundError` if the folder was removed."""
+        """Write or replace a record. Raises `FileNotFoundError` if the folder was removed, and
+        `OSError`."""
         name = record_file_name(key)
         temporary = self.folder / f".{name}"
-        temporary.write_bytes(key.encode() + b"\n" + value)
+        self._reserve.write_file(temporary, key.encode() + b"\n" + value)
         temporary.replace(self.folder / name)
 
     def delete(self, key: str) -> None:

@@ -47,6 +47,8 @@ def open_secret(root: Path) -> str:
 def keep_secret(root: Path, secret: str) -> str:
     """Write the secret if the file is missing. Returns the secret in the file, which may be that of
     another process. Raises `ConfigError`."""
+    if existing := _read_secret(root):  # needs no space on a full disk
+        return existing
     path = root / SECRET_FILE
     temporary = root / f".{SECRET_FILE}-{secrets.token_hex(8)}"
     try:

@@ -222,7 +222,7 @@ class ProcessRunner:
     async def _announce_draining(self) -> None:
         try:
             await self._publish_state("draining")
-        except (ConfigError, OSError) as error:  # a full disk must not prevent draining
+        except OSError as error:  # a full disk must not prevent draining
             fields = {"error": str(error)}
             log.warning("the state 'draining' was not published", extra={"fields": fields})
 

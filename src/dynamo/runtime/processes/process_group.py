@@ -39,7 +39,7 @@ def check_replicas(kind: str, count: int) -> None:
 class ProcessGroup:
     """Starts, stops and replaces children. `children` holds all of them in order of their start.
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
-    settings changed."""
+    settings changed. `require_space` raises if the host has no room for another process."""
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class ProcessGroup:
         run_child: Callable[[ChildProcess], asyncio.Task[None]],
         drain_s: float,
         refresh_specs: Callable[[], Awaitable[None]],
+        require_space: Callable[[], Awaitable[None]],
     ) -> None:
+        self._require_space = require_space
         self._refresh_specs = refresh_specs
         self._create_child = create_child
         self._run_child = run_child
@@ -89,11 +91,12 @@ class ProcessGroup:
 
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
         """Change the number of replicas of a kind. Raises `NotFound`, `ConfigError`, and
-        `ModelUnavailable` if a new replica cannot start."""
+        `ModelUnavailable` if a new replica cannot start or the disk is full."""
         async with self._lock:
             replicas = self._children_of_kind(kind)
             check_replicas(kind, count)
             if len(replicas) < count:
+                await self._require_space()
                 await self._add_replicas(kind, count - len(replicas), progress)
             elif len(replicas) > count:
                 ready_first = sorted(replicas, key=lambda child: not child.ready)  # then by age

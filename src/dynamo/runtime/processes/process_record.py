@@ -36,18 +36,28 @@ class ProcessRecordWriter:
         self._deployment = deployment
         self._clock = clock
         self._write_lock = threading.Lock()
+        self._written: ProcessRecord | None = None
 
-    async def update(self, **fields: Any) -> None:
+    async def create(self, **fields: Any) -> None:
         """Change fields of the record and write it. Raises `ConfigError`."""
         self.record = replace(self.record, **fields)
         await self._clock.offload(self._write)
+
+    async def update(self, **fields: Any) -> None:
+        """Change fields of the record and write it. A failure is logged, and the next refresh tries
+        again: only `dynamo ps` and `dynamo stop` need the record."""
+        try:
+            await self.create(**fields)
+        except ConfigError as error:
+            text = "the process record was not written; the process serves without it"
+            log.warning(text, extra={"fields": {"error": error.message}})
 
     async def keep_alive(self, on_refresh: Callable[[], Awaitable[None]] | None = None) -> None:
         """Refresh the record until cancelled, and call `on_refresh` each time."""
         while True:
             await self._clock.sleep(REFRESH_INTERVAL_S)
             with suppress(ConfigError, OSError):  # the process can serve without its record
-                await self._clock.offload(self._deployment.refresh_record, self.record)
+                await self._clock.offload(self._refresh)
                 if on_refresh is not None:
                     await on_refresh()
 
@@ -55,10 +65,18 @@ class ProcessRecordWriter:
         """Delete the record."""
         await self._clock.offload(self._deployment.remove_record, self.record)
 
+    def _refresh(self) -> None:
+        if self._written is self.record:
+            self._deployment.refresh_record(self.record)
+        else:
+            self._write()
+
     def _write(self) -> None:
         """Write the present record: a cancelled write may run after its successor."""
         with self._write_lock:
-            self._deployment.write_record(self.record)
+            record = self.record
+            self._deployment.write_record(record)
+            self._written = record
 
 
 class DeadRecords:

@@ -13,14 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.deployment import (
     ChildStatus,
     Deployment,
     ProcessRecord,
-    ProcessState,
     report_unsafe_roots,
 )
 from dynamo.runtime.health import PREPARATION_REASON
@@ -28,6 +26,7 @@ from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
+from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_record import DeadRecords, ProcessRecordWriter
@@ -100,7 +99,7 @@ class Supervisor:
     ) -> None:
         metrics = Registry()
         self._can_reload = reload is not None
-        self._reloader = reloader = reload or SettingsReloader(lambda: specs)
+        self._reloader = reload or SettingsReloader(lambda: specs)
         self._had_terminal = has_terminal()
         self.ready = asyncio.Event()
         self.failure: ChildReport | None = None
@@ -124,15 +123,10 @@ class Supervisor:
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
+        self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._dead_records = DeadRecords(settings)
         self._drain_s = settings.runtime.drain_s
-        self._group = group = ProcessGroup(
-            specs,
-            self._create_child,
-            self._start_child,
-            self._drain_s,
-            lambda: reloader.refresh(group, self._clock),
-        )
+        self._group = self._create_group(specs)
         self._control = ControlServer(self._group, deployment.folder)
         self.children = self._group.children
 
@@ -149,13 +143,14 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._group.start()
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
-                await self._update_record("starting")
+                await self._record_writer.create(status_url=self._status.url)
                 await self._control.start()
                 refresh = self._record_writer.keep_alive(self._control.refresh_socket)
                 side_tasks = [
                     preparation,
                     tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
                     tasks.start(refresh, "process record"),
+                    tasks.start(self._disk_space.watch(), "disk space"),
                     tasks.start(watch_children(self.children, self._clock), "watchdog"),
                 ]
                 await self._wait_for_stop()
@@ -228,18 +223,14 @@ class Supervisor:
     async def _wait_for_stop(self) -> None:
         await wait_for_first(self._stop_requested.wait(), self.ready.wait())
         if not self._stop_requested.is_set():
-            await self._update_record("ready")
+            await self._record_writer.update(state="ready")
             await self._stop_requested.wait()
 
     async def _announce_draining(self) -> None:
         if self.failure is None and self._preparation_error is None:
             text = "stopping; a second Ctrl-C or signal kills the processes"
             log.info(text, extra={"fields": {"drain_s": self._drain_s}})
-        try:
-            await self._update_record("draining")
-        except ConfigError as error:  # a full disk must not prevent draining
-            fields = {"error": error.message}
-            log.warning("the state 'draining' was not recorded", extra={"fields": fields})
+        await self._record_writer.update(state="draining")
 
     async def _stop_in_order(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)
@@ -261,12 +252,23 @@ class Supervisor:
             "role": SUPERVISOR,
             "deployment": self._deployment.id,
             "processes": {child.spec.name: child.pid for child in self.children},
+            "warnings": [warning] if (warning := self._disk_space.warning) else [],
             "restarts": {
                 child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
                 for child in self.children
                 if child.restarts
             },
         }
+
+    def _create_group(self, specs: Sequence[ChildSpec]) -> ProcessGroup:
+        return ProcessGroup(
+            specs,
+            self._create_child,
+            self._start_child,
+            self._drain_s,
+            lambda: self._reloader.refresh(self._group, self._clock),
+            self._disk_space.require_space,
+        )
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
         return ChildProcess(
@@ -306,9 +308,6 @@ class Supervisor:
         }
         if status != self._record_writer.record.children:
             self._tasks.start(self._record_writer.update(children=status), "process record")
-
-    async def _update_record(self, state: ProcessState) -> None:
-        await self._record_writer.update(state=state, status_url=self._status.url)
 
 
 def _own_record(deployment: Deployment, address: str) -> ProcessRecord:

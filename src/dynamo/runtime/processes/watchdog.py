@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dynamo.core.clock import Clock
-
-if TYPE_CHECKING:
-    from dynamo.runtime.processes.child import ChildProcess
 
 PING_INTERVAL_S = 0.5
 HUNG_AFTER_S = 2.0
@@ -62,7 +59,14 @@ class Watchdog:
         return False
 
 
-async def watch_children(children: Sequence[ChildProcess], clock: Clock) -> None:
+class WatchedChild(Protocol):
+    """A child that counts a tick of its watchdog at each call."""
+
+    def check_event_loop(self) -> None:
+        """Ping the process, or kill it if it hangs."""
+
+
+async def watch_children(children: Sequence[WatchedChild], clock: Clock) -> None:
     """Check all children every `PING_INTERVAL_S`, until cancelled."""
     while True:
         await clock.sleep(PING_INTERVAL_S)
