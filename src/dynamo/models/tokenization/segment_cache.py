@@ -53,37 +53,56 @@ class TextSplitter:
             if number % 2:  # an added token
                 segments.append(part)
             else:
-                segments += self._iter_cuts(part, 0, len(part))
+                start = 0
+                while (cut := self._find_cut(part, start, len(part))) is not None:
+                    segments.append(part[start:cut])
+                    start = cut
+                if start < len(part):
+                    segments.append(part[start:])
         return segments
 
-    def iter_segments(self, text: str) -> Iterator[str]:
-        """Yield the segments of a long text one by one, with the same ids as those of `split`.
+    def iter_segments(self, text: str, max_chars: int) -> Iterator[str]:
+        """Yield the segments of `split` one by one, after a look at little more than each of them.
 
-        Work on a text of any length may end between two segments.
+        A segment of more than `max_chars` characters is the last one and may be incomplete.
         """
         start = scanned = 0
-        search = self._search_special
-        while search is not None and scanned < len(text):
-            end = scanned + SCAN_CHARS
-            special = search(text, scanned, end + self._longest_special)
-            if special is None or special.start() >= end:
-                scanned = end
-                continue
-            yield from self._iter_cuts(text, start, special.start())
-            yield special[0]
-            start = scanned = special.end()
-        yield from self._iter_cuts(text, start, len(text))
+        can_cut = True
+        while scanned < len(text):
+            end = min(scanned + SCAN_CHARS, len(text))
+            special = self._find_special(text, scanned, end)
+            end = end if special is None else special.start()
+            is_whole = special is not None or end == len(text)
+            while can_cut and (is_whole or end - start > self._cut_chars + CUT_SEARCH_CHARS):
+                cut = self._find_cut(text, start, end)
+                if cut is None:
+                    can_cut = False
+                else:
+                    yield text[start:cut]
+                    start = cut
+            if start < end and (is_whole or end - start > max_chars):
+                yield text[start:end]
+                if end - start > max_chars:
+                    return
+            scanned = end
+            if special is not None:
+                yield special[0]
+                start = scanned = special.end()
+                can_cut = True
 
-    def _iter_cuts(self, text: str, start: int, end: int) -> Iterator[str]:
+    def _find_special(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """Return the first added token that begins before `end`."""
+        search = self._search_special
+        special = search(text, start, end + self._longest_special) if search else None
+        return None if special is None or special.start() >= end else special
+
+    def _find_cut(self, text: str, start: int, end: int) -> int | None:
+        """Return where the first segment of text[start:end] ends; None: with the text."""
         size = self._cut_chars
-        while end - start > size:
-            cut = SAFE_CUT.search(text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS))
-            if cut is None or cut.end() == end:
-                break
-            yield text[start : cut.end()]
-            start = cut.end()
-        if start < end:
-            yield text[start:end]
+        if end - start <= size:
+            return None
+        cut = SAFE_CUT.search(text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS))
+        return None if cut is None or cut.end() == end else cut.end()
 
 
 def _unsplit(text: str) -> list[str]:
@@ -152,9 +171,11 @@ class SegmentCache:
             self._insert(new)
         return b"".join(cast("list[bytes]", packed_ids))
 
-    def iter_segments(self, text: str) -> Iterator[str]:
-        """Yield the segments of `text` without a look-up; the whole text if it cannot be split."""
-        return iter([text]) if self._splitter is None else self._splitter.iter_segments(text)
+    def iter_segments(self, text: str, max_chars: int) -> Iterator[str]:
+        """Yield the segments without a look-up, as `TextSplitter` does, or the whole text."""
+        if self._splitter is None:
+            return iter([text])
+        return self._splitter.iter_segments(text, max_chars)
 
     def uncached_chars(self, text: str) -> int:
         """Return how many characters `encode` would have to encode now.

@@ -102,8 +102,8 @@ class PromptEncoder:
 
     async def _encode_in_steps(self, text: str, max_tokens: int) -> bytes:
         """Return the ids of `text`, or of its beginning with more than `max_tokens`."""
-        segments = self._segment_cache.iter_segments(text)
         max_uncut_chars = max(STEP_CHARS, max_tokens * MAX_UNCUT_CHARS_PER_TOKEN)
+        segments = self._segment_cache.iter_segments(text, max_uncut_chars)
         parts: list[bytes] = []
         tokens = 0
         while True:
@@ -123,8 +123,7 @@ class PromptEncoder:
         for segment in segments:
             if len(segment) > max_uncut_chars:
                 raise ContextLengthExceeded(
-                    f"the text has {len(segment)} characters without a word boundary, at most "
-                    f"{max_uncut_chars} are encoded",
+                    f"the text has more than {max_uncut_chars} characters without a word boundary",
                     hint="send a shorter text",
                     param="prompt",
                 )
