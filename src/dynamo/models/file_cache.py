@@ -9,13 +9,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import TypeVar
 
 import msgspec
 
-from dynamo.core.errors import ModelUnavailable
+from dynamo.core.errors import DECODE_ERRORS, ModelUnavailable
 
 T = TypeVar("T")
+MAX_FILE_BYTES = 128 << 20
+"""Larger files are not read, apart from weights. The largest tokenizer.json files have 40 MB."""
 ProgressCallback = Callable[[str, int, int], None]
 """Called from any thread with activity, bytes done and bytes in all (0: unknown)."""
 
@@ -37,14 +40,27 @@ class _HashRecord(msgspec.Struct, frozen=True):
     mtime_ns: int
 
 
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises `ModelUnavailable`, also for a large one."""
+    try:
+        stat = path.stat()
+        if not S_ISREG(stat.st_mode):
+            raise ModelUnavailable(f"{path} is not a regular file")
+        if stat.st_size > MAX_FILE_BYTES:
+            raise ModelUnavailable(f"{path} has {stat.st_size} bytes, at most {MAX_FILE_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_json(path: Path, kind: type[T], content: str = "valid JSON") -> T:
     """Return the decoded content of a file. Raises `ModelUnavailable`, which names `content`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(read_file(path), type=kind)
+    except DECODE_ERRORS as error:
         raise ModelUnavailable(f"{path} is not {content}: {error}") from error
+    except MemoryError as error:
+        raise ModelUnavailable(f"{path} needs more memory than there is") from error
 
 
 def ignore_progress(activity: str, done: int, total: int) -> None:
@@ -128,10 +144,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 def file_ref(path: Path) -> FileRef:
     """Return a reference to a file's present content. Raises `ModelUnavailable`."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
+    content = read_file(path)
     return FileRef(path.name, hashlib.sha256(content).hexdigest(), len(content), str(path))
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
-from dynamo.models.file_cache import read_json
+from dynamo.models.file_cache import read_file, read_json
 from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
 
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -31,8 +31,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 class ModelMetadata(msgspec.Struct, frozen=True):
     """Metadata of a model."""
 
-    context_tokens: int
-    vocab_size: int
+    context_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     eos_token_ids: tuple[int, ...] = ()
     bos_token: str = ""
     eos_token: str = ""
@@ -108,8 +108,8 @@ def _read_chat_template(folder: Path, tokens: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_file(path).decode("utf-8")
+        except UnicodeDecodeError as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
     template = tokens.get("chat_template")
     if isinstance(template, list):  # several named templates

@@ -4,6 +4,7 @@ import json
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jinja2.ext import loopcontrols
@@ -110,9 +111,10 @@ CONSTANT = {
 
 @pytest.fixture(autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """Refuse allocations above 3 GB of address space."""
+    """Refuse allocations above 3 GB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (3 << 30, before[1]))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -31,7 +31,11 @@ _SCALARS = {
         0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
     }.items()
 }  # fmt: skip
-_MAX_DIMS, _MAX_NESTING = 8, 4
+MAX_DIMENSIONS = 8
+"""The largest number of dimensions of a tensor in a file."""
+_MAX_NESTING = 4
+_MAX_ENTRIES = 1 << 24
+"""The largest number of metadata values, array elements and tensors together."""
 _PARSE_ERRORS = (struct.error, UnicodeDecodeError, OverflowError)
 
 
@@ -52,6 +56,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         self._map = map_file(path)
         self._size_bytes = len(self._map)
         self._value_readers: dict[str, Callable[[], Any]] = {}
+        self._entries = 0
         try:
             self._read_header()
         except _PARSE_ERRORS as error:
@@ -62,7 +67,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
 
     def close(self) -> None:
         """Unmap the file. Returned arrays stay valid, since they are copies."""
-        self._map.close()
+        close_map(self._map)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value (arrays as lists), or `default`."""
@@ -71,7 +76,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
             return default
         try:
             return read()
-        except _PARSE_ERRORS as error:
+        except (*_PARSE_ERRORS, MemoryError) as error:
             raise self._damaged_error(f"{key}: {error}") from error
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
@@ -107,10 +112,10 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         (tensor_count,) = _U64.unpack_from(self._map, 8)
         (value_count,) = _U64.unpack_from(self._map, 16)
         at = 24
-        for _ in range(self._check_count(value_count, at)):
+        for _ in range(self._count_entries(value_count, at)):
             at = self._read_value(at)
         self._metadata_end = at
-        self.tensors = dict(self._read_tensors(self._check_count(tensor_count, at), at))
+        self.tensors = dict(self._read_tensors(self._count_entries(tensor_count, at), at))
 
     def _read_value(self, at: int) -> int:
         key, at = self._read_string(at)
@@ -124,7 +129,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         for _ in range(count):
             name, at = self._read_string(at)
             (dims,) = _U32.unpack_from(self._map, at)
-            if dims > _MAX_DIMS:
+            if dims > MAX_DIMENSIONS:
                 raise self._damaged_error(f"{name} has {dims} dimensions")
             fields = Struct(f"<{dims}QIQ")
             *shape, kind, offset = fields.unpack_from(self._map, at + 4)
@@ -169,6 +174,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         if kind != _ARRAY:
             return self._check_offset(at + self._scalar_format(kind).size)
         inner, count, at = self._read_array_header(at, depth)
+        self._count_entries(count, at)
         if inner in _SCALARS:
             return self._check_offset(at + count * _SCALARS[inner].size)
         if inner == _STRING:
@@ -208,6 +214,12 @@ class GgufFile(AbstractContextManager["GgufFile"]):
             raise self._damaged_error(f"{count} entries are claimed")
         return count
 
+    def _count_entries(self, count: int, at: int) -> int:
+        self._entries += self._check_count(count, at)
+        if self._entries > _MAX_ENTRIES:
+            raise self._damaged_error(f"over {_MAX_ENTRIES} values and tensors")
+        return count
+
     def _damaged_error(self, what: str) -> ModelUnavailable:
         return ModelUnavailable(f"{self.path.name} is damaged: {what}", hint="fetch the file again")
 
@@ -220,3 +232,9 @@ def map_file(path: Path) -> mmap.mmap:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelUnavailable(f"{path} cannot be read: {reason}") from error
+
+
+def close_map(data: mmap.mmap) -> None:
+    """Unmap a file. A view that an error's traceback holds unmaps the file when the view ends."""
+    with suppress(BufferError):
+        data.close()

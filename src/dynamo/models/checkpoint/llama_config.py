@@ -38,7 +38,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
 
     hidden_size: _Count
     intermediate_size: _Count
-    num_layers: _Count
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     num_heads: _Count
     num_kv_heads: _Count
     head_dim: _Count

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dynamo.core.errors import ModelUnavailable
-from dynamo.models.checkpoint.gguf import map_file
+from dynamo.core.errors import DECODE_ERRORS, ModelUnavailable
+from dynamo.models.checkpoint.gguf import MAX_DIMENSIONS, close_map, map_file
 from dynamo.models.checkpoint.quantization import BF16, F16, F32, dequantize
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
 _MAX_HEADER_BYTES = 100 << 20
+_MAX_TENSORS = 1 << 19
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -54,7 +55,7 @@ class SafetensorsFolder:
     def close(self) -> None:
         """Unmap all files. Returned arrays stay valid, since they are copies."""
         for data in self._maps:
-            data.close()
+            close_map(data)
 
     def tensor(self, name: str) -> Floats:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
@@ -81,8 +82,10 @@ class SafetensorsFolder:
         try:
             header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
+            if len(header) > _MAX_TENSORS:
+                raise _damaged_error(path, f"the header has over {_MAX_TENSORS} tensors")
             entries = {n: msgspec.json.decode(raw, type=_TensorEntry) for n, raw in header.items()}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DECODE_ERRORS as error:
             raise _damaged_error(path, f"the header is not valid ({error})") from error
         base = 8 + length
         for name, entry in entries.items():
@@ -100,7 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
     try:
         shards = msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise _damaged_error(index, str(error)) from error
     paths = [folder / Path(name).name for name in sorted(set(shards))]
     missing = [path.name for path in paths if not path.is_file()]
@@ -116,6 +119,8 @@ def _check_entry(path: Path, name: str, entry: _TensorEntry, data_bytes: int) ->
     start, end = entry.data_offsets
     if not 0 <= start <= end <= data_bytes or min(entry.shape, default=0) < 0:
         raise _damaged_error(path, f"{name} lies outside the file")
+    if len(entry.shape) > MAX_DIMENSIONS:
+        raise _damaged_error(path, f"{name} has {len(entry.shape)} dimensions")
     if entry.dtype in _DTYPES:
         size = _DTYPES[entry.dtype][1] * prod(entry.shape)
         if size != end - start:

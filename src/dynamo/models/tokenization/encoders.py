@@ -221,7 +221,11 @@ def _package_version(package: str) -> str:
 
 def _load_library(read: Callable[[str], Any], path: Path) -> Any:
     try:
-        return read(str(path))
+        library = read(str(path))
+        if hasattr(library, "no_padding"):  # prompts are neither padded nor cut
+            library.no_padding()
+            library.no_truncation()
+        return library
     except Exception as error:
         raise ModelUnavailable(f"the tokenizer {path} cannot be read: {error}") from error
 

@@ -78,7 +78,7 @@ def convert_tokenizer(file: GgufFile) -> bytes:
     if kind != "gpt2":
         raise _unsupported_error(file, f"a tokenizer of kind {kind!r}")
     name = file.get("tokenizer.ggml.pre", "")
-    pre = PRE_TOKENIZERS.get(name)
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
         raise _unsupported_error(file, f"the pre-tokenizer {name!r}")
     tokens = file.get_list("tokenizer.ggml.tokens", str)
@@ -132,7 +132,7 @@ def _post_processor(file: GgufFile, pre: _PreTokenizer, tokens: list[str]) -> di
     if not file.get("tokenizer.ggml.add_bos_token", pre.bos):
         return None
     bos_id = file.get("tokenizer.ggml.bos_token_id", -1)
-    if not 0 <= bos_id < len(tokens):
+    if not isinstance(bos_id, int) or not 0 <= bos_id < len(tokens):
         return None
     bos = tokens[bos_id]
     special = {"SpecialToken": {"id": bos, "type_id": 0}}

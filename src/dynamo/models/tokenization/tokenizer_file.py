@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.file_cache import read_json
 
-_MAX_TOKEN_ID = 1 << 24
+_MAX_TOKEN_ID = 1 << 21
+_MAX_TEXT_GROWTH = 16
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -48,8 +50,28 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 def read_tokenizer_file(path: Path) -> TokenizerFile:
-    """Read a tokenizer.json. Raises `ModelUnavailable`."""
-    return read_json(path, TokenizerFile, "a tokenizer.json")
+    """Read a tokenizer.json. Raises `ModelUnavailable`, also for one that multiplies texts."""
+    file = read_json(path, TokenizerFile, "a tokenizer.json")
+    for steps in (file.normalizer, file.decoder):
+        if (growth := _text_growth(steps)) > _MAX_TEXT_GROWTH:
+            raise ModelUnavailable(
+                f"{path} replaces texts by texts that are {growth:g} times as long",
+                hint=f"the factor of all replacements together is at most {_MAX_TEXT_GROWTH}",
+            )
+    return file
+
+
+def _text_growth(step: Any) -> float:
+    """Return how many times longer the replacements of a normalizer or decoder make a text."""
+    if not isinstance(step, dict):
+        return 1.0
+    nested = step.get("normalizers") or step.get("decoders")
+    if isinstance(nested, list):
+        return prod(map(_text_growth, nested))
+    pattern, content = step.get("pattern"), step.get("content", step.get("prepend"))
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    replaced = len(text) if isinstance(text, str) else 1
+    return max(1.0, len(content) / max(1, replaced)) if isinstance(content, str) else 1.0
 
 
 def vocabulary(file: TokenizerFile) -> list[str | None]:
