@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, strategies
 
 from dynamo.models.tokenization.encoders import FastEncoder
-from dynamo.models.tokenization.segment_cache import (
-    SCAN_CHARS,
-    SEGMENT_CHARS,
-    SegmentCache,
-    TextSplitter,
-)
+from dynamo.models.tokenization.segment_cache import SEGMENT_CHARS, SegmentCache, TextSplitter
 from dynamo.models.tokenization.tokenizer import Tokenizer
 from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
 from dynamo.models.tokenization.verification_corpus import verification_texts
@@ -160,22 +155,3 @@ def test_short_texts_are_not_cached(tokenizer, encoder):
     assert cache.encode(text) == tokenizer.encode(text)
     assert cache.size_bytes == 0
     assert cache.uncached_chars(text) == len(text)
-
-
-PIECES = ["<|im_start|>", "<|", "x|>", "ab cd", " ", "\n", "y" * 3000, LONG, "z" * 9000, LONG * 12]
-
-
-@given(strategies.lists(strategies.sampled_from(PIECES), max_size=40))
-def test_segments_of_long_texts_are_found_one_by_one(parts: list[str]) -> None:
-    splitter = TextSplitter(["<|im_start|>", "<|im_end|>", "<|"])
-    text = "".join(parts)
-    assert list(splitter.iter_segments(text, len(text))) == splitter.split(text)
-
-
-def test_a_segment_above_the_limit_ends_the_search() -> None:
-    splitter = TextSplitter(["<|im_start|>"])
-    text = "ab cd " * 5000 + "x" * 1_000_000 + "<|im_start|>"
-    *segments, last = splitter.iter_segments(text, 100_000)
-    assert max(map(len, segments)) < SEGMENT_CHARS + 10
-    assert 100_000 < len(last) <= 100_000 + SCAN_CHARS
-    assert text.startswith("".join([*segments, last]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from sys import getsizeof
 from threading import Lock
 from typing import cast
@@ -19,8 +19,6 @@ from dynamo.models.tokenization.tokenizer import Tokenizer
 
 SEGMENT_CHARS = 2048
 CUT_SEARCH_CHARS = 8192
-SCAN_CHARS = 1 << 16
-"""`iter_segments` searches this many characters at once, which holds the GIL for up to 2 ms."""
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ가-힣"
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
 """Matches a letter after which every pre-tokenizer of byte-level BPE ends a pre-token.
@@ -38,10 +36,9 @@ class TextSplitter:
     def __init__(self, specials: Iterable[str], cut_chars: int = SEGMENT_CHARS) -> None:
         self._cut_chars = cut_chars
         tokens = sorted(specials, key=len, reverse=True)  # the longest match comes first
-        pattern = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
-        self._split_at_specials = pattern.split if pattern else _unsplit
-        self._search_special = pattern.search if pattern else None
-        self._longest_special = len(tokens[0]) if tokens else 0
+        self._split_at_specials = (
+            re.compile(f"({'|'.join(map(re.escape, tokens))})").split if tokens else _unsplit
+        )
 
     def split(self, text: str) -> list[str]:
         """Return the segments of `text`, in order and complete. Added tokens are separate."""
@@ -53,56 +50,19 @@ class TextSplitter:
             if number % 2:  # an added token
                 segments.append(part)
             else:
-                start = 0
-                while (cut := self._find_cut(part, start, len(part))) is not None:
-                    segments.append(part[start:cut])
-                    start = cut
-                if start < len(part):
-                    segments.append(part[start:])
+                self._split_long_text(part, segments)
         return segments
 
-    def iter_segments(self, text: str, max_chars: int) -> Iterator[str]:
-        """Yield the segments of `split` one by one, after a look at little more than each of them.
-
-        A segment of more than `max_chars` characters is the last one and may be incomplete.
-        """
-        start = scanned = 0
-        can_cut = True
-        while scanned < len(text):
-            end = min(scanned + SCAN_CHARS, len(text))
-            special = self._find_special(text, scanned, end)
-            end = end if special is None else special.start()
-            is_whole = special is not None or end == len(text)
-            while can_cut and (is_whole or end - start > self._cut_chars + CUT_SEARCH_CHARS):
-                cut = self._find_cut(text, start, end)
-                if cut is None:
-                    can_cut = False
-                else:
-                    yield text[start:cut]
-                    start = cut
-            if start < end and (is_whole or end - start > max_chars):
-                yield text[start:end]
-                if end - start > max_chars:
-                    return
-            scanned = end
-            if special is not None:
-                yield special[0]
-                start = scanned = special.end()
-                can_cut = True
-
-    def _find_special(self, text: str, start: int, end: int) -> re.Match[str] | None:
-        """Return the first added token that begins before `end`."""
-        search = self._search_special
-        special = search(text, start, end + self._longest_special) if search else None
-        return None if special is None or special.start() >= end else special
-
-    def _find_cut(self, text: str, start: int, end: int) -> int | None:
-        """Return where the first segment of text[start:end] ends; None: with the text."""
-        size = self._cut_chars
-        if end - start <= size:
-            return None
-        cut = SAFE_CUT.search(text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS))
-        return None if cut is None or cut.end() == end else cut.end()
+    def _split_long_text(self, text: str, segments: list[str]) -> None:
+        start, end, size = 0, len(text), self._cut_chars
+        while end - start > size:
+            cut = SAFE_CUT.search(text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS))
+            if cut is None or cut.end() == end:
+                break
+            segments.append(text[start : cut.end()])
+            start = cut.end()
+        if start < end:
+            segments.append(text[start:end])
 
 
 def _unsplit(text: str) -> list[str]:
@@ -149,6 +109,10 @@ class SegmentCache:
         """The present size of the cache."""
         return self._young_bytes + self._old_bytes
 
+    def split(self, text: str) -> list[str]:
+        """Return the segments of `text`, or the text alone if it cannot be split."""
+        return [text] if self._splitter is None else self._splitter.split(text)
+
     def encode(self, text: str) -> bytes:
         """Return the packed ids of `text`, equal to `Tokenizer.encode(text)`."""
         if len(text) <= UNCACHED_TEXT_CHARS:
@@ -171,12 +135,6 @@ class SegmentCache:
             self._insert(new)
         return b"".join(cast("list[bytes]", packed_ids))
 
-    def iter_segments(self, text: str, max_chars: int) -> Iterator[str]:
-        """Yield the segments without a look-up, as `TextSplitter` does, or the whole text."""
-        if self._splitter is None:
-            return iter([text])
-        return self._splitter.iter_segments(text, max_chars)
-
     def uncached_chars(self, text: str) -> int:
         """Return how many characters `encode` would have to encode now.
 
@@ -190,7 +148,7 @@ class SegmentCache:
         return sum([len(part) for part, ids in zip(segments, cached, strict=True) if ids is None])
 
     def _look_up(self, text: str) -> _SegmentLookup:
-        segments = [text] if self._splitter is None else self._splitter.split(text)
+        segments = self.split(text)
         keys = list(map(_segment_key, segments))
         packed_ids = list(map(self._young.get, keys))
         if self._old and None in packed_ids:

@@ -107,7 +107,6 @@ class ChatProcessor:
         )
         ids = await self._prompt_encoder.tokenize(
             text_or_chat,
-            self._max_prompt_chars,
             self.card.context_tokens,
             add_special=add_special and isinstance(prompt, str),
         )

@@ -25,9 +25,9 @@ MAX_INLINE_RENDER_MESSAGES = 100
 A template that once exceeded its bounds is always rendered by a thread."""
 STEP_CHARS = 1 << 16
 """Characters that a thread encodes in one step of `tokenize`, in about 10 ms."""
-MAX_UNCUT_CHARS_PER_TOKEN = 6
-"""`tokenize` refuses a part without a safe cut with more than this many characters for each token
-of the context. Text has about four; only white space and repeated marks have more."""
+MAX_CHARS_PER_TOKEN = 6
+"""`tokenize` refuses longer texts for each token of the context. Text has about four characters a
+token; only white space and repeated marks have more than six."""
 RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 EncodedPrompt = bytes | Awaitable[bytes]
@@ -76,57 +76,47 @@ class PromptEncoder:
         return self._clock.offload(encode, text)
 
     async def tokenize(
-        self,
-        prompt: str | ChatRequest,
-        max_chars: float,
-        max_tokens: int,
-        *,
-        add_special: bool = False,
+        self, prompt: str | ChatRequest, max_tokens: int, *, add_special: bool = False
     ) -> bytes:
         """Encode a text or conversation that no engine will see: nothing of it is cached.
 
         One thread at a time encodes long texts, step by step, until the caller is cancelled. Raises
-        ContextLengthExceeded once more than `max_tokens` are found, or as `encode`.
+        ContextLengthExceeded for more than `max_tokens`, and InvalidRequest as `encode_chat`.
         """
+        max_chars = max(STEP_CHARS, max_tokens * MAX_CHARS_PER_TOKEN)
         if isinstance(prompt, str):
             text = prompt
         else:
-            chars = sum([len(message.get("content") or "") for message in prompt.messages])
-            _check_chars(chars, max_chars)
+            _check_chars(sum([len(msg.get("content") or "") for msg in prompt.messages]), max_chars)
             text = await self._clock.offload(self._render, prompt)
         _check_chars(len(text), max_chars)
         inline = len(text) <= self._inline_chars
         ids = self._encode(text) if inline else await self._encode_in_steps(text, max_tokens)
-        _check_tokens(len(ids) // TOKEN_BYTES, max_tokens)
+        if len(ids) // TOKEN_BYTES > max_tokens:
+            raise ContextLengthExceeded(
+                f"the text has more tokens than {max_tokens}, this model's context",
+                hint="send a shorter text",
+                param="prompt",
+            )
         return self._prefix_ids + ids + self._suffix_ids if add_special else ids
 
     async def _encode_in_steps(self, text: str, max_tokens: int) -> bytes:
         """Return the ids of `text`, or of its beginning with more than `max_tokens`."""
-        max_uncut_chars = max(STEP_CHARS, max_tokens * MAX_UNCUT_CHARS_PER_TOKEN)
-        segments = self._segment_cache.iter_segments(text, max_uncut_chars)
-        parts: list[bytes] = []
-        tokens = 0
-        while True:
+        segments = iter(await self._clock.offload(self._segment_cache.split, text))
+        ids = b""
+        while len(ids) // TOKEN_BYTES <= max_tokens:
             async with self._tokenize_lock:
-                part = await self._clock.offload(self._encode_step, segments, max_uncut_chars)
+                part = await self._clock.offload(self._encode_step, segments)
             if not part:
-                return b"".join(parts)
-            parts.append(part)
-            tokens += len(part) // TOKEN_BYTES
-            if tokens > max_tokens:
-                return b"".join(parts)
+                break
+            ids += part
+        return ids
 
-    def _encode_step(self, segments: Iterator[str], max_uncut_chars: int) -> bytes:
+    def _encode_step(self, segments: Iterator[str]) -> bytes:
         """Return the ids of the next segments; b"" after the last one."""
         parts: list[bytes] = []
         chars = 0
         for segment in segments:
-            if len(segment) > max_uncut_chars:
-                raise ContextLengthExceeded(
-                    f"the text has more than {max_uncut_chars} characters without a word boundary",
-                    hint="send a shorter text",
-                    param="prompt",
-                )
             parts.append(self._encode(segment))
             chars += len(segment)
             if chars >= STEP_CHARS:
@@ -156,17 +146,7 @@ class PromptEncoder:
 def _check_chars(chars: int, max_chars: float) -> None:
     if chars > max_chars:
         raise ContextLengthExceeded(
-            f"the prompt has {chars} characters, which exceed this model's context in any "
-            "tokenization",
+            f"the prompt has {chars} characters; this model's context has at most {max_chars:.0f}",
             hint="shorten the prompt and leave room for the answer",
-            param="prompt",
-        )
-
-
-def _check_tokens(tokens: int, max_tokens: int) -> None:
-    if tokens > max_tokens:
-        raise ContextLengthExceeded(
-            f"the text has more tokens than {max_tokens}, this model's context",
-            hint="send a shorter text",
             param="prompt",
         )
