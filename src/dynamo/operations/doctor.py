@@ -96,12 +96,13 @@ def memory(settings: Settings) -> Finding:
 
 
 def open_files(settings: Settings) -> Finding:
-    """Check the limit of open files, which bounds the number of connections."""
+    """Check the limit of open files, which bounds the number of connections. Each process raises
+    its soft limit to the hard limit."""
     needed = max(MIN_OPEN_FILES, settings.server.max_concurrent_requests + 256)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed:
-        return Finding("open files", "ok", f"limit {soft}")
-    return Finding("open files", "warn", f"limit {soft}, hard {hard}", f"ulimit -n {needed}")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard >= needed:
+        return Finding("open files", "ok", f"hard limit {hard}")
+    return Finding("open files", "warn", f"hard limit {hard}", f"ulimit -Hn {needed}")
 
 
 def state_folder(settings: Settings) -> Finding:

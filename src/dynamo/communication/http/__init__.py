@@ -1,5 +1,6 @@
 """A thin HTTP/1.1 server on httptools and uvloop, with one task per request."""
 
+from dynamo.communication.http.descriptors import RESERVED_FROM_STATUS, raise_open_file_limit
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import probe_port
@@ -16,8 +17,10 @@ __all__ = [
     "HttpLimits",
     "HttpServer",
     "PortInUse",
+    "RESERVED_FROM_STATUS",
     "Request",
     "Response",
     "WebAccess",
     "probe_port",
+    "raise_open_file_limit",
 ]

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
+from dynamo.communication.http.descriptors import DescriptorBudget
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import HeaderCheck, Request, RequestReader
 from dynamo.communication.http.response import CONTINUE, Response
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DynamoError, InternalError, RequestTooSlow
+from dynamo.core.errors import DynamoError, InternalError, Overloaded, RequestTooSlow
 from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class HttpServerState:
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     connections: set[HttpConnection] = field(default_factory=set)
     flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
+    descriptors: DescriptorBudget = field(default_factory=DescriptorBudget)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -104,7 +106,14 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self.write: Callable[[bytes], None] = self._transport.write
         self._transport.set_write_buffer_limits(self._server_state.limits.high_water_bytes)
-        self._server_state.connections.add(self)
+        state = self._server_state
+        state.connections.add(self)
+        room = state.descriptors.make_room(transport, state.connections, state.clock.now())
+        if room == "full":
+            hint = "`ulimit -n` sets the limit"
+            self._reject(Overloaded("too many connections are open", hint=hint))
+        elif room == "exhausted":
+            self.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._input_closed:
@@ -301,6 +310,20 @@ class HttpConnection(asyncio.Protocol):
             response.congested = True
 
     # timeouts and closing
+
+    @property
+    def idle_since(self) -> float:
+        """Time since which no complete request is here; inf while one is received or answered."""
+        reader, limits = self._reader, self._server_state.limits
+        if self._task is not None or self._queue or self.closing or self._disconnected:
+            return inf
+        if self._input_closed:
+            return self.deadline - limits.linger_s
+        if reader.stage != "idle":
+            return self._message_started_at if reader.stage == "headers" else inf
+        if reader.messages_started:
+            return self.deadline - limits.idle_timeout_s
+        return self.deadline - min(limits.header_timeout_s, limits.idle_timeout_s)
 
     def check_timeouts(self, now: float) -> None:
         """Handle a passed deadline, a full backlog and a stalled client."""

@@ -33,4 +33,5 @@ STATUS_BY_CODE = {
     "request_timeout": 408,
     "request_too_large": 413,
     "headers_too_large": 431,
+    "overloaded": 503,
 }

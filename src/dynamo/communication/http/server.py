@@ -12,9 +12,10 @@ from dynamo.communication.http.connection import (
     HttpHandler,
     HttpServerState,
 )
+from dynamo.communication.http.descriptors import RESERVED_DESCRIPTORS, DescriptorBudget
 from dynamo.communication.http.errors import STATUS_BY_CODE
 from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.listener import open_listening_socket
+from dynamo.communication.http.listener import LISTEN_BACKLOG, open_listening_socket
 from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import Response
 from dynamo.core.clock import Clock
@@ -39,7 +40,8 @@ class HttpServer:
     `on_error(error, request, response)` sends an error response. It answers requests that never
     reached the handler (malformed, too large, too slow) and errors that the handler raised before
     it started its response. `check_headers(request)` runs before a body is received. It raises the
-    `DynamoError` to answer with, after which the connection closes.
+    `DynamoError` to answer with, after which the connection closes. Clients leave the last
+    `reserved_descriptors` of the process free.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class HttpServer:
         *,
         on_error: ErrorHandler = send_plain_error,
         check_headers: HeaderCheck | None = None,
+        reserved_descriptors: int = RESERVED_DESCRIPTORS,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._clock = clock
         self._on_error = on_error
         self._check_headers = check_headers
+        self._reserved_descriptors = reserved_descriptors
         self._state: HttpServerState | None = None
         self._server: asyncio.Server | None = None
         self._timeout_tasks = BackgroundTasks()
@@ -78,10 +82,17 @@ class HttpServer:
         """
         sock = await open_listening_socket(host, port, self._limits, reuse_port=reuse_port)
         state = HttpServerState(
-            self._handler, self._limits, self._clock, self._on_error, self._check_headers
+            self._handler,
+            self._limits,
+            self._clock,
+            self._on_error,
+            self._check_headers,
+            descriptors=DescriptorBudget(self._reserved_descriptors),
         )
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: HttpConnection(state), sock=sock)
+        self._server = await loop.create_server(
+            lambda: HttpConnection(state), sock=sock, backlog=LISTEN_BACKLOG
+        )
         self._state = state
         self._timeout_tasks.start(self._check_timeouts(state), name="http timeouts")
         return int(sock.getsockname()[1])

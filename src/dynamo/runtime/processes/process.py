@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dynamo.communication.http import PortInUse
+from dynamo.communication.http import PortInUse, raise_open_file_limit
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import wait_for_first
@@ -69,6 +69,7 @@ def run_process(
     ends it at once."""
     configure_logging(settings.logging.level, settings.logging.format, name or role)
     unblock_stdout()
+    raise_open_file_limit()
     if parent is not None:
         parent.die_with_parent()
     return run_on_loop(_run(main, settings, role, name, parent))

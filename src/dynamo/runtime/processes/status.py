@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.communication.http import (
+    RESERVED_FROM_STATUS,
     HttpLimits,
     HttpServer,
     PortInUse,
@@ -57,6 +58,7 @@ class StatusServer:
             HttpLimits.from_settings(settings.server),
             clock,
             check_headers=web_access.check,
+            reserved_descriptors=RESERVED_FROM_STATUS,
         )
         self.url = ""
         add_process_metrics(metrics)

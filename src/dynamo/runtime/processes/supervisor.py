@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
+from dynamo.communication.http import raise_open_file_limit
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
@@ -136,6 +137,7 @@ class Supervisor:
         report_unsafe_roots()
         if self._planes.unencrypted:
             log.warning("%s; %s", UNENCRYPTED_TEXT, UNENCRYPTED_HINT)
+        raise_open_file_limit()
         await self._clock.offload(self._deployment.create_folder)
         self._add_signal_handlers(asyncio.get_running_loop())
         await self._status.start()
