@@ -103,8 +103,9 @@ def check_proof(proof: bytes, expected: bytes, peer: str) -> None:
         raise ProtocolError(f"{peer} does not know this deployment's secret (security.secret)")
 
 
-NEEDS_SECRET = (  # noqa: S105 - a message
-    "the server requires the deployment's secret: that of its discovery folder, or security.secret"
+NEEDS_SECRET = (
+    "the server requires the deployment's secret: "  # noqa: S105 - a message
+    "that of its discovery folder, or security.secret"
 )
 
 

@@ -168,27 +168,28 @@ def deployment_of(settings: Settings, environ: Mapping[str, str] = os.environ) -
             hint="use letters, digits, dots, underscores and dashes, with a letter or digit first",
             param="runtime.deployment",
         )
-    root = next(state_roots(environ), None)
-    if root is None:
-        reasons = "; ".join(f"{root} {reason}" for root, reason in _unsafe_roots(environ))
+    roots, unsafe = _sort_roots(environ)
+    if not roots:
+        reasons = "; ".join(f"{root} {reason}" for root, reason in unsafe.items())
         raise ConfigError(f"no folder can hold the state: {reasons}", hint=STATE_FOLDER_HINT)
-    return Deployment(name, root / name)
+    return Deployment(name, roots[0] / name)
 
 
-def state_roots(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+def state_roots(environ: Mapping[str, str] = os.environ) -> Sequence[Path]:
     """The folders that may hold deployments of this user; new deployments go to the first. A folder
     that another user could read, change or replace is left out (`report_unsafe_roots`)."""
-    return (root for root in _candidate_roots(environ) if not _unsafe_reason(root))
+    return _sort_roots(environ)[0]
 
 
 def report_unsafe_roots(environ: Mapping[str, str] = os.environ) -> None:
     """Log each state root that is left out, once in the life of the process."""
-    for root, reason in _unsafe_roots(environ):
+    for root, reason in _sort_roots(environ)[1].items():
         if (root, reason) not in _reported_roots:
             _reported_roots.add((root, reason))
             log.warning("the state folder %s is ignored: it %s", root, reason)
 
 
+REPLACEABLE = "could be replaced by other users, who can write to its parent folder"
 _reported_roots: set[tuple[Path, str]] = set()
 
 
@@ -198,14 +199,24 @@ def _candidate_roots(environ: Mapping[str, str]) -> Sequence[Path]:
         roots.insert(0, Path(base) / "dynamo")
     if supervisor_root := environ.get(STATE_ROOT_VARIABLE):
         roots.insert(0, Path(supervisor_root))
-    roots.append(Path("~/.cache/dynamo/run").expanduser())
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        roots.append(Path.home() / ".cache/dynamo/run")
     return list(dict.fromkeys(roots))
 
 
-def _unsafe_roots(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    for root in _candidate_roots(environ):
-        if reason := _unsafe_reason(root):
-            yield root, reason
+def _sort_roots(environ: Mapping[str, str]) -> tuple[Sequence[Path], Mapping[Path, str]]:
+    """Return the roots to use, and for each other root why it is left out. Without a safe root, as
+    in some containers, roots that others could only replace as a whole are used."""
+    reasons = {root: _unsafe_reason(root) for root in _candidate_roots(environ)}
+    for accepted in ("", REPLACEABLE):
+        if roots := [root for root, reason in reasons.items() if reason == accepted]:
+            break
+    better = list(reasons).index(roots[0]) if roots else len(reasons)
+    return roots, {
+        root: reason
+        for position, (root, reason) in enumerate(reasons.items())
+        if root not in roots and (position < better or os.path.lexists(root))
+    }
 
 
 def _unsafe_reason(root: Path) -> str:
@@ -226,7 +237,7 @@ def _unsafe_reason(root: Path) -> str:
     status = parent.stat()
     replaceable = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     if replaceable or status.st_uid not in {0, os.getuid()}:
-        return f"could be replaced by other users, who can write to {parent}"
+        return REPLACEABLE
     return ""
 
 

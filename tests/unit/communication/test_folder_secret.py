@@ -117,6 +117,19 @@ def test_a_full_disk_is_explained(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(root.iterdir())
 
 
+def test_a_full_disk_does_not_matter_to_later_processes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    secret = open_secret(root)
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(os, "write", fail)
+    assert keep_secret(root, open_secret(root)) == secret
+    FolderLease(root, secret).close()
+
+
 @pytest.mark.parametrize(
     "options", [PlaneOptions(secret="0123456789abcdef"), PlaneOptions(tls=TlsFiles(ca="ca"))]
 )

@@ -68,11 +68,11 @@ def test_a_named_deployment_and_a_bad_name() -> None:
 
 
 def test_the_state_roots_of_a_user(tmp_path: Path) -> None:
-    roots = list(state_roots({"XDG_RUNTIME_DIR": str(tmp_path)}))
+    roots = state_roots({"XDG_RUNTIME_DIR": str(tmp_path)})
     fallback = Path.home() / ".cache/dynamo/run"
     assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}"), fallback]
     child = {"XDG_RUNTIME_DIR": str(tmp_path), STATE_ROOT_VARIABLE: str(tmp_path / "first")}
-    assert next(state_roots(child)) == tmp_path / "first"
+    assert state_roots(child)[0] == tmp_path / "first"
 
 
 def make_open_root(base: Path) -> None:
@@ -145,6 +145,18 @@ def test_without_a_safe_state_root_the_reasons_are_named(
     with pytest.raises(ConfigError, match=r"/dynamo is a symbolic link") as caught:
         deployment_of(Settings(), {})
     assert "XDG_RUNTIME_DIR" in caught.value.hint
+
+
+def test_a_root_that_others_could_replace_is_better_than_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked, replaceable = tmp_path / "dynamo", tmp_path / "open" / "dynamo"
+    make_linked_root(tmp_path)
+    replaceable.parent.mkdir()
+    replaceable.parent.chmod(0o777)
+    roots = [linked, replaceable]
+    monkeypatch.setattr("dynamo.runtime.deployment._candidate_roots", lambda _: roots)
+    assert state_roots({}) == [replaceable]
 
 
 def test_a_linked_deployment_inside_a_safe_root_is_not_listed(
