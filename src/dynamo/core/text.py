@@ -96,8 +96,12 @@ class TextReply(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def prompt(self, prompt_tokens: int) -> None:
-        """The request was accepted and has this many prompt tokens."""
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        """The request was accepted and has this many prompt tokens.
+
+        `repeated_bytes`: text of the prompt that every choice after the first repeats. Raises
+        `TooLarge` beyond the budget of the request.
+        """
 
     @abstractmethod
     def begin(self, choice: int, started: Started) -> None:

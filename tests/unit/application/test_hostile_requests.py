@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from dynamo.application.generation import replies
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -220,6 +222,25 @@ async def test_fields_at_their_limits_are_accepted(site: Any, connect: Any) -> N
         connection.ask("POST", CHAT, body, {"traceparent": "0" * 300})
         assert (await connection.answer()).status == 200
     assert site.processor.contexts[0].trace == ""
+
+
+async def test_a_request_beyond_its_budget_is_too_large(
+    site: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "MAX_ENCODED_BYTES", 4000)
+    entries = {"stop_token_ids": [1] * 1024, "prompt": [[5]] * 513}
+    long = {"prompt": [[5] * 400] * 3}
+    async with connect(site.port) as connection:
+        for fields, message in (
+            (entries, "prompt: 513 prompts times 1,024 entries"),
+            (long, "prompt: 1,200 tokens and the texts that choices repeat take 4,800 bytes"),
+        ):
+            connection.ask("POST", TEXT, {"model": "words", **fields})
+            answer = await connection.answer()
+            assert answer.status == 413, message
+            assert answer.error["code"] == "request_too_large"
+            assert answer.error["param"] == "prompt"
+            assert answer.error["message"].startswith(message)
 
 
 NESTED = b'{"model":"words","messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"

@@ -25,7 +25,7 @@ class RecordingReply(TextReply):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def prompt(self, prompt_tokens: int) -> None:
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
         self.calls.append(("prompt", prompt_tokens))
 
     def begin(self, choice: int, started: Started) -> None:

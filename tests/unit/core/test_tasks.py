@@ -1,10 +1,13 @@
-"""Tasks that remove themselves from their owner."""
+"""Tasks that remove themselves from their owner, and tasks that start in slices."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
-from dynamo.core.tasks import BackgroundTasks
+import pytest
+
+from dynamo.core.tasks import BackgroundTasks, run_in_slices
 
 
 async def test_a_self_removing_task_is_forgotten_at_once() -> None:
@@ -45,3 +48,41 @@ async def test_close_cancels_a_task_that_never_ran() -> None:
     assert task.cancelled()
     assert not runs
     assert len(tasks) == 0
+
+
+async def test_slices_start_one_iteration_after_another() -> None:
+    started: list[int] = []
+    seen: list[int] = []
+
+    async def work(number: int) -> None:
+        started.append(number)
+
+    async def watch() -> None:
+        while len(started) < 10:
+            seen.append(len(started))
+            await asyncio.sleep(0)
+
+    async with BackgroundTasks() as tasks:
+        watching = tasks.start(watch())
+        await run_in_slices((work(number) for number in range(10)), 3)
+        await watching
+    assert started == list(range(10))
+    assert max(after - before for before, after in pairwise(seen)) <= 3
+
+
+async def test_the_first_failure_of_a_slice_cancels_the_others() -> None:
+    cancelled: list[int] = []
+
+    async def work(number: int) -> None:
+        if number == 2:
+            raise ValueError("failed")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+
+    with pytest.raises(ValueError, match="failed"):
+        await run_in_slices((work(number) for number in range(100)), 2)
+    assert {0, 1} <= set(cancelled)
+    assert len(cancelled) < 10

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from dynamo.core.values import EngineInfo
+from dynamo.inference import step_scheduler
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.step_scheduler import HitsFrom, StepPlan, StepScheduler
@@ -103,3 +104,18 @@ def test_blocks_are_saved_only_if_they_can_be_loaded_later(
     scheduler = make_scheduler(20, caching=caching, hits_from=hits_from)
     scheduler.add(make_sequence(0, 11))
     assert [chunk.save_blocks for chunk in step(scheduler).chunks] == [()]
+
+
+def test_a_step_matches_a_bounded_number_of_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_scheduler, "MAX_MATCHED_BLOCKS", 9)
+    scheduler = make_scheduler(40)
+    scheduler.add(make_sequence(0, 21))
+    step(scheduler)
+    for _ in range(5):
+        scheduler.add(make_sequence(0, 21))  # each matches five blocks
+    admitted = []
+    while scheduler.waiting:
+        waiting = len(scheduler.waiting)
+        step(scheduler)
+        admitted.append(waiting - len(scheduler.waiting))
+    assert admitted == [2, 2, 1]

@@ -7,15 +7,17 @@ import hashlib
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.communication.requests import FlowWindow
-from dynamo.core.codec import ReplyDecoder, encode_request
+from dynamo.core.codec import ReplyDecoder, encode_choice, encode_request, share_group
 from dynamo.core.context import Context
 from dynamo.core.errors import NotFound, NoWorkers, ProtocolError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
-from dynamo.core.values import BlocksStored, KvEvent, Load
+from dynamo.core.tasks import run_all
+from dynamo.core.values import BlocksStored, KvEvent, Load, RequestGroup
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.worker import FILE_CHUNK_BYTES, EngineWorker, model_card_key
 from dynamo.models.card import ModelCard
@@ -73,6 +75,27 @@ async def test_a_worker_answers_and_names_itself(runtime, worker, make_request):
     assert reply.started.worker == runtime.instance_id
     assert len(reply.ids) == len(reply.extras) == 5
     assert reply.end.reason == "length"
+    await worker.close()
+
+
+async def test_choices_of_a_group_are_answered_like_single_requests(runtime, worker, make_request):
+    client = await open_client(runtime, "generate")
+    request = make_request(range(200), max_tokens=7)
+    group = RequestGroup(request)
+    whole, choices = RecordingReply(), [RecordingReply() for _ in range(5)]
+    await call(client, encode_request(request), ReplyDecoder(whole).feed)
+    await run_all(
+        *(
+            call(
+                client,
+                encode_choice(replace(request, choice=number)),
+                ReplyDecoder(reply).feed,
+                shared=share_group(group),
+            )
+            for number, reply in enumerate(choices)
+        )
+    )
+    assert [reply.ids for reply in choices] == [whole.ids] * 5
     await worker.close()
 
 

@@ -38,7 +38,7 @@ class RecordingReply(TextReply):
         self.calls: list[tuple[Any, ...]] = []
         self.logprobs: list[DecodedTokenLogprob] = []
 
-    def prompt(self, prompt_tokens: int) -> None:
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
         self.calls.append(("prompt", prompt_tokens))
 
     def begin(self, choice: int, started: Started) -> None:

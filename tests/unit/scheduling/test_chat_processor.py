@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dynamo.core.text import (
 )
 from dynamo.core.values import Finish, StopConditions
 from dynamo.models.tokenization.tokenizer import Tokenizer
+from dynamo.scheduling.processor.chat_processor import CHOICES_PER_SLICE
 
 Ids = Callable[[str], tuple[int, ...]]
 CONTEXT = Context(request_id="r1")
@@ -78,6 +80,35 @@ async def test_choices_are_separate_requests(
     assert [reader.whole(choice) for choice in range(3)] == ["fox"] * 3
     assert sum(call[0] == "prompt" for call in reader.calls) == 1
     assert set(reader.ends()) == {0, 1, 2}
+
+
+async def test_choices_share_their_prompt_and_start_in_slices(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    engine.hold = asyncio.Event()
+    async with BackgroundTasks() as tasks:
+        call = tasks.start(
+            make_processor(engine.send).chat(chat(n=100), CONTEXT, recording_reply())
+        )
+        counts = []
+        while len(engine.requests) < 100:
+            counts.append(len(engine.requests))
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in pairwise(counts)) <= CHOICES_PER_SLICE
+        engine.hold.set()
+        await call
+    group = engine.requests[0].group
+    assert all(request.group is group for request in engine.requests)
+    assert all(group.covers(request) for request in engine.requests)
+
+
+async def test_a_single_choice_has_no_group(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    await make_processor(engine.send).chat(chat(n=1), CONTEXT, recording_reply())
+    assert engine.requests[0].group is None
 
 
 async def test_one_failing_choice_cancels_the_others(

@@ -13,12 +13,18 @@ from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http import Response
-from dynamo.core.errors import InternalError, SlowReader
+from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
 TokenLogprobs = Sequence[DecodedTokenLogprob]
+
+MAX_ENCODED_BYTES = 32 << 20
+"""Budget of one request: the packed prompts, and the prompts' texts that choices repeat."""
+ECHO_COPIES = 8
+"""A repeated text counts so many times. Text, answer and its encoding are held together."""
 
 
 class PendingText(msgspec.Struct):
@@ -32,13 +38,22 @@ class PendingText(msgspec.Struct):
 class HttpReply(TextReply):
     """The common part of replies to one HTTP request; `remaining_choices` have not ended."""
 
-    __slots__ = ("_response", "_usage_counter", "remaining_choices")
+    __slots__ = ("_encoded_bytes", "_response", "_usage_counter", "remaining_choices")
+    _encoded_bytes: int
     _response: Response
     _usage_counter: UsageCounter
     remaining_choices: int
 
-    def prompt(self, prompt_tokens: int) -> None:
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
         self._usage_counter.prompt_tokens += prompt_tokens
+        self._encoded_bytes += TOKEN_BYTES * prompt_tokens + ECHO_COPIES * repeated_bytes
+        if self._encoded_bytes > MAX_ENCODED_BYTES:
+            raise TooLarge(
+                f"prompt: {self._usage_counter.prompt_tokens:,} tokens and the texts that choices "
+                f"repeat take {self._encoded_bytes:,} bytes, limit {MAX_ENCODED_BYTES:,}",
+                hint="send fewer prompts in a request, or no echo with a large n",
+                param="prompt",
+            )
 
     def begin(self, choice: int, started: Started) -> None:
         self._usage_counter.on_started(choice, started)
@@ -80,6 +95,7 @@ class StreamReply(HttpReply):
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
+        self._encoded_bytes = 0
         self._encoder = encoder
         self._usage_counter = usage_counter
         self._timing = timing
@@ -191,6 +207,7 @@ class UnaryReply(HttpReply):
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
+        self._encoded_bytes = 0
         self._encoder = encoder
         self._usage_counter = usage_counter
         self._timing = timing
@@ -232,8 +249,8 @@ class OffsetReply(TextReply):
         self._reply = reply
         self._offset = offset
 
-    def prompt(self, prompt_tokens: int) -> None:
-        self._reply.prompt(prompt_tokens)
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        self._reply.prompt(prompt_tokens, repeated_bytes)
 
     def begin(self, choice: int, started: Started) -> None:
         self._reply.begin(self._offset + choice, started)

@@ -20,10 +20,12 @@ from dynamo.application.openai.logprobs import completion_logprobs
 from dynamo.application.openai.response_encoder import ResponseTemplate
 from dynamo.communication.http import Request
 from dynamo.core.codec import pack_ids
-from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.errors import InvalidRequest, TooLarge, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
 
 MAX_TOTAL_CHOICES = 2048
+MAX_TOTAL_ENTRIES = 1 << 19
+"""Each prompt is sent with all entries of `stop_token_ids` and `logit_bias`."""
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -56,6 +58,14 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     if len(prompts) * options.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(
             f"prompt: {len(prompts)} prompts times n {options.n} exceed {MAX_TOTAL_CHOICES}",
+            param="prompt",
+        )
+    entries = len(options.stop_token_ids) + len(options.sampling.logit_bias or ())
+    if len(prompts) * entries > MAX_TOTAL_ENTRIES:
+        raise TooLarge(
+            f"prompt: {len(prompts):,} prompts times {entries:,} entries of stop_token_ids and "
+            f"logit_bias, limit {MAX_TOTAL_ENTRIES:,}",
+            hint="send fewer prompts in a request",
             param="prompt",
         )
     echo = bool(body.echo)

@@ -59,7 +59,8 @@ class ChatChunkReply(TextReply):
         self._usage_counter = UsageCounter(n)
         self._remaining_choices = n
 
-    def prompt(self, prompt_tokens: int) -> None:
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        del repeated_bytes
         self._usage_counter.prompt_tokens += prompt_tokens
 
     def begin(self, choice: int, started: Started) -> None:

@@ -153,7 +153,10 @@ class ChatProcessor:
         request = self._build_request(prompt, options, context, max_tokens)
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
-        reply.prompt(prompt_tokens)
+        if echo and options.n > 1:
+            reply.prompt(prompt_tokens, (options.n - 1) * len(echo.encode()))
+        else:
+            reply.prompt(prompt_tokens)
         if options.n == 1 and max_tokens:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
             return self._send(request, context, choice)
