@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +65,31 @@ def test_safe_settings_change_and_others_need_a_restart(
     running.process.send_signal(signal.SIGHUP)
     until(lambda: running.log.read_text().count("settings reloaded: nothing changed") == 2)
     assert running.stop() == 0
+
+
+def test_keys_of_a_changed_file_hold_after_a_restart(
+    start: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text("old-key\n")
+    running = start("out=mock", tiny_model, "--server.api_keys_file", file)
+
+    def status(key: str) -> int:
+        request = urllib.request.Request(
+            f"{running.url}/v1/models", headers={"authorization": f"Bearer {key}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return int(error.code)
+
+    assert (status("old-key"), status("new-key")) == (200, 401)
+    file.write_text("new-key\nother-key\n")
+    until(lambda: log_lines(running, "a changed setting needs a restart"))
+    command = [sys.executable, "-m", "dynamo", "restart", "frontend", "--deployment"]
+    subprocess.run([*command, str(running.port)], env=running.environ, check=True)
+    assert (status("old-key"), status("new-key"), status("other-key")) == (401, 200, 200)
+    assert "-key" not in running.log.read_text()

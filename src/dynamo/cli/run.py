@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 
 from dynamo.cli.inputs.batch_file import add_batch_flags, parse_batch_options
 from dynamo.cli.parsing import Parser, served_model_names
-from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
+from dynamo.cli.settings_flags import (
+    add_settings_flags,
+    load_settings,
+    read_settings,
+    settings_files,
+)
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
@@ -136,7 +141,7 @@ def serve_http(
     def reload() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
         return checked_settings(read_settings(args, extra=extra)), specs
 
-    source = SettingsSource(reload, config_path(args))
+    source = SettingsSource(reload, settings_files(args))
     prepare = make_preparation([settings], bar)
     return serve(
         settings,

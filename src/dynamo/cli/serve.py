@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo.cli.parsing import Parser, format_table, served_model_names
-from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
+from dynamo.cli.settings_flags import (
+    add_settings_flags,
+    load_settings,
+    read_settings,
+    settings_files,
+)
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
@@ -128,7 +133,7 @@ def serve_plan(
         prepare=make_preparation([part.settings for part in plan.with_role("worker")], bar),
         logs=bar,
         specs=partial(process_specs, plan),
-        source=SettingsSource(read, config_path(args)),
+        source=SettingsSource(read, settings_files(args)),
         http=plan.serves_http,
     )
 

@@ -66,7 +66,18 @@ def read_settings(
     flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
     path = config_path(args)
     document = _read_config_file(path) if path else None
-    return resolve_settings(flags | dict(extra or {}), os.environ, document, read_secret_file)
+    args.files = {path: None} if path else {}
+
+    def read_file(path: str) -> SecretFile:
+        args.files[path] = None
+        return read_secret_file(path)
+
+    return resolve_settings(flags | dict(extra or {}), os.environ, document, read_file)
+
+
+def settings_files(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the files that `read_settings` read: the configuration file and those of secrets."""
+    return tuple(args.files)
 
 
 def config_path(args: argparse.Namespace) -> str:

@@ -163,7 +163,7 @@ async def test_replacements_have_the_reloaded_settings(
         )
         return [replace(worker, settings=replace(Settings(), engine=engine))]
 
-    reload = SettingsReloader(read, str(file))
+    reload = SettingsReloader(read, [str(file)])
     async with serving(supervise(*read(), reload=reload, out=out)) as supervisor:
         file.write_text("22")
         await control(deployment, "restart", "worker")

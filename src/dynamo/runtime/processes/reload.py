@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,12 +28,12 @@ FileStamp = tuple[int, int, int]
 
 class SettingsReloader:
     """Sends reloadable settings to running processes and logs which others need a restart.
-    Replacements of running processes get all new settings. `file` is polled unless it is empty."""
+    Replacements of running processes get all new settings. `files` are polled."""
 
-    def __init__(self, read_specs: ReadSpecs, file: str = "") -> None:
+    def __init__(self, read_specs: ReadSpecs, files: Sequence[str] = ()) -> None:
         self._read_specs = read_specs
-        self._file = file
-        self._last_stamp: FileStamp | None = None
+        self._files = files
+        self._last_stamps: Mapping[str, FileStamp] = {}
         self._requested = asyncio.Event()
         self._lock = asyncio.Lock()
 
@@ -43,21 +43,22 @@ class SettingsReloader:
 
     async def watch(self, group: ProcessGroup, clock: Clock) -> None:
         """Reload after each change or request, until cancelled."""
-        self._last_stamp = await clock.offload(file_stamp, self._file)
+        self._last_stamps = await clock.offload(file_stamps, self._files)
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_INTERVAL_S if self._file else None):
+                async with asyncio.timeout(POLL_INTERVAL_S if self._files else None):
                     await self._requested.wait()
             await self.refresh(group, clock)
 
     async def refresh(self, group: ProcessGroup, clock: Clock) -> None:
-        """Reload if it was requested or the file changed."""
+        """Reload if it was requested or a file changed."""
         async with self._lock:
-            stamp = await clock.offload(file_stamp, self._file)
+            stamps = await clock.offload(file_stamps, self._files)
+            changed = stamps.items() - self._last_stamps.items()
             requested = self._requested.is_set()
             self._requested.clear()
-            if requested or (stamp is not None and stamp != self._last_stamp):
-                self._last_stamp = stamp
+            if requested or changed:
+                self._last_stamps = {**self._last_stamps, **stamps}
                 await self._reload(group, clock)
 
     async def _reload(self, group: ProcessGroup, clock: Clock) -> None:
@@ -78,13 +79,14 @@ class SettingsReloader:
         _log_changes(list(changes.values()))
 
 
-def file_stamp(file: str) -> FileStamp | None:
-    """A value that changes when the file is written or replaced; None without a file. Blocks."""
-    try:
-        status = Path(file).stat() if file else None
-    except OSError:
-        return None
-    return status and (status.st_mtime_ns, status.st_size, status.st_ino)
+def file_stamps(files: Sequence[str]) -> Mapping[str, FileStamp]:
+    """Values that change when a file is written or replaced, without missing files. Blocks."""
+    stamps = {}
+    for file in files:
+        with suppress(OSError):
+            status = Path(file).expanduser().stat()
+            stamps[file] = (status.st_mtime_ns, status.st_size, status.st_ino)
+    return stamps
 
 
 def has_terminal() -> bool:

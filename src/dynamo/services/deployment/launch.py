@@ -48,10 +48,10 @@ MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
 
 
 class SettingsSource(NamedTuple):
-    """Where reloads read settings: `read` reads them again; `file` is their file, "" for none."""
+    """Where reloads read settings: `read` reads them again; `files` are the files to watch."""
 
     read: Callable[[], tuple[Settings, MakeProcessSpecs]]
-    file: str = ""
+    files: Sequence[str] = ()
 
 
 class ProcessService(Protocol):
@@ -187,7 +187,7 @@ def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsR
         settings, specs = source.read()
         return specs(with_port_and_deployment(settings, port, deployment))
 
-    return SettingsReloader(read, source.file)
+    return SettingsReloader(read, source.files)
 
 
 def replica_names(role: str, count: int) -> list[str]:
