@@ -11,7 +11,7 @@ import msgspec
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, read_settings
 from dynamo.core.errors import ConfigError
-from dynamo.core.redaction import redact_credentials
+from dynamo.core.redaction import redact_urls
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema
 from dynamo.core.settings.load import DEFAULT_ORIGIN
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     if args.what == "schema":
         print(msgspec.json.format(msgspec.json.encode(json_schema())).decode())
     else:
-        print(_format_settings(args))
+        print(redact_urls(_format_settings(args)))
     return 0
 
 
@@ -62,8 +62,7 @@ def _format_settings(args: argparse.Namespace) -> str:
     rows = list(effective_settings(loaded))
     services = {
         service: {
-            key: {"value": redact_credentials(value.raw), "origin": value.origin}
-            for key, value in options.items()
+            key: {"value": value.raw, "origin": value.origin} for key, value in options.items()
         }
         for service, options in loaded.services.items()
     }

@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
+from dynamo.core.redaction import redact_urls
 
 if TYPE_CHECKING:
     from dynamo.operations.doctor import Finding
@@ -39,7 +40,8 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.operations.doctor import run_checks
 
     findings = list(run_checks(settings))
-    print(msgspec.json.encode(findings).decode() if args.json else format_findings(findings))
+    text = msgspec.json.encode(findings).decode() if args.json else format_findings(findings)
+    print(redact_urls(text))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 

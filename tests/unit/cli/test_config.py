@@ -184,7 +184,7 @@ def test_the_explained_options_of_services_show_no_credentials(
     file = tmp_path / "f.yaml"
     file.write_text("Store:\n  urls: [redis://u:p@host]\n")
     for flag in ([], ["--json"]):
-        assert main(["config", "explain", str(file), *flag]) == 0
+        assert main(["config", "explain", str(file), *flag, "--model-path", "x://u:p@h"]) == 0
         output = capsys.readouterr().out
         assert "redis://***@host" in output
         assert "u:p" not in output

@@ -207,3 +207,5 @@ def test_closed_standard_streams_become_dev_null(closed: str, tmp_path: Path) ->
 def test_credentials_in_urls_are_redacted_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "http://u:p@a,https://u:p@b"]) == 2
     assert "'http://***@a,https://***@b'" in capsys.readouterr().err
+    main(["doctor", "--model-path", "http://u:p@a"])
+    assert "http://***@a" in capsys.readouterr().out
