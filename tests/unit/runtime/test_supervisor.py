@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.exit_status import describe_exit
 from dynamo.runtime.processes.supervisor import PrefixedLogWriter, Supervisor
@@ -179,6 +181,31 @@ async def test_stopping_logs_that_a_second_signal_kills(
         await supervisor.ready.wait()
         await finish(supervisor, running)
     assert "a second Ctrl-C" in caplog.text
+
+
+async def test_children_get_the_state_root_of_their_supervisor(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    out = io.StringIO()
+    script = f"print(os.environ[{STATE_ROOT_VARIABLE!r}], flush=True);"
+    supervisor = supervise(spec(script + SERVE), out=out)
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        await finish(supervisor, running)
+    assert out.getvalue() == f"child | {deployment.folder.parent}\n"
+
+
+async def test_a_secret_without_tls_beyond_loopback_is_reported(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = Settings()
+    runtime = replace(base.runtime, plane_host="0.0.0.0")
+    security = replace(base.security, secret="0123456789abcdef")
+    supervisor = Supervisor([], deployment, replace(base, runtime=runtime, security=security))
+    async with BackgroundTasks() as tasks:
+        await finish(supervisor, tasks.start(supervisor.run()))
+    assert caplog.text.count("neither hidden nor protected against alteration") == 1
 
 
 async def test_a_child_that_ignores_sigterm_is_killed(
