@@ -108,7 +108,9 @@ def test_clients_beyond_the_busy_connections_get_a_503(
         time.sleep(0.5)
         answers = [exchange(small.port, LIVE) for _ in range(100)]
         refused = [answer for answer in answers if answer.status == 503]
-        assert len(refused) >= 70  # a few take the places of refused ones that linger
+        answered = sum(answer.status == 200 for answer in answers)
+        assert answered <= 30  # in the places of refused connections that lingered
+        assert len(refused) >= 20  # beyond `MAX_REFUSED` at once, connections close unanswered
         assert all(answer.headers["retry-after"] == "1" for answer in refused)
         assert {answer.error["code"] for answer in refused} == {"overloaded"}
         opened = frontend_metric(small, "process_open_fds")
