@@ -6,6 +6,7 @@
 - A file has at most 400 lines, a function at most 50, a folder of the source at most 22 modules.
 - No file or folder is named utils, common, helpers or manager.
 - Only core/tasks.py starts asyncio tasks.
+- src never calls id(): objects that find each other share an explicit key.
 - src imports only libraries that pyproject.toml declares. `dynamo.testing` may also import those of
   the test extra.
 """
@@ -83,6 +84,7 @@ def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
     yield from long_functions(where, tree)
     if where.parts[0] == "src":
         yield from loose_tasks(where, tree)
+        yield from identity_keys(where, tree)
         yield from foreign_imports(where, tree, allowed)
 
 
@@ -102,6 +104,13 @@ def loose_tasks(where: Path, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in TASK_STARTERS:
             yield f"{where}:{node.lineno}: {node.attr} belongs to core/tasks.py"
+
+
+def identity_keys(where: Path, tree: ast.AST) -> Iterator[str]:
+    """Yield calls of the builtin id(), whose result another object may have later."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id":
+            yield f"{where}:{node.lineno}: id() is no key; give the objects an explicit one"
 
 
 def foreign_imports(where: Path, tree: ast.AST, allowed: set[str]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
         "import yaml, msgspec, json, requests\n"
         "import asyncio\n"
         "asyncio.create_task(1)\n"
-        "def f():\n" + "    x = 1\n" * 50
+        "def f():\n" + "    x = 1\n" * 50 + "key = {id(f): f, f.id(): f}\n"
     )
 
     crowded = tmp_path / "src" / "dynamo" / "crowded"
@@ -46,5 +46,6 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
     assert "one.py:1: requests is no declared dependency" in out
     assert "one.py:3: create_task belongs to core/tasks.py" in out
     assert "one.py:4: f has 51 lines" in out
+    assert "one.py:55: id() is no key" in out
     assert "src/dynamo/crowded: 23 modules in a folder" in out
-    assert len(out.splitlines()) == 7
+    assert len(out.splitlines()) == 8

@@ -140,7 +140,7 @@ def test_both_paths_send_the_same(
 
 
 def test_the_fast_path_is_used(vocabulary: Vocabulary) -> None:
-    plain = next(i for i, text in enumerate(vocabulary.texts) if text)
+    plain = next(i for i, text in enumerate(vocabulary.token_texts.texts) if text)
     stream = Stream(vocabulary, TextOptions(), ResumableReply)
     long: list[Sequence[int]] = []
     stream.writer.begin(Started())
@@ -155,7 +155,7 @@ def test_the_fast_path_is_used(vocabulary: Vocabulary) -> None:
 
 
 def test_a_stop_string_of_one_request_does_not_stop_another(vocabulary: Vocabulary) -> None:
-    a, e = vocabulary.texts.index("a"), vocabulary.texts.index("e")
+    a, e = vocabulary.token_texts.texts.index("a"), vocabulary.token_texts.texts.index("e")
     chunks = [(0, [token]) for token in (a, a, a, a, e, a)]
     assert len(Stream(vocabulary, TextOptions(), ResumableReply).answer(chunks)[1]) == 6
     assert len(Stream(vocabulary, TextOptions(stop=("e",)), ResumableReply).answer(chunks)[1]) == 5

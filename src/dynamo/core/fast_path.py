@@ -38,6 +38,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -70,12 +71,26 @@ class FastPath(ABC):
         """Send one token id. See `SendToken` for the answers."""
 
 
+class TokenTexts:
+    """The texts of a vocabulary's tokens, which all its requests share.
+
+    `texts[id]` is the text of a token id, or None where the id alone is not a whole text.
+    """
+
+    def __init__(self, texts: list[str | None]) -> None:
+        self.texts = texts
+
+    @cached_property
+    def json_texts(self) -> list[bytes | None]:
+        """The JSON strings of `texts`, None where no fast path has encoded them yet."""
+        return [None] * len(self.texts)
+
+
 class TextTable(msgspec.Struct, frozen=True):
     """The texts that a fast path may send.
 
-    `texts[id]` is the text of a token id, or None where the id alone is not a whole text. A text
-    for which `may_begin_stop` is true is not taken. None: the request has no stop strings.
+    A text for which `may_begin_stop` is true is not taken. None: the request has no stop strings.
     """
 
-    texts: list[str | None]
+    token_texts: TokenTexts
     may_begin_stop: Callable[[str], object] | None = None

@@ -13,8 +13,8 @@ import pytest
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
-from dynamo.application.openai.response_encoder import MAX_TOKEN_TABLES, JsonStringCache
-from dynamo.core.fast_path import TextTable
+from dynamo.application.openai.response_encoder import JsonStringCache
+from dynamo.core.fast_path import TextTable, TokenTexts
 from dynamo.telemetry.metrics import Registry
 
 
@@ -107,7 +107,8 @@ class OpenFastPath:
         self.token_log = array("I")
         may_begin_stop = (lambda text: True if "c" in text else None) if stops else None
         template = EventTemplate(b"<", JsonStringCache(), b">")
-        text_table = TextTable(["a", None, 'c"'], may_begin_stop)
+        self.token_texts = TokenTexts(["a", None, 'c"'])
+        text_table = TextTable(self.token_texts, may_begin_stop)
         response: Any = self.response
         self.fast_path = StreamFastPath(0, response, template, timing, text_table, self.token_log)
 
@@ -190,13 +191,17 @@ def test_the_json_string_cache_is_bounded_and_correct() -> None:
     assert "fives" not in json_strings
 
 
-def test_each_vocabulary_has_its_own_token_table_and_few_are_kept() -> None:
-    json_strings = JsonStringCache()
-    lists: list[list[str | None]] = [["x"] * (size + 1) for size in range(2 * MAX_TOKEN_TABLES)]
-    first = json_strings.token_table(lists[0])
-    assert json_strings.token_table(lists[0]) is first
-    for texts in lists:
-        table = json_strings.token_table(texts)
-        assert table == [None] * len(texts)
-        assert json_strings.token_table(texts) is table
-        assert len(json_strings._token_tables) <= MAX_TOKEN_TABLES
+def test_the_requests_of_a_vocabulary_share_the_json_of_its_texts(
+    clock: ManualClock, metrics: ModelMetrics
+) -> None:
+    first = OpenFastPath(TokenTiming(metrics, clock, 99.0, 1))
+    first.fast_path.send_token(0)
+    table = TextTable(first.token_texts)
+    assert table.token_texts.json_texts == [b'"a"', None, None]
+    template = EventTemplate(b"<", JsonStringCache(), b">")
+    response: Any = first.response
+    timing = TokenTiming(metrics, clock, 99.0, 1)
+    second = StreamFastPath(0, response, template, timing, table, array("I"))
+    second.send_token(2)
+    assert first.token_texts.json_texts == [b'"a"', None, b'"c\\""']
+    assert OpenFastPath(timing).token_texts.json_texts == [None, None, None]

@@ -18,7 +18,7 @@ from dynamo.application.openai.response_encoder import JsonStringCache, Response
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.fast_path import TextTable
+from dynamo.core.fast_path import TextTable, TokenTexts
 from dynamo.core.text import TextFinish
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
@@ -225,7 +225,7 @@ def test_choices_of_a_later_prompt_are_numbered_on() -> None:
 def test_a_later_prompt_has_its_own_fast_path() -> None:
     answer = Answer(2)
     second = OffsetReply(answer.reply, 1)
-    text_table = TextTable(["x"])
+    text_table = TextTable(TokenTexts(["x"]))
     assert second.open_fast_path(0, text_table, None) is None
     answer.reply.text(0, "a")
     second.text(0, "b")

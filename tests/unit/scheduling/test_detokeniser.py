@@ -39,7 +39,7 @@ def test_every_token_is_a_delta(vocabulary: Vocabulary, recording_reply: Any, id
     sink.begin(Started())
     assert sink.tokens(ids)
     sink.finish(Finish("length"))
-    assert reader.deltas() == [vocabulary.texts[token] for token in ids]
+    assert reader.deltas() == [vocabulary.token_texts.texts[token] for token in ids]
     assert reader.ends() == {0: TextFinish("length", len(ids))}
 
 

@@ -28,11 +28,15 @@ def parse_timeout_header(header: str) -> float:
 
 
 class Deadline:
-    """The deadline of one request. `expired`: the deadline cancelled the task, not the client."""
+    """The deadline of one request. `number` is unique within its `Deadlines`.
 
-    __slots__ = ("expired", "expires_at", "task")
+    `expired`: the deadline cancelled the task, not the client.
+    """
 
-    def __init__(self, task: asyncio.Task[object], expires_at: float) -> None:
+    __slots__ = ("expired", "expires_at", "number", "task")
+
+    def __init__(self, number: int, task: asyncio.Task[object], expires_at: float) -> None:
+        self.number = number
         self.task = task
         self.expires_at = expires_at
         self.expired = False
@@ -45,6 +49,7 @@ class Deadlines:
         self.timeout_s = timeout_s
         self._clock = clock
         self._active: dict[int, Deadline] = {}
+        self._last_number = 0
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -55,15 +60,15 @@ class Deadlines:
         task = asyncio.current_task(self._loop)
         if task is None:
             raise RuntimeError("a deadline must be started in a task")
-        deadline = Deadline(task, now + self.timeout_s)
-        self._active[id(deadline)] = deadline
+        number = self._last_number = self._last_number + 1
+        deadline = self._active[number] = Deadline(number, task, now + self.timeout_s)
         if self._timer is None:
             self._schedule_expiry(self.timeout_s)
         return deadline
 
     def stop(self, deadline: Deadline) -> None:
         """End the deadline and drop its task, which a traceback must not keep alive."""
-        self._active.pop(id(deadline), None)
+        self._active.pop(deadline.number, None)
         del deadline.task
 
     def raise_if_expired(self, deadline: Deadline) -> None:

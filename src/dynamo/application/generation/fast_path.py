@@ -55,8 +55,8 @@ class StreamFastPath(FastPath):
         self._response = response
         self._pending_events, self._schedule_flush = response.get_event_buffer()
         self._prefix, self._json_strings, self._suffix = template
-        self._texts, self._find_unsafe = text_table.texts, text_table.may_begin_stop
-        self._json_by_token = template.json_strings.token_table(text_table.texts)
+        token_texts, self._find_unsafe = text_table.token_texts, text_table.may_begin_stop
+        self._texts, self._json_by_token = token_texts.texts, token_texts.json_texts
         self._timing = timing
         self._now, self._timestamps = timing.now, timing.timestamps[choice]
         self._append_token = token_log.append

@@ -10,7 +10,6 @@ import msgspec
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.text import DecodedTokenLogprob, TextFinish
 
-MAX_TOKEN_TABLES = 16
 DONE_EVENT = b"data: [DONE]\n\n"
 SSE_HEADERS = (
     ("content-type", "text/event-stream; charset=utf-8"),
@@ -25,7 +24,6 @@ class JsonStringCache(dict[str, bytes]):
     def __init__(self, capacity: int = 1 << 16, max_text_length: int = 64) -> None:
         super().__init__()
         self._capacity = capacity
-        self._token_tables: dict[int, tuple[list[str | None], list[bytes | None]]] = {}
         self._max_text_length = max_text_length
 
     def __missing__(self, text: str) -> bytes:
@@ -35,18 +33,6 @@ class JsonStringCache(dict[str, bytes]):
                 self.clear()
             self[text] = json_text
         return json_text
-
-    def token_table(self, texts: list[str | None]) -> list[bytes | None]:
-        """Return a list parallel to `texts` for JSON strings by token id, None where not filled in.
-
-        All requests of a vocabulary share the list, so the list object `texts` is the key.
-        """
-        entry = self._token_tables.get(id(texts))
-        if entry is None:
-            if len(self._token_tables) >= MAX_TOKEN_TABLES:
-                self._token_tables.clear()
-            entry = self._token_tables[id(texts)] = texts, [None] * len(texts)
-        return entry[1]
 
 
 def error_event(error: bytes) -> bytes:

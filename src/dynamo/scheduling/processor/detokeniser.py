@@ -37,6 +37,7 @@ class Detokeniser(Reply):
         "_stop_ids",
         "_stop_scanner",
         "_text_offset",
+        "_texts",
         "_token_count",
         "_token_texts",
         "_vocabulary",
@@ -55,7 +56,8 @@ class Detokeniser(Reply):
         self._reply = reply
         self._vocabulary = vocabulary
         skip = options.skip_special_tokens
-        self._token_texts = vocabulary.texts if skip else vocabulary.texts_with_special
+        self._token_texts = vocabulary.token_texts if skip else vocabulary.token_texts_with_special
+        self._texts = self._token_texts.texts
         self._skipped_ids = vocabulary.special_ids if skip else frozenset[int]()
         self._decoder: TextDecoder | None = None  # created on first use: most answers need none
         self._stop_scanner = None if stops is None else StopStringScanner(stops)
@@ -80,7 +82,7 @@ class Detokeniser(Reply):
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         if self._nothing_pending and logprobs is None and len(ids) == 1:
             try:
-                text = self._token_texts[ids[0]]
+                text = self._texts[ids[0]]
             except IndexError:
                 text = None
             may_begin = self._may_begin_stop

@@ -7,6 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from dynamo.core.codec import unpack_ids
+from dynamo.core.fast_path import TokenTexts
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Utf8Decoder = getincrementaldecoder("utf-8")
@@ -17,8 +18,8 @@ BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-F]{2})>")
 class Vocabulary:
     """The texts of a model's tokens. The constructor reads the whole tokenizer in milliseconds.
 
-    `texts[id]` is the token's text if the id alone is whole, non-empty text and not special, else
-    None. `texts_with_special` contains the texts of special tokens, too.
+    `token_texts` has a token's text if its id alone is whole, non-empty text and not special, else
+    None. `token_texts_with_special` has the texts of special tokens, too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -27,11 +28,11 @@ class Vocabulary:
         self._exact = any(raw is not None for raw in self._token_bytes)
         self._bytes_cache: dict[int, bytes] = {}
         self.special_ids = tokenizer.special_ids
-        self.texts_with_special = [text or None for text in tokenizer.token_texts]
-        self.texts = [
-            None if token_id in self.special_ids else text
-            for token_id, text in enumerate(self.texts_with_special)
-        ]
+        texts = [text or None for text in tokenizer.token_texts]
+        self.token_texts_with_special = TokenTexts(texts)
+        self.token_texts = TokenTexts(
+            [None if number in self.special_ids else text for number, text in enumerate(texts)]
+        )
 
     def create_decoder(self, *, skip_special: bool) -> TextDecoder:
         """Return a decoder for one answer. Skipped special tokens need not be passed to it."""

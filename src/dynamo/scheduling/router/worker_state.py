@@ -95,7 +95,6 @@ class WorkerState:
     sent."""
 
     __slots__ = (
-        "__weakref__",
         "_prefill_group",
         "_refreshed_s",
         "active",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
@@ -16,13 +14,13 @@ class BlockCost(Cost):
     tie_tolerance = 0.0
 
     def __init__(self) -> None:
-        self._active_blocks: WeakKeyDictionary[WorkerState, dict[int, int]] = WeakKeyDictionary()
+        self._active_blocks: dict[str, dict[int, int]] = {}
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
         del now
         size = request.block_tokens
         new = request.prompt.tokens - request.overlaps.get(worker.name, 0) * size
-        active = self._active_blocks.get(worker, {})
+        active = self._active_blocks.get(worker.name, {})
         hashes = request.prompt.hashes
         low, high = 0, len(hashes)
         while low < high:
@@ -35,17 +33,18 @@ class BlockCost(Cost):
         }
 
     def on_placed(self, placed: PlacedRequest) -> None:
-        active = self._active_blocks.setdefault(placed.worker, {})
+        active = self._active_blocks.setdefault(placed.worker.name, {})
         for block in placed.hashes:
             active[block] = active.get(block, 0) + 1
 
     def on_ended(self, placed: PlacedRequest) -> None:
-        active = self._active_blocks.get(placed.worker)
-        if active is None:
-            return
+        name = placed.worker.name
+        active = self._active_blocks.get(name, {})
         for block in placed.hashes:
             count = active.get(block, 0) - 1
             if count > 0:
                 active[block] = count
             else:
                 active.pop(block, None)
+        if not active:
+            self._active_blocks.pop(name, None)
