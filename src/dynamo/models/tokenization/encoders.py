@@ -8,12 +8,13 @@ process (`verification.py`), and stored in the user's cache. A process loads onl
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class ReferenceEncoder(Encoder):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._load: Callable[[], Any] = partial(_load_library, tokenizers.Tokenizer.from_file, path)
         self._library = self._load()
         self._library_without_special: Any = None
@@ -108,7 +110,8 @@ class ReferenceEncoder(Encoder):
     @staticmethod
     def _encode_ids(library: Any, text: str, add_special_tokens: bool) -> bytes:
         try:
-            encoding = library.encode(text, add_special_tokens=add_special_tokens)
+            # `encode` would hold the GIL, and `encode_batch` would compute offsets, too.
+            (encoding,) = library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode_error() from error
         return _pack_ids(encoding.ids)
@@ -135,7 +138,11 @@ class FastEncoder(Encoder):
             log.warning(
                 "text encoded by the reference encoder", extra={"fields": {"why": str(error)}}
             )
-            return ReferenceEncoder(self._path).encode(text, parse_special)
+            return self._reference.encode(text, parse_special)
+
+    @cached_property
+    def _reference(self) -> ReferenceEncoder:
+        return ReferenceEncoder(self._path)
 
     def encode_without_fallback(self, text: str, parse_special: bool = True) -> bytes:
         """Encode with `fastokens` alone. Raises `ValueError` at its limits."""
