@@ -256,7 +256,16 @@ def http_page() -> str:
         "`Host` must be an IP address, localhost, a name without a dot, or one of "
         "`server.allowed_hosts`. Other requests get 403 `forbidden` before their body is read. "
         "`priority` is clamped to `server.priority_range`. `/tokenize` and `/detokenize` refuse "
-        "more than the model's context.\n"
+        "more than the model's context.\n\n"
+        "A body may have `server.max_body_bytes` (413 `request_too_large`). All bodies that are "
+        "incomplete or wait may have `server.max_buffered_bytes` (503 `overloaded`). Their key is "
+        "checked before they are read. A body of more than 64 KiB may have so many values as fit "
+        "the longest context (413). A body must arrive at 1 KiB/s or faster, with pauses up to "
+        "`server.header_timeout` (408).\n\n"
+        "Keep the connection open in both directions until the answer is complete. A client that "
+        "closes its writing side after the request (a half-close, e.g. `shutdown(SHUT_WR)` or "
+        "`nc -N`) counts as gone, because a client that left looks the same: its request is "
+        "cancelled.\n"
     )
     for title, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
         parts.append(f"## /v1/{title}\n")

@@ -13,11 +13,12 @@ from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_i
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.large_bodies import LargeBodies
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
-from dynamo.communication.http import Request, Response, WebAccess
+from dynamo.communication.http import LARGE_BODY_BYTES, Request, Response, WebAccess
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, ServerStopped
 from dynamo.core.settings.schema import ServerSettings
@@ -120,6 +121,7 @@ class Application:
         web_access = WebAccess.of_api(server.http_host, server)
         self._cors = Cors(web_access)
         self.check_headers = make_header_check(web_access, self._keys)
+        self._large_bodies = LargeBodies(gateway)
         self._request_ids = RequestIds()
         self._reasons = reasons
         self._facts = facts
@@ -188,6 +190,8 @@ class Application:
                 route: Route = self._preflight
             else:
                 route = self._routes.find(request.method, request.path)
+            if len(request.body) > LARGE_BODY_BYTES:
+                await self._large_bodies.check(request)
             await route(exchange)
         except DynamoError as error:
             exchange.send_error(error)

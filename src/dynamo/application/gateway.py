@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -31,12 +31,21 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Gateway:
-    """Served models by name. The name `default` finds the first model that is not derived."""
+    """Served models by name. The name `default` finds the first model that is not derived.
+
+    `context_tokens` is the longest context of all models; 0 without models.
+    """
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
         self._pending: dict[str, str] = {}
         self._no_models_reason = "no model has been announced yet"
+        self.context_tokens = 0
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever a model was added."""
+        self._listeners.append(listener)
 
     def set_pending(self, name: str, reason: str) -> None:
         """Announce that `name` will be served; `reason` tells clients why it is not served yet."""
@@ -52,6 +61,9 @@ class Gateway:
             self._pending.pop(name, None)
             self._models[name] = served
         self._models = dict(sorted(self._models.items(), key=lambda item: item[1].derived))
+        self.context_tokens = max(model.context_tokens for model in self._models.values())
+        for listener in self._listeners:
+            listener()
 
     @property
     def models(self) -> dict[str, ServedModel]:

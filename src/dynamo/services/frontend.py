@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo.application import Application, Gateway
+from dynamo.application.large_bodies import default_body_bytes
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.model_watcher import ModelWatcher
@@ -52,6 +53,8 @@ class FrontendService:
             on_error=application.on_error,
             check_headers=application.check_headers,
         )
+        if not server.max_body_bytes:
+            gateway.on_change(lambda: self._set_body_limit(http, gateway))
         host = server.http_host
         self._model_watcher.start()
         if runtime.supervised:  # other frontends on this port may serve the models already
@@ -73,6 +76,10 @@ class FrontendService:
             merge="max",
         )
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
+
+    @staticmethod
+    def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:
+        http.budget.max_body_bytes = default_body_bytes(gateway.context_tokens)
 
     def _health_facts(self) -> Mapping[str, Any]:
         """Return the fields of /health that this process adds."""

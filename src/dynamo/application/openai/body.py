@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import TypeVar
 
 import msgspec
 
-from dynamo.communication.http import Request
+from dynamo.communication.http import LARGE_BODY_BYTES, Request
 from dynamo.core.errors import InvalidRequest, UnsupportedMediaType
 
 T = TypeVar("T")
@@ -17,7 +18,10 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
-    """Return the body as the decoder's type. Raises `InvalidRequest`."""
+    """Return the body as the decoder's type, and drop it. Raises `InvalidRequest`.
+
+    A large body must have passed `LargeBodies.check`.
+    """
     body = request.body
     if request.headers.get(b"content-type") != JSON_CONTENT_TYPE:
         _check_content_type(request)
@@ -26,6 +30,8 @@ def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     if not body:
         raise InvalidRequest("the body is empty", hint="send a JSON object")
     try:
+        if len(body) > LARGE_BODY_BYTES:
+            return _decode_large(decoder, body)
         if not body.isascii():
             body.decode()  # the JSON decoder does not validate text in skipped fields
         return decoder.decode(body)
@@ -37,6 +43,21 @@ def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+    finally:
+        request.body = b""
+        if request.hold is not None:
+            request.hold.release()
+
+
+def _decode_large(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
+    """Decode without the garbage collector, which would visit all new objects several times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return decoder.decode(body)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_content_type(request: Request) -> None:

@@ -7,14 +7,38 @@ from typing import Any
 
 import msgspec
 
+from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)
+
+MAX_MESSAGES = 1 << 14
+MAX_PARTS = 1 << 14
+MAX_ARGUMENT_VALUES = 1 << 17
+"""Limits of a conversation, which is converted without a pause."""
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
     ("text", "input_text", "output_text"), "text"
 )
+
+
+class _ConversationSize:
+    """The parts of contents and the values in tool arguments of all messages so far."""
+
+    def __init__(self) -> None:
+        self._parts = self._values = 0
+
+    def add_parts(self, number: int) -> None:
+        """Raise `InvalidRequest` if there are too many parts."""
+        self._parts += number
+        check_size("messages: parts of all contents", self._parts, MAX_PARTS, param="messages")
+
+    def add_arguments(self, text: str) -> None:
+        """Raise `InvalidRequest` if JSON arguments have too many values."""
+        self._values += sum(map(text.count, "[{,"))
+        field = "messages: values in all tool arguments"
+        check_size(field, self._values, MAX_ARGUMENT_VALUES, param="messages")
 
 
 def normalise_messages(
@@ -27,7 +51,8 @@ def normalise_messages(
     """
     if not messages:
         raise InvalidRequest("messages: at least one is required", param="messages")
-    normalised = []
+    check_size("messages", len(messages), MAX_MESSAGES)
+    normalised, size = [], None
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in KNOWN_ROLES:
@@ -35,7 +60,8 @@ def normalise_messages(
             if type(content) is str and "tool_calls" not in message:
                 normalised.append(message)
             else:
-                normalised.append(_flatten_content(message, content, index))
+                size = size or _ConversationSize()
+                normalised.append(_flatten_content(message, content, index, size))
         else:
             _handle_unknown_role(role, index, unknown_roles)
     if not normalised:
@@ -57,11 +83,13 @@ def _handle_unknown_role(role: Any, index: int, unknown_roles: str) -> None:
     log.warning("message dropped: unknown role", extra={"fields": {"role": role[:64]}})
 
 
-def _flatten_content(message: dict[str, Any], content: Any, index: int) -> dict[str, Any]:
+def _flatten_content(
+    message: dict[str, Any], content: Any, index: int, size: _ConversationSize
+) -> dict[str, Any]:
     field = f"messages[{index}].content"
     calls = message.get("tool_calls")
     if calls:
-        tool_calls = _decode_tool_calls(calls, f"messages[{index}].tool_calls")
+        tool_calls = _decode_tool_calls(calls, f"messages[{index}].tool_calls", size)
         message = message | {"tool_calls": tool_calls}
     elif "tool_calls" in message:  # null or empty: templates check whether the key exists
         message = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -73,6 +101,7 @@ def _flatten_content(message: dict[str, Any], content: Any, index: int) -> dict[
         return message | {"content": message.get("refusal") or ""}
     if not isinstance(content, list):
         raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
+    size.add_parts(len(content))
     texts = [_part_text(part, f"{field}[{number}]") for number, part in enumerate(content)]
     return message | {"content": "\n".join(texts)}
 
@@ -98,7 +127,7 @@ def _part_text(part: Any, field: str) -> str:
     return text
 
 
-def _decode_tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
+def _decode_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[dict[str, Any]]:
     """Return tool calls with arguments as objects, which templates serialise again."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}: expected a list", param=field)
@@ -112,6 +141,7 @@ def _decode_tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
+            size.add_arguments(arguments)
             function = function | {"arguments": _decode_arguments(arguments)}
         decoded.append(call | {"function": function})
     return decoded

@@ -56,10 +56,7 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     options: TextOptions = text_options(body, body.max_tokens, body.logprobs)
     prompts = _split_prompts(body.prompt)
     if len(prompts) * options.n > MAX_TOTAL_CHOICES:
-        raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts times n {options.n} exceed {MAX_TOTAL_CHOICES}",
-            param="prompt",
-        )
+        raise _too_many_prompts(len(prompts), options.n)
     entries = len(options.stop_token_ids) + len(options.sampling.logit_bias or ())
     if len(prompts) * entries > MAX_TOTAL_ENTRIES:
         raise TooLarge(
@@ -78,6 +75,12 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
 
 
+def _too_many_prompts(prompts: int, choices: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"prompt: {prompts} prompts times n {choices} exceed {MAX_TOTAL_CHOICES}", param="prompt"
+    )
+
+
 def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
     if isinstance(prompt, str):
         return [prompt]
@@ -92,6 +95,8 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
         return [pack_ids(prompt)]
     if first is str:
         return list(prompt)
+    if len(prompt) > MAX_TOTAL_CHOICES:
+        raise _too_many_prompts(len(prompt), 1)
     if [] in prompt:
         raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
     return [pack_ids(ids) for ids in prompt]

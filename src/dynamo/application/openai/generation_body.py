@@ -157,10 +157,12 @@ def _sampling(body: GenerationBody) -> SamplingOverrides:
     )
 
 
-def check_size(field: str, size: int, limit: int, unit: str = "entries") -> None:
+def check_size(
+    field: str, size: int, limit: int, unit: str = "entries", *, param: str = ""
+) -> None:
     """Raise `InvalidRequest` if a field has more `unit` than its limit."""
     if size > limit:
-        raise InvalidRequest(f"{field}: {size:,} {unit}, limit {limit:,}", param=field)
+        raise InvalidRequest(f"{field}: {size:,} {unit}, limit {limit:,}", param=param or field)
 
 
 def _check_sizes(body: GenerationBody) -> None:

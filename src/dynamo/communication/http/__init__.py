@@ -1,5 +1,6 @@
 """A thin HTTP/1.1 server on httptools and uvloop, with one task per request."""
 
+from dynamo.communication.http.body_budget import LARGE_BODY_BYTES
 from dynamo.communication.http.descriptors import RESERVED_FROM_STATUS, raise_open_file_limit
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits
@@ -10,6 +11,7 @@ from dynamo.communication.http.server import ErrorHandler, HttpHandler, HttpServ
 from dynamo.communication.http.web_access import WebAccess
 
 __all__ = [
+    "LARGE_BODY_BYTES",
     "ErrorHandler",
     "HeaderCheck",
     "HeadersTooLarge",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
+from dynamo.communication.http.body_budget import BodyBudget
 from dynamo.communication.http.descriptors import DescriptorBudget
 from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.request import HeaderCheck, Request, RequestReader
+from dynamo.communication.http.request import HeaderCheck, Request, RequestQueue, RequestReader
 from dynamo.communication.http.response import CONTINUE, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, Overloaded, RequestTooSlow
@@ -62,6 +62,7 @@ class HttpServerState:
     clock: Clock
     on_error: ErrorHandler
     check_headers: HeaderCheck | None = None
+    budget: BodyBudget = field(default_factory=BodyBudget)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
     connections: set[HttpConnection] = field(default_factory=set)
     flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
@@ -78,11 +79,12 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, state: HttpServerState) -> None:
         self._server_state = state
         self._reader = RequestReader(
-            state.limits, self._enqueue, self._send_continue, state.check_headers
+            state.limits, self._enqueue, self._send_continue, state.check_headers, state.budget
         )
-        self._queue: deque[Request] = deque()
+        self._queue = RequestQueue(state.limits, state.budget)
         self._rejection: DynamoError | None = None  # of the last request in the queue
         self._task: asyncio.Task[None] | None = None
+        self._request: Request | None = None  # the last one that was passed to the handler
         self._response: Response | None = None
         self.output: list[bytes] = []
         self.pending_events: list[bytes] = []
@@ -90,10 +92,12 @@ class HttpConnection(asyncio.Protocol):
         self._flush_scheduled = False
         self._flush_queue = state.flusher.queue
         self._input_closed = False  # True: received bytes are dropped
+        self._reading_paused = False
         self._disconnected = False
         self.closing = False  # True: close once everything is sent
         self._messages_seen = 0
         self._message_started_at = 0.0
+        self._body_bytes_seen: int | None = None
         self._written_bytes = 0
         self._last_progress = (0, 0.0)
         self.paused_at: float | None = None
@@ -135,6 +139,9 @@ class HttpConnection(asyncio.Protocol):
         self._server_state.connections.discard(self)
         self._input_closed = self._disconnected = True
         self._queue.clear()
+        request, self._request = self._request, None
+        if request is not None:
+            request.release_body()
         self.deadline = inf
         self.paused_at = None
         self._reader.close()
@@ -150,7 +157,8 @@ class HttpConnection(asyncio.Protocol):
             self._start_handler(request)
             return
         self._queue.append(request)
-        if len(self._queue) == self._server_state.limits.max_pipelined:
+        if not self._reading_paused and self._queue.is_full():
+            self._reading_paused = True
             self._transport.pause_reading()
 
     def _send_continue(self) -> None:
@@ -159,17 +167,29 @@ class HttpConnection(asyncio.Protocol):
             self.schedule_flush()
 
     def _update_deadline(self) -> None:
-        """Set the deadline for the next bytes of a request that has arrived in part."""
+        """Set the deadline for the next bytes of a request that has arrived in part.
+
+        The bytes of a body earn time by `min_body_rate`, and at most the header timeout in advance.
+        """
+        if self._reading_paused:
+            self.deadline = inf
+            return
         now = self._server_state.clock.now()
         reader, limits = self._reader, self._server_state.limits
         if reader.messages_started != self._messages_seen:
             self._messages_seen = reader.messages_started
             self._message_started_at = now
+            self._body_bytes_seen = None
         if reader.stage == "headers":
             self.deadline = self._message_started_at + limits.header_timeout_s
+            return
+        latest, seen = now + limits.header_timeout_s, self._body_bytes_seen
+        if seen is None or self.deadline == inf:
+            self.deadline = latest
         else:
-            body_deadline = self._message_started_at + reader.body_bytes / limits.min_body_rate
-            self.deadline = min(now, body_deadline) + limits.header_timeout_s
+            earned_s = (reader.body_bytes - seen) / limits.min_body_rate
+            self.deadline = min(latest, self.deadline + earned_s)
+        self._body_bytes_seen = reader.body_bytes
 
     # requests, one at a time
 
@@ -180,6 +200,7 @@ class HttpConnection(asyncio.Protocol):
         self._input_closed = True
         self.deadline = inf
         self._rejection = error
+        self._reader.drop_body()
         self._queue.append(self._reader.failed_request())
         if self._task is None:
             self._answer_next()
@@ -194,6 +215,7 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     def _start_handler(self, request: Request) -> None:
+        self._request = request
         response = self._new_response(
             request.method, request.version, keep_alive=request.keep_alive
         )
@@ -217,6 +239,9 @@ class HttpConnection(asyncio.Protocol):
             log.exception("request handler failed", extra={"fields": {"path": request.path}})
             self._send_error(InternalError("an internal error occurred"), request, response)
         finally:
+            self._request = None
+            if request.hold is not None:
+                request.hold.release()
             self._on_response_finished(response)
 
     def _send_error(self, error: DynamoError, request: Request, response: Response) -> None:
@@ -235,13 +260,19 @@ class HttpConnection(asyncio.Protocol):
             self._queue.clear()
             self.close()
         elif self._queue:
-            if len(self._queue) == self._server_state.limits.max_pipelined:
-                self._transport.resume_reading()
             self._answer_next()
+            self._resume_reading()
         elif self._reader.stage == "idle":
             self.deadline = (
                 self._server_state.clock.now() + self._server_state.limits.idle_timeout_s
             )
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and not self._queue.is_full():
+            self._reading_paused = False
+            self._transport.resume_reading()
+            if self._reader.stage != "idle":
+                self._update_deadline()
 
     # output
 

@@ -11,10 +11,12 @@ class HttpLimits(msgspec.Struct, frozen=True):
     """Limits in bytes, counts and seconds. The settings of `server` explain them.
 
     `min_body_rate` is the slowest upload in bytes per second that is not taken for an attack.
-    `max_pipelined` requests are read ahead on one connection before reading pauses.
+    At most `max_pipelined` requests with `max_pipelined_bytes` of bodies are read ahead on one
+    connection before reading pauses.
     """
 
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 4 << 20
+    max_buffered_bytes: int = 256 << 20
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     header_timeout_s: float = 15.0
@@ -25,6 +27,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
     linger_s: float = 2.0
     min_body_rate: int = 1024
     max_pipelined: int = 16
+    max_pipelined_bytes: int = 256 << 10
     send_buffer_bytes: int = 64 << 10
     notsent_lowat_bytes: int = 16 << 10
     high_water_bytes: int = 4 << 10
@@ -33,7 +36,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     def from_settings(cls, server: ServerSettings) -> HttpLimits:
         """Return the limits that the settings contain."""
         return cls(
-            max_body_bytes=server.max_body_bytes,
+            max_body_bytes=server.max_body_bytes or cls().max_body_bytes,
+            max_buffered_bytes=server.max_buffered_bytes,
             max_header_bytes=server.max_header_bytes,
             max_headers=server.max_headers,
             header_timeout_s=server.header_timeout,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Literal
 from urllib.parse import unquote
 
 import httptools
 
+from dynamo.communication.http.body_budget import BodyBudget, BodyHold
 from dynamo.communication.http.errors import HeadersTooLarge
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import DynamoError, InvalidRequest, TooLarge
@@ -18,10 +20,11 @@ Stage = Literal["idle", "headers", "body"]
 class Request:
     """A request. Header names are lower-case bytes. `path` is percent-decoded.
 
-    `body` and `keep_alive` are set when the body is complete.
+    `body` and `keep_alive` are set when the body is complete. `hold` is the body's share of the
+    budget, if it has one.
     """
 
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "version")
+    __slots__ = ("body", "headers", "hold", "keep_alive", "method", "path", "query", "version")
 
     def __init__(
         self,
@@ -33,9 +36,16 @@ class Request:
         self.method = method
         self.path, self.query = split_target(target)
         self.headers = headers
-        self.body = b""
+        self.body: bytes | bytearray = b""
+        self.hold: BodyHold | None = None
         self.version = version
         self.keep_alive = False
+
+    def release_body(self) -> None:
+        """Drop the body, which counts in the budget no more."""
+        self.body = b""
+        if self.hold is not None:
+            self.hold.release()
 
     def header(self, name: bytes) -> str | None:
         """Return a header by its lower-case name. Repeated headers are joined by commas."""
@@ -68,8 +78,10 @@ class RequestReader:
         on_request: Callable[[Request], None],
         on_continue: Callable[[], None],
         check_headers: HeaderCheck | None = None,
+        budget: BodyBudget | None = None,
     ) -> None:
         self._limits = limits
+        self._budget = budget or BodyBudget(limits)
         self._on_request = on_request
         self._on_continue = on_continue
         self._check_headers = check_headers
@@ -77,6 +89,8 @@ class RequestReader:
         self._error: DynamoError | None = None
         # The current message has at most and at least this many bytes.
         self._max_received_bytes = self._min_received_bytes = 0
+        self._body: bytes | bytearray = b""
+        self._request: Request | None = None
         self.messages_started = self.body_bytes = 0
         self.stage: Stage = "idle"
         self.on_message_begin()
@@ -107,6 +121,8 @@ class RequestReader:
             self._trailer_bytes += len(data)
             if self._trailer_bytes > self._limits.max_header_bytes:
                 raise self._headers_too_large()
+        if self.stage == "body" and self._request is not None and self.body_bytes:
+            self._hold_body(self._request)
         return True
 
     def _parse(self, data: bytes) -> bool:
@@ -141,14 +157,21 @@ class RequestReader:
     def close(self) -> None:
         """Release the references that form a cycle with this reader. No bytes may follow."""
         del self._parser, self._on_request, self._on_continue
+        self.drop_body()
+
+    def drop_body(self) -> None:
+        """Drop an incomplete body. No bytes may follow."""
+        self._body = b""
+        if self.stage == "body" and self._request is not None:
+            self._request.release_body()
 
     def on_message_begin(self) -> None:
         self.stage = "headers"
         self.messages_started += 1
         self._target = b""
         self._raw_headers: list[tuple[bytes, bytes]] = []
-        self._body: list[bytes] = []
-        self._request: Request | None = None
+        self._body = b""
+        self._request = None
         self.body_bytes = self._trailer_bytes = 0
 
     def on_url(self, data: bytes) -> None:
@@ -182,16 +205,21 @@ class RequestReader:
 
     def on_body(self, data: bytes) -> None:
         self.body_bytes += len(data)
-        if self.body_bytes > self._limits.max_body_bytes:
-            self._error = _body_too_large(self._limits.max_body_bytes)
+        if self.body_bytes > self._budget.max_body_bytes:
+            self._error = _body_too_large(self._budget.max_body_bytes)
             raise self._error
-        self._body.append(data)
+        if not self._body:
+            self._body = data
+        else:
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += data
 
     def on_message_complete(self) -> None:
         body, request = self._body, self._request
         if request is None:  # an upgrade is ignored: the headers are parsed again
             return
-        request.body = body[0] if len(body) == 1 else b"".join(body)
+        request.body, self._body = body, b""
         request.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
         self.stage = "idle"
         self._on_request(request)
@@ -206,6 +234,13 @@ class RequestReader:
             return self._request
         headers = {name.lower(): value for name, value in self._raw_headers}
         return Request("-", self._target, headers)
+
+    def _hold_body(self, request: Request) -> None:
+        """Count the part of a body that has arrived. Raises `Overloaded`."""
+        if request.hold is None:
+            request.hold = BodyHold(self._budget)
+        request.hold.resize(self.body_bytes)
+        self._budget.check(self.body_bytes)
 
     def _validate_headers(self, version: str) -> dict[bytes, bytes]:
         pairs = self._raw_headers
@@ -223,7 +258,7 @@ class RequestReader:
                 headers[name] += b", " + value
             else:
                 headers[name] = value
-        check_framing(headers, version, self._limits.max_body_bytes)
+        check_framing(headers, version, self._budget.max_body_bytes)
         return headers
 
     def _headers_too_large(self) -> DynamoError:
@@ -272,3 +307,33 @@ def _reject_duplicate(name: bytes) -> None:
 
 def _body_too_large(limit: int) -> DynamoError:
     return TooLarge(f"the body exceeds {limit} bytes", hint="server.max_body_bytes sets the limit")
+
+
+class RequestQueue(deque[Request]):
+    """Requests that wait for earlier ones of their connection. Their bodies count in the budget."""
+
+    def __init__(self, limits: HttpLimits, budget: BodyBudget) -> None:
+        super().__init__()
+        self._limits = limits
+        self._budget = budget
+
+    def append(self, request: Request) -> None:
+        """Add a request at the end."""
+        if request.body:
+            request.hold = request.hold or BodyHold(self._budget)
+            request.hold.resize(len(request.body))
+        super().append(request)
+
+    def is_full(self) -> bool:
+        """Return whether no further request should be read."""
+        limits = self._limits
+        return (
+            len(self) >= limits.max_pipelined
+            or sum(len(request.body) for request in self) >= limits.max_pipelined_bytes
+        )
+
+    def clear(self) -> None:
+        """Drop all requests with their bodies."""
+        for request in self:
+            request.release_body()
+        super().clear()

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from dynamo.communication.http.body_budget import BodyBudget
 from dynamo.communication.http.connection import (
     ErrorHandler,
     HttpConnection,
@@ -60,6 +61,7 @@ class HttpServer:
         self._on_error = on_error
         self._check_headers = check_headers
         self._reserved_descriptors = reserved_descriptors
+        self.budget = BodyBudget(limits)
         self._state: HttpServerState | None = None
         self._server: asyncio.Server | None = None
         self._timeout_tasks = BackgroundTasks()
@@ -87,6 +89,7 @@ class HttpServer:
             self._clock,
             self._on_error,
             self._check_headers,
+            self.budget,
             descriptors=DescriptorBudget(self._reserved_descriptors),
         )
         loop = asyncio.get_running_loop()

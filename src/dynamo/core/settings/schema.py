@@ -77,7 +77,20 @@ class ServerSettings(SettingsSection, frozen=True):
     unknown_roles: str = setting(
         "reject", "treatment of messages of an unknown role", choices=("reject", "warn")
     )
-    max_body_bytes: int = setting(32 << 20, "largest request body", unit="bytes", ge=1024)
+    max_body_bytes: int = setting(
+        0,
+        "largest request body; 0: 64 bytes for each token of the longest served context, at least "
+        "4 MiB and at most 32 MiB",
+        unit="bytes",
+        ge=0,
+    )
+    max_buffered_bytes: int = setting(
+        256 << 20,
+        "memory of a frontend process for bodies that arrived in part or wait behind other "
+        "requests of their connection; beyond it 503 is sent",
+        unit="bytes",
+        ge=1 << 20,
+    )
     max_header_bytes: int = setting(
         32 << 10, "largest total size of headers", unit="bytes", ge=1024
     )

@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import inf
 from sys import getsizeof
 from threading import Lock
 from typing import cast
 
+from dynamo.core.errors import ContextLengthExceeded
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 SEGMENT_CHARS = 2048
@@ -89,11 +91,17 @@ class SegmentCache:
     replaces the old generation, whose segments are dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        capacity_bytes: int = 4 << 20,
+        max_segment_chars: float = inf,
+    ) -> None:
         self._encode = tokenizer.encode
         self._splitter: TextSplitter | None = None
         if tokenizer.can_split:
             self._splitter = TextSplitter(token.content for token in tokenizer.added_tokens)
+        self._max_segment_chars = max_segment_chars
         self._half_bytes = capacity_bytes // 2
         self._young: dict[Hashable, bytes] = {}
         self._old: dict[Hashable, bytes] = {}
@@ -114,7 +122,10 @@ class SegmentCache:
         return [text] if self._splitter is None else self._splitter.split(text)
 
     def encode(self, text: str) -> bytes:
-        """Return the packed ids of `text`, equal to `Tokenizer.encode(text)`."""
+        """Return the packed ids of `text`, equal to `Tokenizer.encode(text)`.
+
+        Raises `ContextLengthExceeded` for a segment of more than `max_segment_chars`.
+        """
         if len(text) <= UNCACHED_TEXT_CHARS:
             return self._encode(text)
         last, self._last_lookup = self._last_lookup, None
@@ -122,6 +133,8 @@ class SegmentCache:
             segments, keys, packed_ids = last[1]
         else:
             segments, keys, packed_ids = self._look_up(text)
+        if len(text) > self._max_segment_chars and self._splitter is not None:
+            _check_uncut_chars(max(map(len, segments)), self._max_segment_chars)
         new: dict[Hashable, bytes] = {}
         for number, ids in enumerate(packed_ids):
             if ids is None:
@@ -177,3 +190,13 @@ class SegmentCache:
                     self._young, self._young_bytes = {}, 0
                 self._young[key] = ids
                 self._young_bytes += size
+
+
+def _check_uncut_chars(chars: int, limit: float) -> None:
+    """Raise `ContextLengthExceeded` for a segment of more than `limit` characters."""
+    if chars > limit:
+        raise ContextLengthExceeded(
+            f"the text has {chars} characters without a word boundary, at most {limit} are encoded",
+            hint="send a shorter text",
+            param="prompt",
+        )

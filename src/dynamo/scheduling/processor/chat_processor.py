@@ -38,6 +38,9 @@ CHOICES_PER_SLICE = 16
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
+MAX_PROMPT_CHARS_PER_TOKEN = 64
+"""A longer prompt cannot fit the context: only runs of one mark have longer tokens."""
+
 
 class ChatProcessor:
     """The processor of one model, which sends token requests through `send`.
@@ -61,8 +64,11 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._send = send
         self._clock = clock
-        self._prompt_encoder = PromptEncoder(tokenizer, template, clock)
-        self._max_prompt_chars = tokenizer.max_chars_of(card.context_tokens)
+        self._prompt_encoder = PromptEncoder(tokenizer, template, clock, card.context_tokens)
+        self._max_prompt_chars = min(
+            tokenizer.max_chars_of(card.context_tokens),
+            MAX_PROMPT_CHARS_PER_TOKEN * card.context_tokens,
+        )
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
@@ -91,6 +97,7 @@ class ChatProcessor:
             echo = prompt if request.echo else ""
         else:
             ids = prompt
+            self._defaults.resolve_max_tokens(request.options, len(ids) // TOKEN_BYTES)
             self._check_ids(unpack_ids(ids), "prompt")
             echo = await self._decode(unpack_ids(ids)) if request.echo else ""
         await self._generate(ids, request.options, context, reply, echo)

@@ -28,6 +28,9 @@ STEP_CHARS = 1 << 16
 MAX_CHARS_PER_TOKEN = 6
 """`tokenize` refuses longer texts for each token of the context. Text has about four characters a
 token; only white space and repeated marks have more than six."""
+MAX_UNCUT_CHARS_PER_TOKEN = 6
+"""A part without a safe cut is refused with more than this many characters for each token of the
+context. Text has about four; only white space and repeated marks have more."""
 RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 EncodedPrompt = bytes | Awaitable[bytes]
@@ -37,12 +40,19 @@ EncodedPrompt = bytes | Awaitable[bytes]
 class PromptEncoder:
     """Turns conversations and texts into packed ids, with a cache of encoded segments."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        clock: Clock,
+        context_tokens: int = 0,
+    ) -> None:
         self._template = template
         self._clock = clock
         self._encode = tokenizer.encode
         self._tokenize_lock = Lock()
-        self._segment_cache = SegmentCache(tokenizer)
+        self._max_uncut_chars = max(STEP_CHARS, MAX_UNCUT_CHARS_PER_TOKEN * context_tokens)
+        self._segment_cache = SegmentCache(tokenizer, max_segment_chars=self._max_uncut_chars)
         fast = tokenizer.encoder_name == FastEncoder.name
         self._inline_chars = MAX_FAST_INLINE_CHARS if fast else MAX_INLINE_CHARS
         self._prefix_ids, self._suffix_ids = tokenizer.prompt_affixes
@@ -57,7 +67,7 @@ class PromptEncoder:
             or len(messages) > MAX_INLINE_RENDER_MESSAGES
             or self._template.was_too_costly
         ):
-            return self._encode_long_chat(request, max_chars)
+            return self._encode_long_chat(request, chars, max_chars)
         return self.encode(self._render(request), max_chars)
 
     async def encode_with_special_tokens(self, text: str, max_chars: float = inf) -> bytes:
@@ -123,7 +133,8 @@ class PromptEncoder:
                 break
         return b"".join(parts)
 
-    async def _encode_long_chat(self, request: ChatRequest, max_chars: float) -> bytes:
+    async def _encode_long_chat(self, request: ChatRequest, chars: int, max_chars: float) -> bytes:
+        _check_chars(chars, max_chars)
         ids = self.encode(await self._clock.offload(self._render, request), max_chars)
         return ids if isinstance(ids, bytes) else await ids
 
