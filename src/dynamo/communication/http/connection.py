@@ -13,7 +13,7 @@ from dynamo.communication.http.body_budget import BodyBudget
 from dynamo.communication.http.descriptors import DescriptorBudget
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import HeaderCheck, Request, RequestQueue, RequestReader
-from dynamo.communication.http.response import CONTINUE, Response
+from dynamo.communication.http.response import CONTINUE, ConnectionFlusher, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, Overloaded, RequestTooSlow
 from dynamo.core.tasks import BackgroundTasks
@@ -22,35 +22,6 @@ log = logging.getLogger(__name__)
 
 HttpHandler = Callable[[Request, Response], Awaitable[None]]
 ErrorHandler = Callable[[DynamoError, Request, Response], None]
-
-
-class ConnectionFlusher:
-    """Flushes every queued connection in one callback at the end of the loop iteration.
-
-    uvloop's `transport.write` sends at once, so output is joined first. All output is prepared
-    before the first byte is sent, because the kernel's send path evicts the CPU's caches: preparing
-    in between would cost that once per token. A connection appends itself to `queue`, at most once
-    per flush. The first one calls `schedule`.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.queue: list[HttpConnection] = []
-
-    def schedule(self) -> None:
-        """Flush after all callbacks that are ready in this loop iteration."""
-        self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        queued = self.queue[:]
-        self.queue.clear()
-        ready = [(connection.write, connection.pop_output()) for connection in queued]
-        for write, data in ready:
-            if data:
-                write(data)
-        for connection in queued:
-            if connection.closing or connection.paused_at is not None:
-                connection.on_written()
 
 
 @dataclass(eq=False)
