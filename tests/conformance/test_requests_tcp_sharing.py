@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+import msgspec
 import pytest
 
-from dynamo.communication import handshake
-from dynamo.communication.handshake import pack_hello
-from dynamo.communication.requests import ResponseWriter
+from dynamo.communication.frames import (
+    HELLO,
+    MAX_FRAME_BYTES,
+    FrameSplitter,
+    pack_frame,
+    pack_items,
+)
+from dynamo.communication.handshake import MAGIC, pack_hello
+from dynamo.communication.requests import protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import Overloaded
@@ -18,6 +25,27 @@ from dynamo.core.shared_payload import SharedPayload
 from dynamo.core.tasks import BackgroundTasks
 
 CONTEXT = Context("r")
+Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw_server(accept: Accept) -> AsyncIterator[str]:
+    """Yield the address of a server that serves connections by `accept`."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(ConnectionError):
+            await accept(reader, writer)
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}/abc"
+    finally:
+        listener.close()
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -27,55 +55,43 @@ async def client() -> AsyncIterator[TcpRequests]:
     await plane.close()
 
 
-async def test_a_server_of_version_1_gets_whole_payloads(
-    client: TcpRequests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def echo(payload: bytes, writer: ResponseWriter) -> None:
-        writer.send(payload)
-
-    server = await TcpRequests.open("tcp:")
-    await server.serve("echo", echo)
-    monkeypatch.setattr(handshake, "negotiate_version", lambda _: 1)
-    received: list[bytes] = []
-    shared = SharedPayload(b"common", lambda own: b"whole " + own)
-    await client.call(
-        server.address,
-        "echo",
-        b"own",
-        CONTEXT,
-        lambda payload: received.append(payload) is None,
-        shared=shared,
-    )
-    assert received == [b"whole own"]
-    await server.close()
-
-
-@asynccontextmanager
-async def deaf_server() -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """A server that completes the handshake and reads nothing more until the event is set."""
-    read_on = asyncio.Event()
+async def test_a_server_of_version_1_gets_whole_payloads(client: TcpRequests) -> None:
+    """Hellos of version 1 name no version."""
+    payloads: list[bytes] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(pack_hello("requests", "abc"))
-        await read_on.wait()
-        with suppress(ConnectionError):
-            while await reader.read(1 << 20):
-                pass
-        writer.close()
+        hello = {"plane": "requests", "magic": MAGIC, "incarnation": "abc"}
+        writer.write(pack_frame(HELLO, msgspec.msgpack.encode(hello)))
+        splitter = FrameSplitter(MAX_FRAME_BYTES)
+        while data := await reader.read(1 << 16):
+            for kind, _, body in splitter.feed(data):
+                if kind == protocol.OPEN:
+                    stream, _, payload = protocol.unpack_open(body)
+                    payloads.append(payload)
+                    writer.write(pack_items(protocol.DATA, [stream], [b""], [0]))
+                else:
+                    assert kind == HELLO
 
-    listener = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}/abc", read_on
-    finally:
-        read_on.set()
-        listener.close()
+    shared = SharedPayload(b"common", lambda own: b"whole " + own)
+    async with raw_server(accept) as address:
+        for own in (b"1", b"2"):
+            await client.call(address, "e", own, CONTEXT, lambda _: True, shared=shared)
+    assert payloads == [b"whole 1", b"whole 2"]
 
 
 async def test_a_call_over_the_budget_of_a_connection_fails_alone(client: TcpRequests) -> None:
     broken: list[str] = []
     client.on_connection_broken(broken.append)
     big = bytes(20 << 20)
-    async with deaf_server() as (address, read_on), BackgroundTasks() as tasks:
+    read_on = asyncio.Event()
+
+    async def read_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(pack_hello("requests", "abc"))
+        await read_on.wait()
+        while await reader.read(1 << 20):
+            pass
+
+    async with raw_server(read_late) as address, BackgroundTasks() as tasks:
         calls = [
             tasks.start(client.call(address, "e", big, CONTEXT, lambda _: True)) for _ in range(12)
         ]

@@ -34,15 +34,15 @@ NONCE_BYTES: Final = 16
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first frame of each end. Unknown fields are ignored.
 
-    `oldest` to `version` is the range of protocol versions that the sender speaks. `incarnation` is
-    that of the server's process. `nonce` is empty if the sender has no secret. `proof` is the
-    server's proof of the secret.
+    `oldest` to `version` is the range of protocol versions that the sender speaks; version 1 is
+    not encoded. `incarnation` is that of the server's process. `nonce` is empty if the sender has
+    no secret. `proof` is the server's proof of the secret.
     """
 
     plane: str
     magic: str = ""
-    version: int = VERSION
-    oldest: int = MIN_VERSION
+    version: int = 1
+    oldest: int = 1
     incarnation: str = ""
     nonce: bytes = b""
     proof: bytes = b""
@@ -55,7 +55,7 @@ def pack_hello(
     plane: str, incarnation: str = "", *, nonce: bytes = b"", proof: bytes = b""
 ) -> bytes:
     """Encode the frame that each end sends first."""
-    hello = Hello(plane, MAGIC, incarnation=incarnation, nonce=nonce, proof=proof)
+    hello = Hello(plane, MAGIC, VERSION, MIN_VERSION, incarnation, nonce=nonce, proof=proof)
     return pack_frame(HELLO, msgspec.msgpack.encode(hello))
 
 
