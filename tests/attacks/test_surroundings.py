@@ -69,7 +69,7 @@ def test_few_open_files(tiny_model: Path, tmp_path: Path, outcome: Callable[[str
     )
     assert ended.returncode == 2
     assert "may open 40 files and sockets, and 2 processes need" in ended.stderr
-    assert "ulimit -n 4096" in ended.stderr
+    assert "ulimit -Hn 4096" in ended.stderr
     assert "Traceback" not in ended.stderr
     outcome("refused with the limit that is needed")
 
