@@ -163,8 +163,8 @@ def check_open_files(processes: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             f"a process may open {hard} files and sockets, and {processes} processes need {needed}",
-            hint=f"raise the hard limit: `ulimit -Hn {max(needed, DEFAULT_OPEN_FILES)}` as root, or "
-            "LimitNOFILE in a systemd unit",
+            hint="raise the hard limit: LimitNOFILE in a systemd unit, or as root "
+            f"`ulimit -Hn {max(needed, DEFAULT_OPEN_FILES)}`",
         )
 
 
