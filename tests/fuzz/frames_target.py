@@ -36,6 +36,7 @@ class FuzzPlaneTransport(PlaneTransport):
     incarnation = INCARNATION
 
     def __init__(self) -> None:
+        super().__init__()
         self._accept: Callable[[], Link] | None = None
         self.pieces: Sequence[bytes] = ()
 

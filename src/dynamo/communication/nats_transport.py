@@ -17,7 +17,7 @@ from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.link import Link
 from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.communication.transports import PlaneTransport, UnprovenLinks
+from dynamo.communication.transports import PlaneTransport
 from dynamo.core.errors import InstanceGone
 
 SUBJECT_ROOT: Final = "dynamo.wire"
@@ -147,10 +147,10 @@ class NatsPlaneTransport(PlaneTransport):
     """Connections to `nats://INCARNATION` through the servers of a `NatsClient`."""
 
     def __init__(self, nats: NatsClient, options: PlaneOptions = DEFAULT_OPTIONS) -> None:
+        super().__init__()
         self._nats = nats
         self.secret = options.secret or options.folder_secret
         self.incarnation = new_incarnation()
-        self.unproven_links = UnprovenLinks()
         self._connections: dict[str, NatsConnection] = {}
         self._accept: Callable[[], Link] | None = None
         self._unsubscribes: list[Callable[[], None]] = []

@@ -66,7 +66,9 @@ class PlaneTransport(ABC):
 
     secret: str
     incarnation: str
-    unproven_links: UnprovenLinks
+
+    def __init__(self) -> None:
+        self.unproven_links = UnprovenLinks()
 
     @property
     @abstractmethod
@@ -105,9 +107,9 @@ class TcpPlaneTransport(PlaneTransport):
         options: PlaneOptions = DEFAULT_OPTIONS,
         contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
     ) -> None:
+        super().__init__()
         self.secret = options.secret or options.folder_secret
         self.incarnation = new_incarnation()
-        self.unproven_links = UnprovenLinks()
         self._host = host
         self._advertised = Address(
             advertised_host(host, options.advertised_host), port, self.incarnation
