@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.testing.fakes import CollectedReply
+from dynamo.testing.relay import ConnectionEnd
 
 ENDPOINT = "dynamo.worker.generate"
 TOKENS = tuple(range(10, 200))
@@ -151,10 +152,11 @@ async def start_workers(
         yield deployment
 
 
-async def test_a_connection_aborted_during_streams() -> None:
+@pytest.mark.parametrize("end", get_args(ConnectionEnd))
+async def test_a_connection_ends_during_streams(end: ConnectionEnd) -> None:
     async with start_workers() as deployment:
         async with deployment.unaffected_streams():
-            deployment.relays[0].abort_connections()
+            deployment.relays[0].end_connections(end)
         await deployment.client.wait_for_instances(3, 10)
 
 

@@ -15,9 +15,10 @@ import pytest
 
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
+from dynamo.communication.events.nats import subject_token
 from dynamo.communication.frames import HELLO
 from dynamo.communication.handshake import pack_hello
-from dynamo.communication.nats_client import NatsClient, subject_token
+from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.nats_transport import NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests

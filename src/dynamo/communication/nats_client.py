@@ -40,7 +40,6 @@ _NO_RESPONDERS: Final = "503"
 _Operation = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
 """Publish (subject, payload, reply), subscribe (subject, True), unsubscribe (subject, False),
 flush and disconnect (), or flush and resolve a future."""
-
 NatsMessageHandler = Callable[[str, bytes, str, bool], None]
 """Called with subject, payload, reply subject, and True for a "no responders" status message."""
 
@@ -227,7 +226,7 @@ class NatsClient:
         async def on_closed() -> None:
             self._disconnected.set()
 
-        credentials: dict[str, Any] = {"tls": self._context} if self._context is not None else {}
+        credentials: dict[str, Any] = {"tls": self._context} if self._context else {}
         if options.user:
             credentials |= {"user": options.user, "password": options.password}
         try:
@@ -275,8 +274,11 @@ class NatsClient:
                 task.cancel()
 
     async def _ping_loop(self, client: Client) -> None:
-        """Ping the server until an answer is missing. Each answer is awaited in two steps: if this
-        process was suspended, the first step may time out with the answer unread."""
+        """Ping until an answer is missing or the library has closed, perhaps without calling back.
+
+        Each answer is awaited in two steps: if this process was suspended, the first step may time
+        out with the answer unread.
+        """
         while True:
             ping = self._tasks.start(_ping(client), "nats ping")
             try:
@@ -284,11 +286,13 @@ class NatsClient:
                     await asyncio.wait({ping}, timeout=PING_TIMEOUT_S / 2)
             finally:
                 ping.cancel()
+            if ping.done() and not client.is_closed:
+                await asyncio.sleep(PING_INTERVAL_S)
+                continue
             if not ping.done():
                 self._disconnect_reason = "does not answer"
-                self._disconnected.set()
-                return
-            await asyncio.sleep(PING_INTERVAL_S)
+            self._disconnected.set()
+            return
 
     async def _write_loop(self, client: Client) -> None:
         while True:
@@ -367,15 +371,6 @@ class NatsClient:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def subject_token(text: str) -> str:
-    """Encode `text` as one token of a subject. Characters that NATS refuses become %XX."""
-    token = "".join(
-        char if char.isascii() and (char.isalnum() or char in "-_") else f"%{ord(char):02X}"
-        for char in text
-    )
-    return token or "%"
 
 
 async def _ping(client: Client) -> None:

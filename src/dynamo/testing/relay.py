@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
-from typing import Self
+from typing import Literal, Self
 
 from dynamo.core.tasks import BackgroundTasks
+
+ConnectionEnd = Literal["reset", "closed", "silent"]
+"""How a connection ends: by TCP RST, by FIN, or without a packet."""
+
+_LINGER_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with time 0: close sends RST instead of FIN."""
 
 
 class Relay:
@@ -45,6 +53,20 @@ class Relay:
         self._flowing.clear()
         self._flowing = asyncio.Event()
         self._flowing.set()
+
+    def end_connections(self, end: ConnectionEnd) -> None:
+        """End every connection in the given way. New connections work."""
+        if end == "silent":
+            self.blackhole_connections()
+            return
+        for writer in tuple(self._writers):
+            if end == "reset":
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET
+                )
+                writer.transport.abort()
+            else:
+                writer.close()
 
     def abort_connections(self) -> None:
         """Abort every connection."""

@@ -11,14 +11,18 @@ from typing import Any, Final
 
 import msgspec
 from aetcd import rpc
-from grpc import ChannelConnectivity, ssl_channel_credentials
+from grpc import ChannelConnectivity, StatusCode, ssl_channel_credentials
 
 from dynamo.communication.directory import RecordChange
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
+from dynamo.core.tasks import wait_for_first
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
+PING_INTERVAL_S: Final = 0.5
+"""Pause between an answer to a ping and the next ping."""
+PING_TIMEOUT_S: Final = 0.6
 _CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 10_000),
@@ -88,8 +92,30 @@ class EtcdClient:
         await self.get_prefix("\0")
 
     async def wait_disconnected(self) -> None:
-        """Return when the connection is lost."""
-        await self._channel.wait_for_state_change(ChannelConnectivity.READY)
+        """Return when the connection breaks or the server leaves pings unanswered."""
+        await wait_for_first(
+            self._channel.wait_for_state_change(ChannelConnectivity.READY), self._ping_until_lost()
+        )
+
+    async def _ping_until_lost(self) -> None:
+        """Return when the server leaves two pings in succession unanswered.
+
+        A ping reads no record and needs no quorum. The first ping after this process was suspended
+        may fail with its answer unread.
+        """
+        range_of = rpc.KVStub(self._channel).Range
+        request = rpc.RangeRequest(key=b"\0", serializable=True, count_only=True)
+        unanswered = 0
+        while unanswered < 2:
+            try:
+                await range_of(request, timeout=PING_TIMEOUT_S, metadata=self._metadata)
+            except rpc.AioRpcError as error:
+                if error.code() is not StatusCode.DEADLINE_EXCEEDED:
+                    return
+                unanswered += 1
+            else:
+                unanswered = 0
+                await asyncio.sleep(PING_INTERVAL_S)
 
     async def close(self) -> None:
         """Close the channel, which fails all calls."""

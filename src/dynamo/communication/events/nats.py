@@ -9,7 +9,7 @@ from typing import Final, Self
 from dynamo.communication.directory import Directory
 from dynamo.communication.events.protocol import SKIPPED, pack_position
 from dynamo.communication.events.tcp import TcpEvents
-from dynamo.communication.nats_client import NatsClient, subject_token
+from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.nats_transport import NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 
@@ -129,3 +129,12 @@ class NatsEvents(TcpEvents):
 def _topic(subject: str, incarnation: str, number: int) -> str:
     tokens = ".".join(subject_token(part) for part in subject.replace("/", ".").split("."))
     return f"{SUBJECT_ROOT}.{tokens}.{incarnation}.{number}"
+
+
+def subject_token(text: str) -> str:
+    """Encode `text` as one token of a subject. Characters that NATS refuses become %XX."""
+    token = "".join(
+        char if char.isascii() and (char.isalnum() or char in "-_") else f"%{ord(char):02X}"
+        for char in text
+    )
+    return token or "%"
