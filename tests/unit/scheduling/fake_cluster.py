@@ -23,7 +23,7 @@ from dynamo.core.values import (
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.router.labels import LABELS_KEY
+from dynamo.scheduling.router.labels import LABELS_KEY, excluded_workers
 from dynamo.telemetry import Registry
 from dynamo.testing.fakes import CollectedReply
 
@@ -75,7 +75,8 @@ class FakeCluster:
             await self.hold.wait()
         if self.error is not None:
             raise self.error
-        avoided = {*context.avoid, *self.absent}
+        excluded = excluded_workers(self.instances, context)
+        avoided = {*context.avoid, *self.absent, *excluded}
         names = [name for name in self.instances if name not in avoided]
         if not names:
             raise NoWorkers("no worker")

@@ -154,6 +154,65 @@ def test_a_request_with_labels_waits_for_its_worker_only() -> None:
     run_scenario(scenario, 1, 1)
 
 
+def test_waiting_requests_of_one_label_block_no_others() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        for number in range(71):
+            cluster.start(f"a{number}", **{LABELS_KEY: "zone=a"})
+        await cluster.clock.wait_until_idle()
+        assert cluster.served == ["a0"]
+        cluster.start("b", **{LABELS_KEY: "zone=b"})
+        cluster.start("any")
+        await cluster.clock.wait_until_idle()
+        assert cluster.attempts[1:] == [("b", "b"), ("any", "b")]
+
+    run_scenario(scenario, 1, 4)
+
+
+def test_first_requests_of_all_labels_are_dequeued_in_order() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        for number in range(2):
+            cluster.start(f"busy{number}")
+        await cluster.clock.wait_until_idle()
+        for name, zone in (("b0", "b"), ("a0", "a"), ("b1", "b"), ("any", ""), ("a1", "a")):
+            cluster.start(name, **({LABELS_KEY: f"zone={zone}"} if zone else {}))
+        await cluster.clock.sleep(5)
+        assert cluster.attempts[2:] == [
+            ("a0", "a"), ("b0", "b"), ("any", "a"), ("b1", "b"), ("a1", "a")
+        ]  # fmt: skip
+
+    run_scenario(scenario, 1, 1)
+
+
+def test_wait_predictions_count_suitable_slots_only() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        await cluster.learn_duration(10.0)
+        calls = [cluster.start(f"a{number}", **{LABELS_KEY: "zone=a"}) for number in range(9)]
+        calls += [cluster.start(f"b{number}", **{LABELS_KEY: "zone=b"}) for number in range(8)]
+        await cluster.clock.wait_until_idle()
+        late = [call for call in calls if call.done()]
+        assert late == calls[4:9]  # a0 runs; a1 to a3 wait for 10, 20 and 30 s
+        for call in late:
+            assert isinstance(call.exception(), Overloaded)
+
+    run_scenario(scenario, 1, 8)
+
+
+def test_a_queued_request_follows_the_labels_of_new_workers() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        cluster.start("u")
+        cluster.start("v", **{LABELS_KEY: "zone=a"})
+        await cluster.clock.wait_until_idle()
+        workers = {"a": make_worker("a", 1, zone="a"), "b": make_worker("b", 4, zone="b")}
+        cluster.set_instances(**workers)
+        await cluster.clock.sleep(0.5)
+        assert cluster.served == ["u"]
+        cluster.set_instances(**workers, c=make_worker("c", 1, zone="a"))
+        await cluster.clock.sleep(0.1)
+        assert cluster.attempts == [("u", "a"), ("v", "c")]
+
+    run_scenario(scenario, 1)
+
+
 def test_reported_requests_occupy_slots_until_reported_gone() -> None:
     async def scenario(cluster: FakeCluster) -> None:
         now = cluster.clock.now

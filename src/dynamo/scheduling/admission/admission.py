@@ -25,9 +25,10 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.admission.durations import DequeueRate
 from dynamo.scheduling.admission.in_flight import InFlight
+from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.placement.queue import QueueOrderKey
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.worker_state import WorkerStates
 from dynamo.telemetry import Registry
@@ -43,12 +44,7 @@ TTFT_RESERVE_SHARE = 0.05
 QUEUE_TIMEOUT_FACTOR = 2.0
 """Without a TTFT limit a request leaves the queue after this multiple of `max_queue_wait_s`."""
 MAX_RETRY_AFTER_S = 60.0
-MAX_SCANNED_REQUESTS = 32
-"""The number of queued requests that are examined for one that a free slot suits."""
 WAIT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-
-DispatchKey = tuple[str, int]
-"""The key of one choice from admission to its first attempt: request id and choice."""
 
 
 class SloLimits(msgspec.Struct, frozen=True):
@@ -71,26 +67,6 @@ class SloLimits(msgspec.Struct, frozen=True):
             queue_order=router.queue_order,
             queue_bound=router.queue_bound,
         )
-
-
-class QueuedRequest:
-    """A request without a worker yet.
-
-    Its first token is due `ttft_limit_s` after `arrived_s`. `slot_ready` is set while the request
-    is in the queue; its result is set at dequeue. `cancel_timer` cancels the queue's time limit.
-    """
-
-    def __init__(self, request: GenerateRequest, now: float, ttft_limit_s: float) -> None:
-        self.request = request
-        self.key: DispatchKey = (request.request_id, request.choice)
-        self.arrived_s = now
-        self.ttft_limit_s = ttft_limit_s
-        self.queue_id = ""
-        self.excluded_workers: frozenset[str] = frozenset()
-        self.predicted_prefill_s = 0.0
-        self.predicted_first_token_s: float | None = None
-        self.slot_ready: asyncio.Future[None] | None = None
-        self.cancel_timer: Callable[[], None] | None = None
 
 
 class Admission(Operator):
@@ -118,11 +94,8 @@ class Admission(Operator):
         self._owns_worker_states = states is None
         self._worker_states = states or WorkerStates()
         self._in_flight = InFlight(clock, self.capacity, self._worker_states, self._dequeue_ready)
-        self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
-            self.limits.queue_order, self.limits.queue_bound
-        )
+        self._queue = LabelQueues(self.limits.queue_order, self.limits.queue_bound)
         self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
-        self._last_queue_number = 0
         self._last_retry_at_s = 0.0
         self._dequeue_rate = DequeueRate()
         self._no_workers_since_s: float | None = None
@@ -204,14 +177,16 @@ class Admission(Operator):
         limit_s = self._ttft_limit_s
         if context.timeout_s is not None and context.timeout_s < limit_s:
             limit_s = context.timeout_s
-        queued = QueuedRequest(request, self._clock.now(), limit_s)
+        queued = QueuedRequest(request, self._clock.now(), limit_s, context.metadata)
         if context.metadata:
             queued.excluded_workers = excluded_workers(self._client.instances, context)
         if not self._client.instances:
             return queued  # the router raises the error
+        if len(self._queue):
+            self._dequeue_ready()
         prompt_tokens, taken = len(request.token_ids) // TOKEN_BYTES, len(self._dispatching)
         predict_prefill_s = self._in_flight.predict_prefill_s
-        if len(self._queue) or not self._has_free_slot(queued):
+        if not self._has_free_slot(queued):
             queued.predicted_prefill_s = predict_prefill_s(prompt_tokens, taken)
             self._enqueue(queued, prompt_tokens)
         elif limit_s < MAX_CHECKED_TTFT_S and (
@@ -222,19 +197,19 @@ class Admission(Operator):
 
     def _enqueue(self, queued: QueuedRequest, prompt_tokens: int) -> None:
         request, now = queued.request, queued.arrived_s
-        rank = QueueOrderKey(now, prompt_tokens, request.priority, now + queued.ttft_limit_s)
-        ahead = self._queue.count_ahead(rank) + len(self._dispatching)
-        wait_s = self.capacity.predict_wait_s(ahead, request.stops.max_tokens)
+        due_s = now + queued.ttft_limit_s
+        queued.order_key = QueueOrderKey(now, prompt_tokens, request.priority, due_s)
+        ahead = self._queue.count_ahead(queued) + len(self._dispatching)
+        max_tokens, excluded = request.stops.max_tokens, queued.excluded_workers
+        wait_s = self.capacity.predict_wait_s(ahead, max_tokens, excluded)
         if self.capacity.has_foreign_requests:
             wait_s = max(wait_s, self._dequeue_rate.predict_wait_s(ahead))
         margin_s = min(self._in_flight.compute_margin_s(), queued.ttft_limit_s / 2)
         predicted_s = wait_s + queued.predicted_prefill_s
         self._reject_over_limit(queued, wait_s, predicted_s + margin_s)
         queued.predicted_first_token_s = now + predicted_s
-        self._last_queue_number += 1
-        queued.queue_id = str(self._last_queue_number)
         try:
-            self._queue.push(queued.queue_id, queued, rank)
+            self._queue.push(queued)
         except Overloaded:
             self._rejection_counter.labels("queue_full").inc()
             raise
@@ -286,7 +261,7 @@ class Admission(Operator):
         try:
             await slot_ready
         except BaseException:
-            if self._queue.pop(queued.queue_id) is None:
+            if not self._queue.pop(queued):
                 self._dispatching.pop(queued.key, None)
                 self._dequeue_ready()
             raise
@@ -299,7 +274,7 @@ class Admission(Operator):
     def _shed_overdue(self, queued: QueuedRequest) -> None:
         """Reject a queued request whose predicted slot did not become free in time."""
         slot_ready = queued.slot_ready
-        if slot_ready is None or slot_ready.done() or self._queue.pop(queued.queue_id) is None:
+        if slot_ready is None or slot_ready.done() or not self._queue.pop(queued):
             return
         self._rejection_counter.labels("late").inc()
         now = self._clock.now()
@@ -318,32 +293,45 @@ class Admission(Operator):
 
     def _dequeue_ready(self) -> None:
         """Dequeue requests in order while there are free slots for them."""
-        while len(self._queue) and self.capacity.free_slots > len(self._dispatching):
-            for queued in self._queue.ordered(self._clock.now(), MAX_SCANNED_REQUESTS):
+        while len(self._queue) and self.capacity.free_slots:
+            for queued in self._queue.first_requests(self._clock.now()):
                 if self._has_free_slot(queued):
                     break
             else:
                 return
-            self._queue.pop(queued.queue_id, self._clock.now())
+            self._queue.pop(queued, self._clock.now())
             self._dispatching[queued.key] = queued
-            self.capacity.assign_next_slot(queued.request.stops.max_tokens)
+            max_tokens = queued.request.stops.max_tokens
+            self.capacity.assign_next_slot(max_tokens, queued.excluded_workers)
             self._dequeue_rate.record_dequeue(self._clock.now(), len(self._queue))
             if queued.slot_ready is not None and not queued.slot_ready.done():
                 queued.slot_ready.set_result(None)
 
     def _has_free_slot(self, queued: QueuedRequest) -> bool:
-        free = self.capacity.free_slots
-        if queued.excluded_workers:
-            workers = self.capacity.workers.items()
-            excluded = queued.excluded_workers
-            free = sum(worker.free_slots for name, worker in workers if name not in excluded)
-        return free > len(self._dispatching)
+        """Whether a suitable worker has a slot that no dispatching request takes.
+
+        A dispatching request counts by its chance to take a slot of a suitable worker.
+        """
+        free, excluded = self.capacity.free_slots, queued.excluded_workers
+        if not excluded or not free:
+            return free > len(self._dispatching)
+        suitable = self.capacity.count_suitable_slots(excluded)
+        taken = 0.0
+        for other in self._dispatching.values():
+            other_excluded = other.excluded_workers if other is not None else frozenset()
+            if other_excluded == excluded:
+                taken += 1.0
+            elif other_slots := self.capacity.count_suitable_slots(other_excluded):
+                both = self.capacity.count_suitable_slots(excluded | other_excluded)
+                taken += both / other_slots
+        return suitable > taken
 
     def _on_instances_changed(self) -> None:
         live, states = self._client.instances, self._worker_states
         if self._owns_worker_states:
             states.update_instances(live if self._in_flight.updates_worker_states else {})
         self.capacity.update_workers(live, {state.name: state for state in states.workers})
+        self._queue.update_instances(live)
         if live:
             self._no_workers_since_s = None
         elif self._no_workers_since_s is None:
@@ -367,7 +355,7 @@ class Admission(Operator):
 
     def _release_all(self) -> None:
         """Release every queued request to the router, which raises `NoWorkers`."""
-        for queued in self._queue.ordered(self._clock.now()):
-            self._queue.pop(queued.queue_id)
+        for queued in self._queue:
+            self._queue.pop(queued)
             if queued.slot_ready is not None and not queued.slot_ready.done():
                 queued.slot_ready.set_result(None)

@@ -127,6 +127,14 @@ class WorkerCapacity:
         return max(0, free)
 
 
+@dataclass(slots=True)
+class SlotForecast:
+    """When the slots of some workers become free: times in order, and the time of the forecast."""
+
+    ends: list[float]
+    made_at_s: float = float("-inf")
+
+
 class ClusterCapacity:
     """The slots of all workers.
 
@@ -144,8 +152,8 @@ class ClusterCapacity:
         self.max_worker_requests = max_worker_requests
         self._now = now
         self._mean_kv_tokens = 0.0
-        self._predicted_ends: list[float] = []
-        self._predicted_at_s = float("-inf")
+        self._forecast = SlotForecast([])
+        self._label_forecasts: dict[frozenset[str], SlotForecast] = {}
 
     def update_workers(
         self, live: Mapping[str, Instance], states: Mapping[str, WorkerState]
@@ -169,7 +177,8 @@ class ClusterCapacity:
         now = self._now()
         for name, worker in self.workers.items():
             self._update_totals(name, worker, now)
-        self._predicted_at_s = float("-inf")
+        self._forecast.made_at_s = float("-inf")
+        self._label_forecasts.clear()
 
     def reserve(self, name: str, reservation: Reservation, now: float) -> None:
         """Occupy a slot. The worker may be unknown yet."""
@@ -206,12 +215,18 @@ class ClusterCapacity:
         """Whether a worker that is not excluded is idle."""
         return any(worker.idle and name not in excluded for name, worker in self.workers.items())
 
-    def predict_wait_s(self, ahead: int, max_tokens: int) -> float:
-        """Return the predicted wait for a slot behind `ahead` other requests."""
-        now = self._now()
-        if now - self._predicted_at_s > 0.005 + 1e-4 * len(self._predicted_ends):
-            self._predict_ends(now)
-        ends = self._predicted_ends
+    def count_suitable_slots(self, excluded: frozenset[str]) -> int:
+        """Return the number of free slots at workers that are not excluded."""
+        if not excluded:
+            return self.free_slots
+        workers = self.workers.items()
+        return sum(worker.free_slots for name, worker in workers if name not in excluded)
+
+    def predict_wait_s(
+        self, ahead: int, max_tokens: int, excluded: frozenset[str] = frozenset()
+    ) -> float:
+        """Return the predicted wait behind `ahead` others for a slot of a worker not excluded."""
+        now, ends = self._now(), self._forecast_for(excluded).ends
         if not ends:
             return 0.0
         rounds, index = divmod(ahead, len(ends))
@@ -221,28 +236,42 @@ class ClusterCapacity:
     def predict_gap_s(self, max_tokens: int) -> float:
         """Return the predicted mean time between two freed slots."""
         whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
-        return whole_s / max(1, len(self._predicted_ends))
+        return whole_s / max(1, len(self._forecast.ends))
 
-    def assign_next_slot(self, max_tokens: int) -> None:
+    def assign_next_slot(self, max_tokens: int, excluded: frozenset[str] = frozenset()) -> None:
         """Give the next free slot to a request, so that the predictions count its end."""
-        if self._predicted_ends:
-            starts_s = max(self._predicted_ends.pop(0), self._now())
-            whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
-            insort(self._predicted_ends, starts_s + whole_s)
+        forecasts = [self._forecast]
+        if excluded in self._label_forecasts:
+            forecasts.append(self._label_forecasts[excluded])
+        for forecast in forecasts:
+            if forecast.ends:
+                starts_s = max(forecast.ends.pop(0), self._now())
+                whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
+                insort(forecast.ends, starts_s + whole_s)
 
-    def _predict_ends(self, now: float) -> None:
+    def _forecast_for(self, excluded: frozenset[str]) -> SlotForecast:
+        """Return the forecast of the other workers, made anew where it is old."""
+        forecast = self._forecast
+        if excluded:
+            forecast = self._label_forecasts.setdefault(excluded, SlotForecast([]))
+        now = self._now()
+        if now - forecast.made_at_s > 0.005 + 1e-4 * len(forecast.ends):
+            forecast.ends, forecast.made_at_s = self._predict_ends(now, excluded), now
+        return forecast
+
+    def _predict_ends(self, now: float, excluded: frozenset[str]) -> list[float]:
         remaining_s = self.durations.predict_remaining_s
         foreign_s = remaining_s(1 << 10, 0.0)
         ends: list[float] = []
-        for worker in self.workers.values():
-            if worker.live:
+        for name, worker in self.workers.items():
+            if worker.live and name not in excluded:
                 held = worker.reservations
                 ends += [now + remaining_s(slot.max_tokens, now - slot.started_s) for slot in held]
                 foreign = worker.foreign_requests
                 ends += [now + foreign_s * rank / foreign for rank in range(1, foreign + 1)]
                 ends += [now] * min(worker.free_slots, 1 << 10)
         ends.sort()
-        self._predicted_ends, self._predicted_at_s = ends, now
+        return ends
 
     def _update_totals(self, name: str, worker: WorkerCapacity, now: float) -> None:
         live, before = worker.live, worker.free_slots
@@ -256,5 +285,6 @@ class ClusterCapacity:
             self.full_workers |= {name}
         elif not before:
             self.full_workers -= {name}
-        if len(self._predicted_ends) <= MAX_UNCACHED_ENDS:
-            self._predicted_at_s = float("-inf")
+        if len(self._forecast.ends) <= MAX_UNCACHED_ENDS:
+            self._forecast.made_at_s = float("-inf")
+            self._label_forecasts.clear()

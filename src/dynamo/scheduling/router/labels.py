@@ -26,20 +26,26 @@ def read_constraints(context: Context) -> Constraints:
     return parse_labels(text) if text else NO_CONSTRAINTS
 
 
-def excluded_workers(instances: Mapping[str, Instance], context: Context) -> frozenset[str]:
-    """Return the ids of instances that lack a required label. Raises `NoAvailableWorker` if every
-    instance does."""
-    constraints = read_constraints(context)
+def find_excluded_workers(instances: Mapping[str, Instance], labels: str) -> frozenset[str]:
+    """Return the ids of instances that lack one of the labels, written as `zone=a,gpu=h100`."""
+    constraints = parse_labels(labels) if labels else NO_CONSTRAINTS
     if not constraints:
         return frozenset()
-    excluded = frozenset(
+    return frozenset(
         name
         for name, instance in instances.items()
         if not satisfies_constraints(instance.capabilities.get(LABELS_KEY) or {}, constraints)
     )
+
+
+def excluded_workers(instances: Mapping[str, Instance], context: Context) -> frozenset[str]:
+    """Return the ids of instances that lack a required label. Raises `NoAvailableWorker` if every
+    instance does."""
+    labels = context.metadata.get(LABELS_KEY, "")
+    excluded = find_excluded_workers(instances, labels)
     if instances and len(excluded) == len(instances):
         raise NoAvailableWorker(
-            f"no worker is labelled {context.metadata[LABELS_KEY]!r}",
+            f"no worker is labelled {labels!r}",
             hint="start a worker with --worker-labels, or send no x-dynamo-labels",
         )
     return excluded
