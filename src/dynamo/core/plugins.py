@@ -166,6 +166,7 @@ SELECTORS = PluginTable(
     {
         "highest_score": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
         "weighted_random": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
+        "proportional": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
         "load_balanced": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
     },
 )

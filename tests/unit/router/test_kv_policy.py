@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from types import SimpleNamespace
@@ -317,3 +318,32 @@ async def test_kv_router_prefers_the_less_busy_rank(open_runtime: Open) -> None:
             await asyncio.sleep(0)
         chosen = [await router.route_request(SchedulingRequest(token_ids=[0] * 8)) for _ in "1234"]
         assert {(result.worker.id, result.rank) for result in chosen} == {(holder, 1)}
+
+
+async def test_kv_router_counts_what_it_routed_until_the_next_report(open_runtime: Open) -> None:
+    serving = [await open_runtime() for _ in range(4)]
+    holders = [await serve(runtime) for runtime in serving]
+    loads = [
+        await runtime.events.open_source("dynamo.worker.load_metrics", holder)
+        for runtime, holder in zip(serving, holders, strict=True)
+    ]
+    runtime = await open_runtime()
+    async with KvRouter(runtime.namespace("dynamo").component("worker"), 16) as router:
+        while len(router.query_cache_hits(router.analyze_request_prefix(COLD)).worker_hits) < 4:
+            await asyncio.sleep(0)
+        first = await router.route_request(COLD)
+        assert first.expected_latency > 1.0
+        chosen = [(await router.route_request(COLD)).worker.id for _ in range(199)]
+        counts = Counter([first.worker.id, *chosen])
+        assert set(counts) == set(holders)
+        assert max(counts.values()) <= 100
+        others = [SchedulingRequest(token_ids=range(n, n + 10_000)) for n in range(1, 41)]
+        waits = [(await router.route_request(other)).expected_latency for other in others]
+        assert waits[-1] > 2 * waits[0]
+        for source in loads:
+            source.publish(encode_load(Load(running=1)))
+        while router.worker_status(holders[0]).network_latency:
+            await asyncio.sleep(0)
+
+
+COLD = SchedulingRequest(token_ids=range(100_000))

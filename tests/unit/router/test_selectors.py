@@ -49,6 +49,23 @@ def test_weighted_random_follows_the_scores() -> None:
     assert count_selections(SelectionStrategy.WeightedRandom, temperature=0) == {"b": 300}
 
 
+def test_proportional_follows_score_over_sum() -> None:
+    scores = {name: WorkerScore(total) for name, total in (("a", 1.0), ("b", 3.0), ("c", 0.0))}
+    selector = DefaultWorkerSelector(SelectionStrategy.Proportional, rng=Random(1))
+    seen = Counter(selector.select_worker(scores, {}) for _ in range(4_000))
+    assert seen["b"] == pytest.approx(3_000, rel=0.05)
+    assert seen["a"] == pytest.approx(1_000, rel=0.1)
+    assert seen["c"] == 0
+
+
+def test_proportional_counts_negative_scores_from_the_worst() -> None:
+    scores = {name: WorkerScore(total) for name, total in (("a", -1.0), ("b", -2.0), ("c", -3.0))}
+    selector = DefaultWorkerSelector(SelectionStrategy.Proportional, rng=Random(1))
+    seen = Counter(selector.select_worker(scores, {}) for _ in range(3_000))
+    assert seen["a"] == pytest.approx(2_000, rel=0.1)
+    assert (seen["c"], selector.select_worker({"a": WorkerScore(0.0)}, {})) == (0, "a")
+
+
 def test_load_balanced_selects_the_least_loaded_of_the_best() -> None:
     assert count_selections(SelectionStrategy.LoadBalanced) == {"c": 300}
 

@@ -96,8 +96,8 @@ class RouterSettings(SettingsSection, frozen=True):
     )
     selector: str = setting(
         "highest_score",
-        "selection among scored workers: highest_score, weighted_random, load_balanced, or the "
-        "name of an entry point in dynamo.router.selectors",
+        "selection among scored workers: highest_score, weighted_random, proportional, "
+        "load_balanced, or the name of an entry point in dynamo.router.selectors",
         flag="--router-selector",
     )
     temperature: float = setting(

@@ -42,11 +42,13 @@ class RouterError:
 
 
 class SelectionStrategy(StrEnum):
-    """`HighestScore`; `WeightedRandom`: by a softmax over the scores; `LoadBalanced`: the least
-    loaded worker whose score is near the best."""
+    """`HighestScore`; `WeightedRandom`: by a softmax over the scores; `Proportional`: with the
+    probability score / sum; `LoadBalanced`: the least loaded worker whose score is near the best.
+    """
 
     HighestScore = "highest_score"
     WeightedRandom = "weighted_random"
+    Proportional = "proportional"
     LoadBalanced = "load_balanced"
 
 
@@ -74,7 +76,7 @@ class WorkerSelector(ABC):
 
 
 class DefaultWorkerSelector(WorkerSelector):
-    """The three strategies of `SelectionStrategy`."""
+    """The strategies of `SelectionStrategy`."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class DefaultWorkerSelector(WorkerSelector):
             limit = best - NEAR_BEST_SHARE * (best - min(totals))
             near = [name for name, total in zip(names, totals, strict=True) if total >= limit]
             return min(near, key=lambda name: (worker_scores[name].load_factor, self._rng.random()))
+        if self._strategy is SelectionStrategy.Proportional:
+            return names[proportional_pick(totals, self._rng)]
         weighted = self._strategy is SelectionStrategy.WeightedRandom
         return names[softmax_pick(totals, self._temperature if weighted else 0.0, self._rng)]
 
@@ -115,6 +119,16 @@ def softmax_pick(scores: Sequence[float], temperature: float, rng: Random) -> in
     if temperature <= 0.0 or spread == 0.0:
         return rng.choice([index for index, score in enumerate(scores) if score == best])
     weights = [math.exp((score - best) / (spread * temperature)) for score in scores]
+    return rng.choices(range(len(scores)), weights)[0]
+
+
+def proportional_pick(scores: Sequence[float], rng: Random) -> int:
+    """Return an index with the probability score / sum. Negative scores, as of costs, are counted
+    from the worst one."""
+    lowest = min(0.0, *scores)
+    weights = [score - lowest for score in scores]
+    if not any(weights):
+        return rng.randrange(len(scores))
     return rng.choices(range(len(scores)), weights)[0]
 
 

@@ -14,18 +14,25 @@ import msgspec
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
 from dynamo.core.labels import LABELS_KEY
+from dynamo.core.values import Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.composite import CostWeights, composite_terms, latency_score
 from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
     WorkerSelector,
 )
-from dynamo.scheduling.router.worker_state import DEFAULT_MAX_SEQUENCES, WorkerState, WorkerStates
+from dynamo.scheduling.router.worker_state import (
+    DEFAULT_MAX_SEQUENCES,
+    PlacedRequest,
+    WorkerState,
+    WorkerStates,
+)
 
 Tokenize = Callable[[str], Sequence[int]]
 OnRouted = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
@@ -64,11 +71,13 @@ class PrefixAnalysis(msgspec.Struct, frozen=True):
 
 class CacheHitAnalysis(msgspec.Struct, frozen=True):
     """The cached share of a prompt by worker, and the best of them. `best_hit_worker` is "" if no
-    worker holds any of it. Data-parallel ranks are listed as "instance/rank"."""
+    worker holds any of it. Data-parallel ranks are listed as "instance/rank". `prompt_tokens` is
+    the length of the prompt."""
 
     worker_hits: Mapping[str, float]
     global_hit_ratio: float
     best_hit_worker: str
+    prompt_tokens: int = 0
 
     @property
     def hit_ratio(self) -> float:
@@ -123,6 +132,8 @@ class KvRouter:
         self._view = CacheView(runtime.clock, block_tokens=block_size)
         self._loads = LoadView(runtime.clock)
         self._worker_states = WorkerStates()
+        self._applied_loads: dict[str, Load] = {}
+        self._routed_count = 0
         self._client: Client | None = None
 
     async def __aenter__(self) -> Self:
@@ -139,7 +150,10 @@ class KvRouter:
             await self._client.close()
 
     async def route_request(self, request: SchedulingRequest) -> WorkerSelectionResult:
-        """Return the best worker. Raises `RouterError.NoAvailableWorker`, `InvalidRequest`."""
+        """Return the best worker, and count the request there until the worker's next report.
+
+        Raises `RouterError.NoAvailableWorker`, `InvalidRequest`.
+        """
         prefix = self.analyze_request_prefix(request)
         hits = self.query_cache_hits(prefix)
         scores = self.calculate_worker_scores(hits, request.performance_requirements)
@@ -149,6 +163,7 @@ class KvRouter:
             worker.instance, score.cache_hit_ratio, score.expected_latency, worker.rank
         )
         self._view.on_request_routed(name, prefix.prefix_hashes)
+        self._count_routed(worker, prefix, score.cache_hit_ratio)
         self.update_routing_metrics(result, hits)
         return result
 
@@ -177,22 +192,25 @@ class KvRouter:
         }
         best = max(hits, key=hits.__getitem__, default="")
         ratio = hits.get(best, 0.0)
-        return CacheHitAnalysis(hits, ratio, best if ratio else "")
+        return CacheHitAnalysis(hits, ratio, best if ratio else "", prefix.sequence_length)
 
     def calculate_worker_scores(
         self, hits: CacheHitAnalysis, requirements: PerformanceRequirements
     ) -> dict[str, WorkerScore]:
         """Return the weighted score of every live worker."""
-        return {
-            worker.name: worker_score(
-                hits.worker_hits.get(worker.name, 0.0),
+        scores = {}
+        for worker in self._refresh_workers():
+            hit_ratio = hits.worker_hits.get(worker.name, 0.0)
+            uncached_tokens = round(hits.prompt_tokens * (1.0 - hit_ratio))
+            scores[worker.name] = worker_score(
+                hit_ratio,
                 status_from_load(worker),
                 requirements,
                 self._weights,
                 worker.instance.capabilities.get(LABELS_KEY),
+                prefill_s=worker.predict_prefill_ms(uncached_tokens) * 1e-3,
             )
-            for worker in self._refresh_workers()
-        }
+        return scores
 
     def worker_status(self, worker: str) -> WorkerStatus:
         """Return the status from the last load report; idle without a report. `worker` is a key of
@@ -206,30 +224,48 @@ class KvRouter:
         if self._on_routed is not None:
             self._on_routed(result, hits)
 
+    def _count_routed(self, worker: WorkerState, prefix: PrefixAnalysis, hit_ratio: float) -> None:
+        """Count a request at its worker."""
+        now, tokens = self._clock.now(), prefix.sequence_length
+        self._routed_count += 1
+        prompt, uncached_tokens = Prompt(tokens, ()), round(tokens * (1.0 - hit_ratio))
+        placed = PlacedRequest(str(self._routed_count), worker, prompt, uncached_tokens, now)
+        placed.updates_model = False
+        worker.place(placed, now)
+
+    def _apply_load_report(self, name: str, load: Load, now: float) -> None:
+        """Apply a new report, which counts the requests that were routed before it."""
+        self._applied_loads[name] = load
+        for worker in self._worker_states.workers:
+            if worker.instance.id == name:
+                for placed in tuple(worker.active.values()):
+                    worker.remove(placed, now)
+        self._worker_states.on_load_report(name, load, now)
+
     def _refresh_workers(self) -> Sequence[WorkerState]:
-        """Apply instances and load reports; return the state of each worker and rank."""
+        """Apply instances and new load reports; return the state of each worker and rank."""
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
-        self._worker_states.update_instances(self._client.instances)
+        for worker in self._worker_states.update_instances(self._client.instances):
+            self._applied_loads.pop(worker, None)
         now = self._clock.now()
         for worker, load in self._loads.loads.items():
-            self._worker_states.on_load_report(worker, load, now)
+            if worker in self._client.instances and self._applied_loads.get(worker) is not load:
+                self._apply_load_report(worker, load, now)
         self._view.set_cacheless_workers(self._worker_states.cacheless)
         return self._worker_states.workers
 
 
 def status_from_load(worker: WorkerState) -> WorkerStatus:
-    """Return the status that the worker's last load report implies."""
-    load = worker.load
-    if load is None:
-        return WorkerStatus()
+    """Return the status by the worker's last load report and the requests routed since."""
+    load = worker.load or Load()
     slots = worker.engine_info.max_num_seqs if worker.engine_info else DEFAULT_MAX_SEQUENCES
-    blocks = load.active_blocks / load.total_blocks if load.total_blocks else 0.0
-    wait_ms = worker.predict_prefill_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
+    prefill_tokens = load.prefill_tokens + worker.pending_prefill_tokens
+    wait_ms = worker.predict_prefill_ms(prefill_tokens) if prefill_tokens else 0.0
     return WorkerStatus(
-        cpu_utilization=min(1.0, (load.running + load.waiting) / slots),
+        cpu_utilization=min(1.0, (load.running + load.waiting + len(worker.active)) / slots),
         network_latency=wait_ms * 1e-3,
-        available_memory_ratio=1.0 - min(1.0, blocks),
+        available_memory_ratio=1.0 - worker.kv_cache_usage(),
     )
 
 
@@ -239,9 +275,11 @@ def worker_score(
     requirements: PerformanceRequirements,
     weights: CostWeights,
     labels: Mapping[str, str] | None = None,
+    *,
+    prefill_s: float = 0.0,
 ) -> WorkerScore:
     """Return the weighted score; by default 0.4 hit ratio + 0.3 (1 - load) + 0.2 latency score +
-    0.1 free memory."""
+    0.1 free memory. `prefill_s` is the time to compute the prompt once the worker starts it."""
     latency = latency_score(status.network_latency * 1e3, requirements.max_latency * 1e3)
     terms = composite_terms(
         weights, hit_ratio, status.cpu_utilization, latency, status.available_memory_ratio
@@ -249,7 +287,7 @@ def worker_score(
     return WorkerScore(
         total_score=sum(terms.values()),
         cache_hit_ratio=hit_ratio,
-        expected_latency=status.network_latency,
+        expected_latency=status.network_latency + prefill_s,
         load_factor=status.cpu_utilization,
         labels=dict(labels or {}),
     )
