@@ -83,8 +83,13 @@ RESTART = ControlCommand(
     "Replace processes one by one. An old process ends when its replacement serves; its "
     "requests move to others. The machine needs room for one more process meanwhile.",
     """\
-  dynamo restart                  every worker, one after the other
+  dynamo restart                  every worker, or every process of a graph, one after the other
   dynamo restart worker-2         one process
   dynamo restart frontend""",
-    {"nargs": "?", "default": "worker", "metavar": "PROCESS|KIND", "help": "default: worker"},
+    {
+        "nargs": "?",
+        "default": "",
+        "metavar": "PROCESS|KIND",
+        "help": "default: every worker, or every process of a graph",
+    },
 )

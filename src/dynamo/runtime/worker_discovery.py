@@ -54,7 +54,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Convert a discovery record or a dict of this class's fields. Raises `ValueError`."""
         component = data.get("component_type") or data.get("component")
-        transport = data.get("transport") or {}
+        transport, capabilities = data.get("transport") or {}, data.get("capabilities") or {}
+        if not isinstance(transport, Mapping) or not isinstance(capabilities, Mapping):
+            raise ValueError("transport and capabilities of the worker record must be objects")  # noqa: TRY004
         address = data.get("nats_endpoint") or transport.get("nats_tcp")
         if not component or not data.get("endpoint"):
             raise ValueError("the worker record has no component or no endpoint")
@@ -64,7 +66,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
             namespace=str(data.get("namespace") or "dynamo"),
             lease_id=str(data.get("lease_id") or ""),
             nats_endpoint=str(address or next(iter(transport.values()), "")),
-            capabilities=dict(data.get("capabilities") or {}),
+            capabilities=dict(capabilities),
             nixl_metadata=data.get("nixl_metadata"),
         )
 
@@ -83,12 +85,35 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         }
 
 
-class WorkerDiscovery:
-    """Registers and discovers workers. `client` is an open discovery plane (`runtime.discovery`).
-    The plane's lease and heartbeat keep the records alive."""
+class EtcdClientRecords:
+    """The two calls of a discovery plane over an etcd client with `put` and `get_prefix`."""
 
-    def __init__(self, client: Discovery, namespace: str = "dynamo") -> None:
-        self._client = client
+    def __init__(self, etcd_client: Any) -> None:
+        self._etcd_client = etcd_client
+
+    async def get(self, prefix: str) -> Mapping[str, bytes]:
+        """Return the records under `prefix`."""
+        records = await self._etcd_client.get_prefix(prefix)
+        pairs = records.items() if isinstance(records, Mapping) else records
+        return {_to_bytes(key).decode(): _to_bytes(value) for key, value in pairs}
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Write a record."""
+        await self._etcd_client.put(key=key, value=value.decode())
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+class WorkerDiscovery:
+    """Registers and discovers workers. `client` is an open discovery plane (`runtime.discovery`),
+    whose lease and heartbeat keep the records alive. An etcd client with `put(key, value)` and
+    `get_prefix(prefix)` is accepted, too; its owner then deletes the records."""
+
+    def __init__(self, client: Discovery | Any, namespace: str = "dynamo") -> None:
+        is_etcd_client = hasattr(client, "get_prefix")
+        self._client = EtcdClientRecords(client) if is_etcd_client else client
         self._namespace = namespace
 
     async def register_worker(self, worker: WorkerInfo) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.core.errors import InvalidRequest
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.collector.collector import (
     Alert,
@@ -52,6 +53,8 @@ async def test_a_decision_context_of_the_seeds_is_recorded_and_reported() -> Non
             queue_length=1,
         )
         await collector.record_routing_decision(context)
+    with pytest.raises(InvalidRequest, match="'last hour' is no range of time"):
+        await collector.generate_performance_report("last hour")  # type: ignore[arg-type]
     report = await collector.generate_performance_report((0, 100))
     assert isinstance(report, PerformanceReport)
     assert report.raw_data_summary["decisions"] == 3

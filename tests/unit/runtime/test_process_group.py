@@ -150,6 +150,22 @@ async def test_a_rolling_restart_replaces_all_of_a_kind(
         assert not before & {child.pid for child in supervisor.children}
 
 
+@pytest.mark.parametrize(
+    ("processes", "replaced"),
+    [(("frontend", "worker-1"), ["worker-1"]), (("Backend", "Front"), ["Backend", "Front"])],
+)
+async def test_a_restart_without_a_name_replaces_workers_or_a_graph(
+    spec: Spec,
+    supervise: Supervise,
+    deployment: Deployment,
+    processes: Sequence[str],
+    replaced: list[str],
+) -> None:
+    async with serving(supervise(*(spec(SERVE, name) for name in processes))):
+        progress = await control(deployment, "restart", "")
+        assert progress == [f"{name} was replaced" for name in replaced]
+
+
 async def test_replacements_have_the_reloaded_settings(
     spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
 ) -> None:

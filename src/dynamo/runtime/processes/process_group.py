@@ -20,6 +20,9 @@ MAX_REPLICAS = 1024
 KILL_GRACE_S = 5.0
 """A child that still runs this long after its drain time is killed."""
 
+DEFAULT_KIND = "worker"
+"""The processes that a restart without a name replaces."""
+
 ControlProgressCallback = Callable[[str], None]
 """Receives the progress of a control request as text."""
 
@@ -112,19 +115,25 @@ class ProcessGroup:
             await self._stop_and_remove([self._child_named(name)], progress)
 
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
-        """Replace a process, or all of a kind one after the other, by the present settings. Each
+        """Replace a process, or all of a kind one after the other, by the present settings. Without
+        a name, replace every worker, or every process of a graph, which has no workers. Each
         process drains after its replacement serves. Raises `NotFound`, and `ModelUnavailable` if a
         replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
             named = [child for child in self.children if child.spec.name == name]
-            for old in named or self._children_of_kind(name):
+            for old in named or self._replaceable_children(name):
                 spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
                 new = self._start_new_child(replace(spec, name=old.spec.name))
                 await self._wait_until_ready(new)
                 await self.stop_children([old])
                 self._remove_child(old)
                 progress(f"{old.spec.name} was replaced")
+
+    def _replaceable_children(self, kind: str) -> list[ChildProcess]:
+        if kind or DEFAULT_KIND in self._specs:
+            return self._children_of_kind(kind or DEFAULT_KIND)
+        return list(self.children)
 
     async def _add_replicas(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
         used_names = {child.spec.name for child in self.children}

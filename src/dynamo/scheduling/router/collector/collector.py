@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.core.errors import InvalidRequest
 from dynamo.scheduling.router.collector.record import RoutingRecord, pack_record, unpack_record
 from dynamo.scheduling.router.collector.report import (
     Aggregates,
@@ -122,13 +123,23 @@ class RoutingMetricsCollector:
 
     def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
         """Report on a range of Unix times, on the last `time_range` seconds, or on all records.
-        The call takes some milliseconds and may run in a thread."""
+        The call takes some milliseconds and may run in a thread. Raises `InvalidRequest` for
+        anything else."""
         now = self._wall()
         if isinstance(time_range, int | float):
             time_range = (now - time_range, now)
-        records = self.records_between(*(time_range or (0.0, inf)))
+        try:
+            start, end = map(float, time_range or (0.0, inf))
+        except (TypeError, ValueError):
+            raise InvalidRequest(
+                f"time_range: {time_range!r} is no range of time",
+                hint="pass seconds, such as 3600, or (start, end) as Unix times",
+                param="time_range",
+            ) from None
+        records = self.records_between(start, end)
         first = records[0].timestamp if records else now
-        start, end = time_range or (first, now)
+        if not time_range:
+            start, end = first, now
         metrics = aggregate(records, end - start, self.workers)
         bottlenecks = find_bottlenecks(metrics, self.config.thresholds)
         trends = compute_trends(records, start, end)
