@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
@@ -212,6 +213,27 @@ async def test_an_instance_with_a_silent_nats_is_reached_directly(
         relay.silent = False
     gone = server.address.replace("tcp://", "tcp://127.0.0.1:1/", 1)
     assert not await client.probe_directly(gone, "e")
+
+
+async def test_a_new_connection_does_not_wait_for_a_frozen_nats(
+    nats: NatsProcess, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither end has noticed yet that NATS is frozen."""
+    monkeypatch.setattr("dynamo.communication.nats_client.PING_TIMEOUT_S", 60.0)
+    server, client = await requests(nats, opened), await requests(nats, opened)
+    await server.serve("e", echo_handler)
+    nats.signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert await ask(client, server) == [b"x"]
+        late = await open_requests(nats.url, QUICK)
+        opened.append(late)
+        assert await ask(late, server) == [b"x"]
+        assert time.monotonic() - started < 3
+    finally:
+        nats.signal(signal.SIGCONT)
+    await wait_connected(late, up=True)
+    assert await ask(late, server) == [b"x"]
 
 
 async def test_a_lost_message_breaks_the_connection(nats: NatsProcess, opened: list[Any]) -> None:

@@ -21,7 +21,7 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact_urls
-from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
 log = logging.getLogger(__name__)
 
@@ -173,14 +173,11 @@ class NatsClient:
         if self.connected and not self._disconnected.is_set():
             self._outgoing.append(())
             self._outgoing_ready.set()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._disconnected.wait()
+            await wait_at_most(self._disconnected.wait(), CLOSE_TIMEOUT_S)
         self._state_callbacks.clear()
         self._disconnected.set()
-        with suppress(TimeoutError):  # the library leaks sockets if cancelled while it connects
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._tasks.join()
+        # the library leaks sockets if cancelled while it connects
+        await wait_at_most(self._tasks.join(), CLOSE_TIMEOUT_S)
         await self._tasks.close()
 
     def _enqueue(self, operation: _Operation) -> None:
@@ -210,9 +207,7 @@ class NatsClient:
             await self._sleep_unless_closing(self._retry_delay_s(1) * self._rng.random())
 
     async def _sleep_unless_closing(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
+        await wait_at_most(self._closing.wait(), seconds)
 
     def _retry_delay_s(self, failures: int) -> float:
         wait_s = self._options.reconnect_wait_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -104,6 +105,13 @@ async def run_in_slices(work: Iterable[Coroutine[Any, Any, object]], size: int) 
                     await asyncio.sleep(0)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def wait_at_most(wait: Awaitable[Any], seconds: float) -> None:
+    """Return when `wait` is done, which may raise, or after `seconds`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await wait
 
 
 async def wait_for_first(*waits: Awaitable[Any]) -> None:

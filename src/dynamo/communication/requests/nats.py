@@ -15,10 +15,12 @@ from dynamo.communication.transports import TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.shared_payload import SharedPayload
-from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
 BYPASS_S: Final = 5.0
 """Duration of a bypass: longer than either end needs to notice that it has lost NATS."""
+DIRECT_DIAL_AFTER_S: Final = 0.3
+"""Time after which an unanswered connection through NATS is raced by a direct one."""
 
 
 class NatsRequests(Requests):
@@ -82,8 +84,7 @@ class NatsRequests(Requests):
         arguments = endpoint, payload, context, sink
         nats_address, direct_address = split_address(address)
         self._addresses[nats_address] = self._addresses[direct_address] = address
-        await self._nats.first_attempt_done.wait()
-        if self._nats.connected and nats_address not in self._bypassed:
+        if await self._prefers_nats(nats_address, direct_address):
             try:
                 await self._via_nats.call(nats_address, *arguments, window=window, shared=shared)
                 return
@@ -91,6 +92,31 @@ class NatsRequests(Requests):
                 if not direct_address:
                     raise
         await self._direct.call(direct_address, *arguments, window=window, shared=shared)
+
+    async def _prefers_nats(self, nats_address: str, direct_address: str) -> bool:
+        """Return True if the instance should be called through NATS, after connecting to it.
+
+        While NATS leaves the connection unanswered for DIRECT_DIAL_AFTER_S, a direct one is dialled
+        beside it, and the first wins: NATS may be frozen without this having been noticed yet.
+        """
+        if not direct_address:
+            await self._nats.first_attempt_done.wait()
+        elif not self._nats.first_attempt_done.is_set():
+            await wait_at_most(self._nats.first_attempt_done.wait(), DIRECT_DIAL_AFTER_S)
+        if not self._nats.connected or nats_address in self._bypassed:
+            return False
+        if not direct_address or self._via_nats.is_connected(nats_address):
+            return True
+        connecting = self._tasks.start(
+            self._via_nats.ensure_connected(nats_address), f"reach {nats_address}"
+        )
+        await asyncio.wait({connecting}, timeout=DIRECT_DIAL_AFTER_S)
+        if not connecting.done():
+            directly = self._tasks.start(
+                self._direct.ensure_connected(direct_address), f"reach {direct_address}"
+            )
+            await asyncio.wait({connecting, directly}, return_when=asyncio.FIRST_COMPLETED)
+        return self._via_nats.is_connected(nats_address)
 
     def count_received_frames(self, address: str) -> int:
         nats_address, direct_address = split_address(address)

@@ -69,6 +69,11 @@ class TcpRequests(Requests):
         with suppress(InstanceGone):
             await self._connect(address)
 
+    def is_connected(self, address: str) -> bool:
+        """Whether a call to `address` needs no new connection."""
+        connection = self._client_connections.get(address)
+        return connection is not None and not connection.streams.exhausted
+
     def _go_away(self) -> None:
         """Tell callers to open no more streams here."""
         for connection in self._server_connections:
