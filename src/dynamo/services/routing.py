@@ -88,18 +88,27 @@ class ProcessRouting:
         return [view for view in views if view is not None]
 
     async def _sample_every_second(self) -> None:
-        """Sample on every whole second, so that samples of several processes can be merged."""
-        clock = self._runtime.clock
+        """Sample on every whole second, so that samples of several processes can be merged.
+
+        Each wait aims at the second after the last sample, since a timer may fire early.
+        """
+        clock, next_s = self._runtime.clock, 0.0
         while True:
-            await clock.sleep(SAMPLE_INTERVAL_S - clock.wall() % SAMPLE_INTERVAL_S)
-            models = self._models.values()
-            workers = [worker for model in models for worker in model.client.instances]
-            self.observer.collector.workers = len(workers)
-            views = (worst_view_by_instance(model.policy.cache_view_modes()) for model in models)
-            self.timeline.record(
-                round(clock.wall() / SAMPLE_INTERVAL_S) * SAMPLE_INTERVAL_S,
-                workers,
-                ChainMap(*(model.loads.loads for model in models)),
-                views=ChainMap(*views),
-                waiting=self.count_waiting(),
-            )
+            next_s = max(next_s, clock.wall() // SAMPLE_INTERVAL_S * SAMPLE_INTERVAL_S)
+            next_s += SAMPLE_INTERVAL_S
+            await clock.sleep(next_s - clock.wall())
+            self._sample(next_s)
+
+    def _sample(self, at: float) -> None:
+        """Add a sample of all models' workers at the Unix time `at`."""
+        models = self._models.values()
+        workers = [worker for model in models for worker in model.client.instances]
+        self.observer.collector.workers = len(workers)
+        views = (worst_view_by_instance(model.policy.cache_view_modes()) for model in models)
+        self.timeline.record(
+            at,
+            workers,
+            ChainMap(*(model.loads.loads for model in models)),
+            views=ChainMap(*views),
+            waiting=self.count_waiting(),
+        )

@@ -17,6 +17,7 @@ from dynamo.scheduling.router.collector.collector import (
 )
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.collector.rules import ALERT_RULES
+from dynamo.telemetry.logs import request_id
 
 
 def record(at: float, worker: str = "a", **fields: Any) -> RoutingRecord:
@@ -111,6 +112,33 @@ def test_busy_and_idle_workers_are_reported() -> None:
     assert report.aggregated_metrics["load_balance"]["workers_idle"] == 2
     assert report.aggregated_metrics["load_balance"]["imbalance"] == pytest.approx(3.6)
     assert "imbalance" in [bottleneck.name for bottleneck in report.bottlenecks]
+
+
+def test_an_uneven_distribution_over_idle_workers_is_no_bottleneck() -> None:
+    records = [record(at, "a", cache_hit_ratio=0, worker_load=0.0) for at in range(9)]
+    collector = collector_of(*records, record(9, "b", cache_hit_ratio=0, worker_load=0.0))
+    report = collector.report()
+    assert report.aggregated_metrics["load_balance"]["imbalance"] > 1.5
+    collector.workers = 4
+    names = [bottleneck.name for bottleneck in collector.report().bottlenecks]
+    assert "imbalance" not in names
+
+
+def test_the_log_line_of_an_alert_has_no_request_id(caplog: pytest.LogCaptureFixture) -> None:
+    ids: list[str] = []
+    collector = RoutingMetricsCollector(
+        CollectorConfig(check_s=0.0, min_decisions=2), wall=lambda: 0.0
+    )
+    collector.on_alert(lambda alert: ids.append(request_id.get()))
+    token = request_id.set("innocent")
+    try:
+        for at in range(3):
+            collector.record(record(float(at), failed=True))
+        assert request_id.get() == "innocent"
+    finally:
+        request_id.reset(token)
+    assert ids == [""]
+    assert "routing alert" in caplog.text
 
 
 def test_an_alert_is_raised_once_and_ends() -> None:

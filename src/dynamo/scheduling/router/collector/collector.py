@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from math import inf
 from typing import Any
 
@@ -24,6 +25,7 @@ from dynamo.scheduling.router.collector.report import (
     summarize,
 )
 from dynamo.scheduling.router.collector.rules import ALERT_RULES, find_bottlenecks
+from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,8 @@ class RoutingMetricsCollector:
         self._buffer.append(pack_record(record))
         if record.timestamp - self._last_check_s >= self.config.check_s:
             self._last_check_s = record.timestamp
-            self.check(record.timestamp)
+            # An alert is about many requests, so its log line has no request's id.
+            copy_context().run(self._check_without_request_id, record.timestamp)
 
     async def record_routing_decision(self, decision_context: Any) -> None:
         """Add a decision from any object with these attributes: request_id, selected_worker (an id
@@ -179,6 +182,10 @@ class RoutingMetricsCollector:
             self._alerts[broken.name] = alert
             if before is None:
                 self._raise_alert(alert)
+
+    def _check_without_request_id(self, now: float) -> None:
+        request_id.set("")
+        self.check(now)
 
     def alert_ratios(self) -> Mapping[tuple[str, ...], float]:
         """Return value over threshold for each broken rule and 0 for the others, for a gauge."""

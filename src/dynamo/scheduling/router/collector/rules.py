@@ -11,12 +11,14 @@ from dynamo.scheduling.router.collector.report import Aggregates, Bottleneck
 
 class RoutingAlertRule(msgspec.Struct, frozen=True):
     """A rule that is broken above `threshold`. `metric` names the aggregator and its measure;
-    `evidence` is a format string for the value."""
+    `evidence` is a format string for the value. The rule holds while workers have fewer requests
+    than `min_load` on average when a decision is made."""
 
     metric: tuple[str, str]
     threshold: float
     evidence: str
     advice: str
+    min_load: float = 0.0
 
 
 ALERT_RULES: Mapping[str, RoutingAlertRule] = {
@@ -49,7 +51,9 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("load_balance", "imbalance"),
         2.0,
         "the busiest worker computes {:.1f} times the mean",
-        "One worker holds a hot prefix: give load a higher cost, or choose the `predicted` policy.",
+        "One worker holds a hot prefix: give load a higher cost (docs/how-to/routing.md), or add "
+        "workers, which will hold the prefix, too.",
+        min_load=1.0,
     ),
     "inexact_view": RoutingAlertRule(
         ("cache_hit", "inexact"),
@@ -92,7 +96,7 @@ def find_bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> li
         aggregator, measure = rule.metric
         value = metrics[aggregator].get(measure, 0.0)
         threshold = thresholds.get(name, rule.threshold)
-        if value > threshold:
+        if value > threshold and metrics["load_balance"]["load_mean"] >= rule.min_load:
             evidence = rule.evidence.format(value)
             bottlenecks.append(Bottleneck(name, evidence, value, threshold, rule.advice))
     return sorted(
