@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
-from dynamo.cli.settings_flags import read_secret_file
 from dynamo.core.errors import ConfigError, NoWorkers
-from dynamo.core.settings import Settings, resolve_settings
+from dynamo.core.settings import Settings
+from dynamo.runtime.environment import environment_settings
 
 if TYPE_CHECKING:
     from dynamo.communication.discovery import Discovery
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None
-    settings = resolve_settings(environ=os.environ, read_secret_file=read_secret_file).settings
+    settings = environment_settings()
     name = args.endpoint
     if name.partition("/")[0].count(".") == 1:
         name = f"{settings.runtime.namespace}.{name}"

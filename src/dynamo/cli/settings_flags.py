@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dynamo.cli.parsing import Parser
@@ -17,10 +15,9 @@ from dynamo.core.settings.keys import section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import SUBSTITUTE_NOTE, UNUSED_NOTE
 from dynamo.core.settings.secret_files import INSECURE_NOTE, SecretFile
 from dynamo.core.settings.values import split_list, type_name
+from dynamo.runtime.environment import CONFIG_PATH_VARIABLE, read_config_file, read_secret_file
 
-CONFIG_PATH_VARIABLE = "DYNAMO_CONFIG_PATH"
 MAX_NAMED_SETTINGS = 4
-MAX_SECRET_FILE_BYTES = 1 << 20
 
 
 def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> None:
@@ -65,7 +62,7 @@ def read_settings(
     """Load the settings like `load_settings`, without notes."""
     flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
     path = config_path(args)
-    document = _read_config_file(path) if path else None
+    document = read_config_file(path) if path else None
     args.files = {path: None} if path else {}
 
     def read_file(path: str) -> SecretFile:
@@ -171,30 +168,3 @@ def _metavar(spec: SettingSpec, kind: str) -> str:
     if kind == "list":
         return LIST_METAVAR
     return spec.meta.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")
-
-
-def read_secret_file(path: str) -> SecretFile:
-    """Read the file of a secret. Raises `OSError` and `ValueError`."""
-    with Path(path).expanduser().open("rb") as file:
-        content = file.read(MAX_SECRET_FILE_BYTES + 1)
-        mode = os.fstat(file.fileno()).st_mode
-    if len(content) > MAX_SECRET_FILE_BYTES:
-        raise ValueError(f"the file is longer than {MAX_SECRET_FILE_BYTES:,} bytes")
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise ValueError("the file is not UTF-8 text") from None
-    if not text.strip():
-        raise ValueError("the file is empty")
-    return SecretFile(text, stat.S_ISREG(mode) and bool(mode & stat.S_IROTH))
-
-
-def _read_config_file(path: str) -> tuple[str, str]:
-    try:
-        return Path(path).read_text(encoding="utf-8"), path
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(
-            f"configuration file {path}: {reason}",
-            hint=f"check --config and ${CONFIG_PATH_VARIABLE}",
-        ) from None

@@ -22,7 +22,7 @@ from dynamo.runtime.calls.instances import (
     instance_key,
     instances_prefix,
 )
-from dynamo.runtime.calls.streams import ItemFunction, item_handler
+from dynamo.runtime.calls.streams import ItemFunction, check_handler, item_handler
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 
@@ -116,7 +116,11 @@ class Endpoint:
         self, handler: RequestHandler, *, capabilities: Mapping[str, Any] | None = None
     ) -> ServedEndpoint:
         """Answer calls, then announce this instance until `withdraw` or the end of the runtime.
-        Raises `ConfigError` if this process serves the endpoint already."""
+
+        `handler` is a coroutine function of the payload and a `ResponseWriter`. Raises
+        `ConfigError` for another handler, and if this process serves the endpoint already.
+        """
+        check_handler(handler, self.path, ("payload", "writer"), "serve_items takes generators")
         served = ServedEndpoint(self, dict(capabilities or {}))
         self.runtime.add_served_endpoint(served)
         try:
@@ -130,6 +134,7 @@ class Endpoint:
         self, function: ItemFunction, *, capabilities: Mapping[str, Any] | None = None
     ) -> ServedEndpoint:
         """Like `serve`, with an async generator or coroutine function over msgpack values."""
+        check_handler(function, self.path, ("request",), "serve takes payload and writer")
         return await self.serve(item_handler(function), capabilities=capabilities)
 
     async def client(self, where: InstanceFilter | None = None) -> Client:

@@ -25,6 +25,7 @@ from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
+from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
@@ -91,10 +92,16 @@ class DistributedRuntime:
         clock: Clock | None = None,
         stopping: CancellationToken | None = None,
     ) -> Self:
-        """Create a runtime and open the planes of `settings`. Raises `ConfigError`."""
+        """Create a runtime and open the planes of `settings`, by default those of the environment
+        and of the file that `DYNAMO_CONFIG_PATH` names. Raises `ConfigError`."""
         clock, stopping = clock or SystemClock(), stopping or CancellationToken()
-        runtime = cls(settings or Settings(), role, name, clock, stopping)
+        from_environment = settings is None
+        if settings is None:
+            settings = await asyncio.to_thread(environment_settings)
+        runtime = cls(settings, role, name, clock, stopping)
         await runtime._open_planes()
+        if from_environment:
+            log.info("runtime opened its planes", extra={"fields": runtime.planes.redacted_urls()})
         return runtime
 
     def namespace(self, name: str | None = None) -> Namespace:

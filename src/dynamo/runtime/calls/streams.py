@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Sequence,
+)
 from contextlib import aclosing
 from typing import Any, Self
 
 import msgspec
 
 from dynamo.communication.requests import FlowWindow, RequestHandler, ResponseWriter, Sink
-from dynamo.core.errors import ProtocolError
+from dynamo.core.errors import ConfigError, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 
 WINDOW_BYTES = 256 << 10
@@ -140,3 +148,29 @@ def item_handler(function: ItemFunction) -> RequestHandler:
             out.send(encode_item(await answer))
 
     return handle
+
+
+def check_handler(
+    function: Callable[..., Any], path: str, parameters: Sequence[str], other: str
+) -> None:
+    """Raise `ConfigError` unless `function` takes these parameters. `other` ends the hint.
+
+    A function without a readable signature is accepted.
+    """
+    if not callable(function):
+        raise ConfigError(f"the handler of {path} is {function!r}, which cannot be called")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError:
+        takes = ", ".join(parameters)
+        raise ConfigError(
+            f"the handler of {path} must take ({takes}): {function!r} does not",
+            hint=f"write `async def handler({takes})`; {other}",
+        ) from None
+    except ValueError:
+        return
+    if "writer" in parameters and inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"the handler of {path} is an async generator, which sends nothing by the writer",
+            hint="call writer.send(item) in it, or use serve_items",
+        )
