@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from dynamo.runtime.calls.client import Client as Client
     from dynamo.runtime.calls.streams import ResponseStream as ResponseStream
     from dynamo.runtime.cancellation import CancellationToken as CancellationToken
+    from dynamo.runtime.compatibility import dynamo_endpoint as dynamo_endpoint
+    from dynamo.runtime.compatibility import dynamo_worker as dynamo_worker
     from dynamo.runtime.component import Component as Component
     from dynamo.runtime.component import Endpoint as Endpoint
     from dynamo.runtime.component import Namespace as Namespace
@@ -30,6 +32,8 @@ _MODULE_OF = {
     "ServedEndpoint": "component",
     "WorkerDiscovery": "worker_discovery",
     "WorkerInfo": "worker_discovery",
+    "dynamo_endpoint": "compatibility",
+    "dynamo_worker": "compatibility",
 }
 __all__ = list(_MODULE_OF)
 

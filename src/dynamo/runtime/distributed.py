@@ -57,20 +57,25 @@ class DistributedRuntime:
         settings: Settings,
         role: str,
         name: str,
-        clock: Clock,
-        stopping: CancellationToken,
+        clock: Clock | None = None,
+        stopping: CancellationToken | None = None,
     ) -> None:
+        if not isinstance(settings, Settings):
+            raise ConfigError(
+                "DistributedRuntime is not made by its constructor",
+                hint="use await DistributedRuntime.create(), or @dynamo_worker() (how-to/migrate)",
+            )
         self.settings = settings
         self.role = role
         self.instance_id = secrets.token_hex(8)
         self.name = name or f"{role}-{self.instance_id[:6]}"
-        self.clock = clock
+        self.clock = clock or SystemClock()
         self.rng = Random()
         self.tasks = BackgroundTasks()
         self.metrics = Registry()
         self.health = ProcessHealth()
         self.lifecycle = Lifecycle(self.name)
-        self.stopping = stopping
+        self.stopping = stopping or CancellationToken()
         self.failure: DynamoError | None = None
         self.public_address = ""
         self.supervised = False
@@ -94,7 +99,6 @@ class DistributedRuntime:
     ) -> Self:
         """Create a runtime and open the planes of `settings`, by default those of the environment
         and of the file that `DYNAMO_CONFIG_PATH` names. Raises `ConfigError`."""
-        clock, stopping = clock or SystemClock(), stopping or CancellationToken()
         from_environment = settings is None
         if settings is None:
             settings = await asyncio.to_thread(environment_settings)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
@@ -20,7 +23,7 @@ ENDPOINT_ATTRIBUTE = "__dynamo_endpoint__"
 HOOK_ATTRIBUTE = "__dynamo_hook__"
 ROLE_ATTRIBUTE = "dynamo_role"
 """Class attribute of Dynamo's own services that names their process role."""
-DYNAMO_KEYS = ("namespace", "model")
+DYNAMO_KEYS = ("namespace", "model", "enabled")
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
@@ -76,17 +79,20 @@ def service(
     dynamo: Mapping[str, Any] | None = None,
     resources: Mapping[str, Any] | None = None,
     workers: int = 1,
+    image: str | None = None,
+    traffic: Mapping[str, Any] | None = None,
 ) -> Callable[[C], C]:
     """Declare a class as a service of the same name. Raises `ConfigError`.
 
     `dynamo` has `namespace` and `model` (see `ServiceSpec`). `workers` is the number of replicas,
     each in its own process. `resources` ("gpu", "cpu", "memory") are the needs of a replica.
+    `dynamo["enabled"]`, `image` and `traffic` are those of NVIDIA Dynamo: a service is always
+    enabled, and the last two have no effect.
     """
-    options = dict(dynamo or {})
-    for key in options.keys() - set(DYNAMO_KEYS):
-        raise ConfigError(
-            f"service(dynamo=...): unknown key {key!r}", hint=nearest_name_hint(key, DYNAMO_KEYS)
-        )
+    del image
+    if traffic:
+        log.warning("@service(traffic=...) has no effect: --request-timeout bounds a request")
+    options = _read_options(dynamo or {})
     if workers < 1:
         raise ConfigError(f"service(workers={workers}): at least 1")
 
@@ -115,7 +121,22 @@ def service(
     return declare
 
 
-def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
+def _read_options(dynamo: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known keys. Raises `ConfigError` for others."""
+    options = dict(dynamo)
+    if options.pop("enabled", True) is not True:
+        raise ConfigError(
+            "service(dynamo={'enabled': False}): a service that is not distributed does not exist",
+            hint="use a plain class, or leave 'enabled' out",
+        )
+    for key in options.keys() - set(DYNAMO_KEYS):
+        raise ConfigError(
+            f"service(dynamo=...): unknown key {key!r}", hint=nearest_name_hint(key, DYNAMO_KEYS)
+        )
+    return options
+
+
+def dynamo_endpoint(name: str | None = None, *, is_api: bool = False) -> Callable[[F], F]:
     """Declare a method as an endpoint, `name` on the wire. Raises `ConfigError`.
 
     A coroutine function answers once, an async generator function streams. The method takes `self`
@@ -123,6 +144,12 @@ def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
     """
     if callable(name):
         raise ConfigError("@dynamo_endpoint needs its parentheses", hint="write @dynamo_endpoint()")
+    if is_api:
+        raise ConfigError(
+            "dynamo_endpoint(is_api=True): endpoints have no HTTP routes of their own",
+            hint='name the endpoint "chat" and declare @service(dynamo={"model": NAME}), which '
+            "HTTP serves at /v1/chat/completions, or call it with `dynamo call`",
+        )
 
     def mark(function: F) -> F:
         streams = inspect.isasyncgenfunction(function)

@@ -10,7 +10,15 @@ import msgspec
 from dynamo.core.errors import DECODE_ERRORS, ConfigError, InvalidRequest
 from dynamo.sdk.decorators import EndpointSpec
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _to_builtins(value: Any) -> Any:
+    """Return the fields of a pydantic model. Raises `TypeError` for other objects."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    raise TypeError(f"objects of type {type(value).__name__} cannot cross the wire")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_to_builtins).encode
 DecodeMessage = Callable[[bytes], Any]
 STREAM_TYPES = (AsyncGenerator, AsyncIterator)
 
@@ -54,11 +62,20 @@ def _type_hints(endpoint: EndpointSpec) -> dict[str, Any]:
         ) from None
 
 
+def _from_builtins(kind: Any, value: Any) -> Any:
+    """Return a pydantic model made of its fields. Raises `ValidationError`."""
+    try:
+        return kind.model_validate(value)
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from None
+
+
 def _build_decoder(endpoint: EndpointSpec, kind: Any) -> msgspec.msgpack.Decoder[Any]:
     try:
-        return msgspec.msgpack.Decoder(kind)
+        hook = _from_builtins if hasattr(kind, "model_validate") else None
+        return msgspec.msgpack.Decoder(kind, dec_hook=hook)
     except TypeError as error:
         raise ConfigError(
             f"{endpoint.function.__qualname__}: {kind} cannot cross the wire: {error}",
-            hint="annotate it as dict or as a msgspec.Struct, or not at all",
+            hint="annotate it as dict, a msgspec.Struct or a pydantic model, or not at all",
         ) from None

@@ -177,3 +177,16 @@ def test_a_model_needs_a_chat() -> None:
 
     with pytest.raises(ConfigError, match="without an endpoint 'chat'"):
         ServiceModelRecord.from_service(mute, "n")
+
+
+def test_declarations_of_nvidia_dynamo_are_accepted_or_refused_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {"enabled": True, "namespace": "shop"}
+    declared = service(dynamo=options, image="my/image", traffic={"timeout": 60})
+    assert spec_of(declared(type("Shop", (), {}))).namespace == "shop"
+    assert "traffic" in caplog.text
+    with pytest.raises(ConfigError, match="enabled"):
+        service(dynamo={"enabled": False})
+    with pytest.raises(ConfigError, match="is_api"):
+        dynamo_endpoint(is_api=True)

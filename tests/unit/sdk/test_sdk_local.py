@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
 from dynamo.core.errors import ConfigError, InvalidRequest, Unsupported
 from dynamo.sdk import depends, dynamo_endpoint, on_start, on_stop, request_id, service
@@ -166,3 +167,22 @@ async def test_endpoints_can_be_called_as_plain_methods() -> None:
     assert await echo.plain(3) == {"got": 3, "id": ""}
     with pytest.raises(ConfigError, match="not connected"):
         _ = Caller().echo
+
+
+class Order(BaseModel):
+    item: str
+    count: int = 1
+
+
+@service()
+class Orders:
+    @dynamo_endpoint()
+    async def place(self, request: Order) -> Order:
+        return Order(item=request.item, count=request.count + 1)
+
+
+async def test_pydantic_models_cross_the_wire() -> None:
+    async with local(Orders) as graph:
+        assert await graph[Orders].place(Order(item="tea")) == Order(item="tea", count=2)
+        with pytest.raises(InvalidRequest, match="count"):
+            await graph[Orders].place({"item": "tea", "count": "many"})
