@@ -182,3 +182,13 @@ def test_sizes_of_chunks_are_no_trailers() -> None:
         reader.feed(b"b\r\n")
     reader.feed(b"0\r\n\r\n")
     assert [len(request.body) for request in requests] == [900]
+
+
+@pytest.mark.parametrize("sizes", [(90_000, 80_000), (80_000, 90_000)])
+def test_a_large_body_may_follow_another(sizes: tuple[int, int]) -> None:
+    reader, requests = reader_of(HttpLimits())
+    for size in sizes:
+        reader.feed(get(b"content-length: %d" % size, body=b"b" * 50_000))
+        reader.feed(b"b" * 1)
+        reader.feed(b"b" * (size - 50_001))
+    assert [len(request.body) for request in requests] == list(sizes)

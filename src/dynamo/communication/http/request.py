@@ -101,7 +101,8 @@ class RequestReader:
 
         Raises the `DynamoError` to answer with. No more bytes may be fed after an error.
         """
-        started, idle, body_bytes = self.messages_started, self.stage == "idle", self.body_bytes
+        started, idle = self.messages_started, self.stage == "idle"
+        body_bytes = 0 if idle else self.body_bytes
         self._max_received_bytes += len(data)
         self._min_received_bytes += len(data)
         try:

@@ -1,0 +1,100 @@
+"""Large bodies: the number of their values is bounded, and long conversations and prompts pass."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+from tests.unit.application.conftest import CONTEXT_TOKENS
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+COUNTED = "the body has at least"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (CHAT, {"messages": [{}] * 140_000}, 413, COUNTED),
+        (COMPLETIONS, {"prompt": [[1]] * 140_000}, 413, COUNTED),
+        (COMPLETIONS, {"prompt": [1] * 900_000}, 413, COUNTED),
+        (CHAT, {"chat_template_kwargs": {str(key): 1 for key in range(300_000)}}, 413, COUNTED),
+        (CHAT, {"messages": [{}] * 20_000}, 400, "messages: 20,000 entries, limit 16,384"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": ["a"] * 10_000}] * 2},
+            400,
+            "messages: parts of all contents: 20,000 entries",
+        ),
+        (COMPLETIONS, {"prompt": [[1]] * 20_000}, 400, "20000 prompts times n 1 exceed 2048"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": b"x".decode() * 70_000 + "\udfff"}]},
+            400,
+            "",
+        ),
+    ],
+    ids=range(8),
+)
+async def test_large_bodies_are_bounded(
+    site: Any, connect: Any, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    async with connect(site.port) as connection:
+        connection.ask("POST", path, {"model": "words", "messages": messages} | body)
+        answer = await connection.answer()
+        assert answer.status == status
+        assert message in answer.error["message"]
+        connection.ask("POST", CHAT, {"model": "words", "messages": messages})
+        assert (await connection.answer()).status == 200
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("at", [0, 70_000, 1_200_000])
+async def test_large_bodies_must_be_utf8(site: Any, connect: Any, at: int) -> None:
+    text = bytearray(b'{"model":"words","messages":[{"role":"user","content":"a"}],"user":"')
+    text += b"u" * at + b"\xff" + b"u" * (1_400_000 - at) + b'"}'
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, bytes(text))
+        answer = await connection.answer()
+        assert (answer.status, "not UTF-8" in answer.error["message"]) == (400, True)
+
+
+async def test_long_conversations_and_prompts_of_ids_pass(site: Any, connect: Any) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": [1] * 5000})}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, "two"]},
+        {"role": "assistant", "content": "{[,:" * 10},
+    ] * 4000
+    turns += [{"role": "assistant", "content": "", "tool_calls": [call]}] * 20
+    turns += [{"role": "user", "content": "last"}]
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, {"model": "words", "messages": turns, "max_tokens": 1})
+        assert (await connection.answer()).status == 200
+        ids = [[12_345] * CONTEXT_TOKENS] * 2
+        connection.ask("POST", COMPLETIONS, {"model": "words", "prompt": ids, "max_tokens": 1})
+        assert (await connection.answer()).status == 200
+    assert site.processor.requests[0].messages[-2]["tool_calls"][0]["function"]["arguments"] == {
+        "a": [1] * 5000
+    }
+    assert [len(request.prompt) for request in site.processor.requests[1:]] == [
+        4 * CONTEXT_TOKENS
+    ] * 2
+
+
+async def test_a_body_is_dropped_once_it_is_decoded(site: Any, connect: Any) -> None:
+    site.processor.gate.clear()
+    async with connect(site.port) as connection:
+        body = {
+            "model": "words",
+            "messages": [{"role": "user", "content": "a"}],
+            "zz": "x" * 300_000,
+        }
+        connection.ask("POST", CHAT, body)
+        await site.processor.entered.wait()
+        assert site.http.budget.held_bytes == 0
+        site.processor.gate.set()
+        assert (await connection.answer()).status == 200
