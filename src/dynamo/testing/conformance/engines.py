@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
@@ -19,6 +20,7 @@ from dynamo.core.values import (
     Finish,
     GenerateRequest,
     KvEvent,
+    RequestGroup,
     SamplingParams,
     Started,
     StopConditions,
@@ -93,6 +95,19 @@ class EngineConformance:
         alone = [(await generate_reply(engine, request)).ids for request in requests]
         together = await run_all(*(generate_reply(engine, request) for request in requests))
         assert [reply.ids for reply in together] == alone
+
+    async def test_choices_of_a_group_get_the_tokens_of_single_requests(
+        self, engine: Engine
+    ) -> None:
+        request = make_request(tokens=8)
+        sampling = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5)
+        request = replace(request, sampling=sampling)
+        alone = (await generate_reply(engine, request)).ids
+        group = RequestGroup(request)
+        choices = [replace(request, choice=number, group=group) for number in range(4)]
+        together = await run_all(*(generate_reply(engine, choice) for choice in choices))
+        assert [reply.ids for reply in together] == [alone] * 4
+        assert_idle(engine)
 
     async def test_resumed_request_continues_the_answer(self, engine: Engine) -> None:
         whole = (await generate_reply(engine, make_request(tokens=8))).ids
