@@ -22,8 +22,8 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def is_alive(pid: int, ticks: int) -> bool:
-    """Whether the process with this pid and start time is alive and runs as this user."""
-    return ticks != 0 and start_ticks(pid) == ticks and _real_uid(pid) == os.getuid()
+    """Whether the process with this pid and start time is alive and not of another user."""
+    return ticks != 0 and start_ticks(pid) == ticks and _may_be_own(pid)
 
 
 def command_line(pid: int) -> str:
@@ -45,10 +45,10 @@ def _read_stat_field(pid: int, field: int) -> int:
     return 0 if fields[0] in {"Z", "X"} else int(fields[field - 2])
 
 
-def _real_uid(pid: int) -> int:
-    """The user who runs `pid`; -1 without such a process."""
+def _may_be_own(pid: int) -> bool:
+    """Whether `pid` runs as this user, or as root, which also owns the files in /proc of processes
+    with more capabilities than their user."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="latin-1")
+        return Path(f"/proc/{pid}").stat().st_uid in {os.getuid(), 0}
     except OSError:
-        return -1
-    return int(status.partition("\nUid:")[2].split(maxsplit=1)[0])
+        return False
