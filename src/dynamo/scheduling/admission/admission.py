@@ -126,6 +126,11 @@ class Admission(Operator):
         """Stop following the instances. Queued requests continue."""
         self._unsubscribe()
 
+    def count_requests(self) -> tuple[int, int, int]:
+        """Return how many requests are queued, are between queue and worker, and are at workers."""
+        reserved = sum([len(worker.reservations) for worker in self.capacity.workers.values()])
+        return len(self._queue), len(self._dispatching), reserved
+
     def on_load_report(self, worker: str, load: Load, now: float) -> None:
         """Apply a worker's load report."""
         self.capacity.on_load_report(worker, load, now)

@@ -4,36 +4,80 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 
 from dynamo.communication.events import memory as event_places
 from dynamo.communication.requests import memory as request_places
-from dynamo.core.values import BlocksStored
+from dynamo.core.context import Context
+from dynamo.core.reply import Reply
+from dynamo.core.values import BlocksStored, GenerateRequest
+from dynamo.inference.engine import BatchedEngine
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.policy import Policy
 from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedWorker
+
+REQUEST_GAUGES = ("dynamo_admission_waiting_requests", "dynamo_router_waiting_requests")
+
+
+class PlaceCount:
+    """Compares the requests that admissions count with those in progress, at every instant.
+
+    `excess` is the most by which admissions counted more.
+    """
+
+    def __init__(self, frontends: Sequence[SimulatedFrontend]) -> None:
+        self.excess = 0
+        self._frontends = frontends
+        self._turns = cycle(frontends)
+        self._in_progress = 0
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        """Send a request through the next frontend."""
+        self._in_progress += 1
+        try:
+            await next(self._turns).pipeline.send(request, context, reply)
+        finally:
+            self._in_progress -= 1
+
+    def check(self) -> None:
+        """Compare now. No task may be runnable."""
+        counts = [sum(front.pipeline.admission.count_requests()) for front in self._frontends]
+        self.excess = max(self.excess, sum(counts) - self._in_progress)
 
 
 def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
     """Describe everything that is left over after the last request."""
     alive = {worker.name: worker for worker in workers}
-    leaks = [problem for worker in alive.values() for problem in _engine_leaks(worker)]
+    engines = {name: engine for worker in alive.values() for name, engine in worker.engines.items()}
+    leaks = [leak for name, engine in engines.items() for leak in _engine_leaks(name, engine)]
     leaks += _client_leaks(frontend, alive)
+    leaks += _admission_leaks(frontend)
     leaks += _policy_leaks(frontend.pipeline.policy)
     if (view := frontend.pipeline.cache_view) is not None:
-        leaks += _index_mismatches(view, alive)
+        leaks += _index_mismatches(view, engines)
     return leaks
 
 
-def _engine_leaks(worker: SimulatedWorker) -> Iterator[str]:
-    scheduler = worker.engine.scheduler
+def _engine_leaks(name: str, engine: BatchedEngine) -> Iterator[str]:
+    scheduler = engine.scheduler
     try:
         scheduler.pool.check_invariants()
     except AssertionError as error:
-        yield f"{worker.name}: {error}"
+        yield f"{name}: {error}"
     if scheduler.pool.active:
-        yield f"{worker.name}: {scheduler.pool.active} blocks in use"
+        yield f"{name}: {scheduler.pool.active} blocks in use"
     if count := len(scheduler.running) + len(scheduler.waiting):
-        yield f"{worker.name}: {count} sequences in its batch"
+        yield f"{name}: {count} sequences in its batch"
+
+
+def _admission_leaks(frontend: SimulatedFrontend) -> Iterator[str]:
+    counts = frontend.pipeline.admission.count_requests()
+    if any(counts):
+        yield f"admission: {counts[0]} queued, {counts[1]} on their way, {counts[2]} at workers"
+    for line in frontend.runtime.metrics.render().splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.partition("{")[0] in REQUEST_GAUGES and float(value):
+            yield f"the gauge {name} is {value}"
 
 
 def _client_leaks(
@@ -60,7 +104,7 @@ def _policy_leaks(policy: Policy) -> Iterator[str]:
             )
 
 
-def _index_mismatches(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
+def _index_mismatches(view: CacheView, alive: Mapping[str, BatchedEngine]) -> Iterator[str]:
     if dead := set(view.get_modes()) - set(alive):
         yield f"the index knows dead workers: {sorted(dead)[:5]}"
     if inexact := [name for name in alive if view.get_mode(name) != "exact"]:
@@ -78,9 +122,9 @@ def _index_mismatches(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> 
             )
 
 
-def cached_hashes(worker: SimulatedWorker) -> set[int]:
-    """Return the hashes of the blocks in a worker's cache."""
-    events = worker.engine.snapshot_kv_events()
+def cached_hashes(engine: BatchedEngine) -> set[int]:
+    """Return the hashes of the blocks in an engine's cache."""
+    events = engine.snapshot_kv_events()
     return {h for event in events if isinstance(event, BlocksStored) for h in event.hashes}
 
 

@@ -14,6 +14,8 @@ from dynamo.communication.requests.memory import MemoryRequests
 from dynamo.core.settings import Settings
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock
+from dynamo.inference.data_parallel import DataParallelEngine
+from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
@@ -35,7 +37,8 @@ MOCK_VOCABULARY = range(1_000, VOCAB_SIZE)
 
 class SimulatedNetwork(msgspec.Struct):
     """Shared by all processes of a run. `plane_name` names their memory planes. `fast_forwarding`
-    holds the engines that skip steps. Their tokens are due at `next_delivery_s`."""
+    holds the engines that skip steps. Their tokens are due at `next_delivery_s`. `engine` describes
+    each of a worker's `data_parallel` ranks."""
 
     plane_name: str
     clock: VirtualClock
@@ -44,6 +47,7 @@ class SimulatedNetwork(msgspec.Struct):
     mode: str
     fast_forwarding: set[FastForward] = set()
     next_delivery_s: float = 0.0
+    data_parallel: int = 1
 
     @property
     def card(self) -> ModelCard:
@@ -58,6 +62,19 @@ class SimulatedNetwork(msgspec.Struct):
             engine.block_tokens,
             engine=engine,
         )
+
+    def create_engine(self) -> BatchedEngine:
+        """Return a new engine."""
+        engine, _ = make_simulated_engine(
+            self.engine,
+            self.timing,
+            self.clock,
+            wait_until_quiescent=self.clock.wait_until_idle,
+            eviction="reuse",
+            vocabulary=MOCK_VOCABULARY,
+            fast_forwarding=self.fast_forwarding,
+        )
+        return engine
 
     def deliver_tokens(self) -> None:
         """Deliver the tokens of engines that skip steps, once in `DELIVERY_INTERVAL_S`."""
@@ -91,15 +108,8 @@ class SimulatedWorker:
 
     def __init__(self, network: SimulatedNetwork, name: str) -> None:
         self.name = name
-        self.engine, _ = make_simulated_engine(
-            network.engine,
-            network.timing,
-            network.clock,
-            wait_until_quiescent=network.clock.wait_until_idle,
-            eviction="reuse",
-            vocabulary=MOCK_VOCABULARY,
-            fast_forwarding=network.fast_forwarding,
-        )
+        self.ranks = [network.create_engine() for _ in range(network.data_parallel)]
+        self.engine = DataParallelEngine(self.ranks) if len(self.ranks) > 1 else self.ranks[0]
         self.alive = True
         self._network = network
         self._worker = EngineWorker(self.engine, network.card)
@@ -114,13 +124,20 @@ class SimulatedWorker:
         await self._worker.attach(self._runtime)
 
     @property
+    def engines(self) -> dict[str, BatchedEngine]:
+        """The engine of each rank, by the name that routers use."""
+        if len(self.ranks) == 1:
+            return {self.name: self.ranks[0]}
+        return {f"{self.name}/{rank}": engine for rank, engine in enumerate(self.ranks)}
+
+    @property
     def partitioned(self) -> bool:
         """Whether the network is cut."""
         return self._requests.severed
 
     def partition(self) -> None:
         """Cut the worker off from the network."""
-        self.engine.catch_up()
+        self._catch_up()
         self._requests.sever()
         self._events.sever()
 
@@ -143,11 +160,15 @@ class SimulatedWorker:
     async def crash(self) -> None:
         """Kill the process as kill -9 does. Its connections break. Discovery and the event plane do
         not know yet."""
-        self.engine.catch_up()
+        self._catch_up()
         self.alive = False
         self._events.sever()
         self._requests.abort()
         await self.engine.stop()
+
+    def _catch_up(self) -> None:
+        for rank in self.ranks:
+            rank.catch_up()
 
     async def end_lease(self) -> None:
         """End the lease of a dead worker and release it."""

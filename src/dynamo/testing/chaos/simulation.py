@@ -7,21 +7,25 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from random import Random
 
 import msgspec
 
-from dynamo.core.context import Context
-from dynamo.core.reply import Reply, SendRequest
+from dynamo.core.reply import SendRequest
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import EngineInfo, GenerateRequest
+from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming, StepTiming
 from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
 from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers, drop_events_repeatedly
-from dynamo.testing.chaos.leaks import find_leaked_records, find_leaks, find_open_planes
+from dynamo.testing.chaos.leaks import (
+    PlaceCount,
+    find_leaked_records,
+    find_leaks,
+    find_open_planes,
+)
 from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedNetwork
 from dynamo.testing.chaos.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
 
@@ -86,7 +90,8 @@ ChaosProgressCallback = Callable[[float, SimulatedOutcome, SimulatedWorkers], bo
 
 class ChaosScenario(msgspec.Struct, frozen=True):
     """The settings of a run. `rate` is in requests a second. In addition `disconnect_rate` clients
-    a second leave before their answer is complete."""
+    a second leave before their answer is complete. Each of a worker's `data_parallel` ranks has
+    `num_blocks` and `max_num_seqs`."""
 
     hours: float = 24.0
     workers: int = 100
@@ -96,6 +101,8 @@ class ChaosScenario(msgspec.Struct, frozen=True):
     answer_tokens: int = 128
     deadline_s: float = 10.0
     num_blocks: int = 1024
+    max_num_seqs: int = 256
+    data_parallel: int = 1
     block_tokens: int = 16
     mode: str = "kv"
     timing: StepTiming = LinearTiming(c0=10.0, c1=0.1)
@@ -117,20 +124,29 @@ def run_chaos(
     return msgspec.structs.replace(result, leaks=[*result.leaks, *find_open_planes()], **durations)
 
 
-async def _run_scenario(
-    scenario: ChaosScenario, clock: VirtualClock, progress: ChaosProgressCallback | None
-) -> ChaosResult:
+def _make_network(scenario: ChaosScenario, clock: VirtualClock) -> SimulatedNetwork:
     engine = EngineInfo(
         engine="mock",
         block_tokens=scenario.block_tokens,
         num_blocks=scenario.num_blocks,
         context_tokens=scenario.num_blocks * scenario.block_tokens,
-        max_num_seqs=256,
+        max_num_seqs=scenario.max_num_seqs,
         max_num_batched_tokens=8_192,
     )
-    network = SimulatedNetwork(
-        f"memory:day-{next(_network_numbers)}", clock, engine, scenario.timing, scenario.mode
+    return SimulatedNetwork(
+        f"memory:day-{next(_network_numbers)}",
+        clock,
+        engine,
+        scenario.timing,
+        scenario.mode,
+        data_parallel=scenario.data_parallel,
     )
+
+
+async def _run_scenario(
+    scenario: ChaosScenario, clock: VirtualClock, progress: ChaosProgressCallback | None
+) -> ChaosResult:
+    network = _make_network(scenario, clock)
     rng, outcome = Random(scenario.seed), SimulatedOutcome()
     workers = SimulatedWorkers(network, scenario.faults, Random(rng.random()), scenario.workers)
     await workers.start()
@@ -139,23 +155,26 @@ async def _run_scenario(
     ]
     for seed, frontend in enumerate(frontends, scenario.seed):
         await frontend.start(seed)
-    turns = cycle(frontends)
+    places = PlaceCount(frontends)
 
-    async def send(request: GenerateRequest, context: Context, reply: Reply) -> None:
-        await next(turns).pipeline.send(request, context, reply)
+    def on_time_advanced() -> None:
+        places.check()
+        network.deliver_tokens()
 
-    clock.on_time_advanced(network.deliver_tokens)
+    clock.on_time_advanced(on_time_advanced)
     async with BackgroundTasks() as event_faults:
         if scenario.faults.event_loss_every_s:
             rng_of_loss = Random(rng.random())
             event_loss = drop_events_repeatedly(network, scenario.faults, rng_of_loss, frontends)
             event_faults.start(event_loss, "event loss")
-        memory = await _run_workload(scenario, clock, rng, outcome, workers, send, progress)
+        memory = await _run_workload(scenario, clock, rng, outcome, workers, places.send, progress)
     hours = clock.now() / 3600.0
     await workers.stop_faults()
     await clock.sleep(SETTLE_S)
     last_workers = workers.workers.values()
     leaks = [leak for frontend in frontends for leak in find_leaks(frontend, last_workers)]
+    if places.excess:
+        leaks.append(f"admission counted {places.excess} requests more than there were")
     leaks += await find_leaked_records(frontends, last_workers)
     if outcome.in_flight:
         leaks.append(f"{outcome.in_flight} requests in progress")
