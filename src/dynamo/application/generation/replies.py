@@ -26,6 +26,9 @@ MAX_ENCODED_BYTES = 32 << 20
 ECHO_COPIES = 8
 """A repeated text counts so many times. Text, answer and its encoding are held together."""
 
+MAX_LOGPROBS = 1 << 17
+"""Logprobs of an answer that is not streamed, 400 bytes each while it is encoded."""
+
 
 class PendingText(msgspec.Struct):
     """Text of one choice that waits for a congested connection; `size` counts bytes roughly."""
@@ -213,6 +216,7 @@ class UnaryReply(HttpReply):
         self._timing = timing
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
+        self._logprob_count = 0
         self._ends: list[TextFinish | None] = [None] * choices
         self.remaining_choices = choices
 
@@ -224,7 +228,17 @@ class UnaryReply(HttpReply):
             if collected is None:
                 collected = self._logprobs[choice] = []
             collected += logprobs
+            self._count_logprobs(logprobs)
         return self._response.open
+
+    def _count_logprobs(self, logprobs: TokenLogprobs) -> None:
+        self._logprob_count += sum(1 + len(token.top) for token in logprobs)
+        if self._logprob_count > MAX_LOGPROBS:
+            raise TooLarge(
+                f"top_logprobs: the answer has more than {MAX_LOGPROBS:,} logprobs",
+                hint="stream the answer, or ask for fewer choices, tokens or top logprobs",
+                param="top_logprobs",
+            )
 
     def finish(self, choice: int, end: TextFinish) -> None:
         self._usage_counter.completion_tokens += end.completion_tokens
