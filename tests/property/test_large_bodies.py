@@ -48,12 +48,12 @@ def test_counts_and_text_are_checked_across_slices(body: bytes, slice_bytes: int
         patch.object(large_bodies, "STRUCTURE_LIMITS", LIMITS),
         patch.object(large_bodies, "SLICE_BYTES", slice_bytes),
     ):
-        found = verdict(body)
+        actual = verdict(body)
     too_many = any(body.count(byte) > limit for byte, (limit, _) in LIMITS.items())
     expected = {"too large"} if too_many else {""}
     if not is_utf8(body):
         expected = {"not UTF-8"} | (expected - {""})
-    assert found in expected
+    assert actual in expected
 
 
 @given(st.integers(0, 1 << 24))

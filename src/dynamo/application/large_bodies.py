@@ -17,7 +17,7 @@ escaped text 6 bytes a character."""
 
 SLICE_BYTES = 1 << 20
 MAX_COUNT = 1 << 22
-STRUCTURE_LIMITS = {b",": (1 << 16, 8), b":": (1 << 16, 2), b"[": (1 << 15, 1), b"{": (1 << 15, 1)}
+STRUCTURE_LIMITS = {b",": (1 << 16, 8), b":": (1 << 16, 1), b"[": (1 << 15, 1), b"{": (1 << 15, 1)}
 """How many of these bytes a body may have: a number, and more for each token of the context.
 
 Text and token ids of a full context must pass. Decoding takes 0.1 us for most of these bytes."""

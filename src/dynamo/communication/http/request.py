@@ -307,7 +307,9 @@ def _reject_duplicate(name: bytes) -> None:
 
 
 def _body_too_large(limit: int) -> DynamoError:
-    return TooLarge(f"the body exceeds {limit} bytes", hint="server.max_body_bytes sets the limit")
+    return TooLarge(
+        f"the body exceeds the limit of {limit} bytes", hint="server.max_body_bytes sets the limit"
+    )
 
 
 class RequestQueue(deque[Request]):
