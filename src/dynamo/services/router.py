@@ -84,7 +84,7 @@ class RouterService:
         )
         http = HttpServer(
             application.handle,
-            HttpLimits.from_settings(settings.server),
+            HttpLimits.without_bodies(settings.server),
             runtime.clock,
             on_error=application.on_error,
             check_headers=application.check_headers,

@@ -11,6 +11,7 @@ from dynamo.communication.http import HttpServer, Request, Response
 from dynamo.communication.http.body_budget import BodyBudget
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import Overloaded
+from dynamo.core.settings.schema import ServerSettings
 
 TEXT = (("content-type", "text/plain"),)
 KIB = 1024
@@ -178,3 +179,11 @@ async def test_reading_pauses_behind_a_long_answer(serve: Any, connect: Any) -> 
         opened.set()
         assert [(await client.answer()).status for _ in range(1 + requests)] == [200] * 61
         assert server.budget.held_bytes == 0
+
+
+def test_servers_without_bodies_have_small_limits() -> None:
+    settings = ServerSettings(max_body_bytes=32 << 20, max_headers=50)
+    assert HttpLimits.from_settings(settings).max_body_bytes == 32 << 20
+    assert HttpLimits.from_settings(ServerSettings()).max_body_bytes == 4 << 20
+    limits = HttpLimits.without_bodies(settings)
+    assert (limits.max_body_bytes, limits.max_headers) == (16 << 10, 50)

@@ -27,7 +27,7 @@ from dynamo.core.errors import InvalidRequest, TooLarge
     ],
 )
 def test_path_and_query_of_a_target(target: str, expected: tuple[str, str]) -> None:
-    assert split_target(target.encode()) == expected
+    assert split_target(target) == expected
 
 
 LIMITS = HttpLimits(max_header_bytes=300, max_headers=5, max_body_bytes=1000)

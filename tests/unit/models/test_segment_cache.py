@@ -6,6 +6,7 @@ from sys import getsizeof
 import pytest
 from hypothesis import given, strategies
 
+from dynamo.core.errors import ContextLengthExceeded
 from dynamo.models.tokenization.encoders import FastEncoder
 from dynamo.models.tokenization.segment_cache import SEGMENT_CHARS, SegmentCache, TextSplitter
 from dynamo.models.tokenization.tokenizer import Tokenizer
@@ -155,3 +156,14 @@ def test_short_texts_are_not_cached(tokenizer, encoder):
     assert cache.encode(text) == tokenizer.encode(text)
     assert cache.size_bytes == 0
     assert cache.uncached_chars(text) == len(text)
+
+
+def test_a_long_run_without_a_cut_is_refused_before_it_is_encoded(tokenizer, encoder):
+    cache = SegmentCache(tokenizer, max_segment_chars=10_000)
+    text = "word " * 10_000
+    assert cache.encode(text) == tokenizer.encode(text)
+    encoder.chars = 0
+    for run in (" ", "\n", "-", "7"):
+        with pytest.raises(ContextLengthExceeded, match="without a word boundary"):
+            cache.encode(text + run * 20_000 + " word")
+    assert encoder.chars == 0

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -286,3 +288,22 @@ def test_invalid_tokenizer_files_are_refused(tmp_path):
     path.write_text('{"model": {"type": "Unknown", "vocab": {}}}')
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         load_tokenizer(path)
+
+
+def test_the_reference_lets_other_threads_run(tokenizer_path):
+    encoder, text = ReferenceEncoder(tokenizer_path), "some words and 12 " * 40_000
+    encoder.encode(text[:100])
+    encoding, ticks = threading.Event(), []
+
+    def tick() -> None:
+        while encoding.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    encoding.set()
+    thread = threading.Thread(target=tick)
+    thread.start()
+    encoder.encode(text)
+    encoding.clear()
+    thread.join()
+    assert len(ticks) > 10

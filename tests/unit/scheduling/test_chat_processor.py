@@ -330,3 +330,14 @@ async def test_tokenize_and_back(make_processor: Any, scripted_engine: Any, ids_
     ) == ("<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(InvalidRequest):
         await chat_processor.detokenize([70_000])
+
+
+async def test_a_conversation_that_cannot_fit_is_not_rendered(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, clock: Any
+) -> None:
+    """Tokenizers without a known longest token have a bound, too."""
+    chat_processor = make_processor(scripted_engine([]).send, context_tokens=10_000)
+    long = chat(({"role": "user", "content": "word " * 130_000},) * 2)
+    with pytest.raises(ContextLengthExceeded, match="1300000 characters"):
+        await chat_processor.chat(long, CONTEXT, recording_reply())
+    assert clock.offloaded == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.settings.schema import ServerSettings
 
@@ -31,6 +32,12 @@ class HttpLimits(msgspec.Struct, frozen=True):
     send_buffer_bytes: int = 64 << 10
     notsent_lowat_bytes: int = 16 << 10
     high_water_bytes: int = 4 << 10
+
+    @classmethod
+    def without_bodies(cls, server: ServerSettings) -> HttpLimits:
+        """Return the limits of a server whose routes take no body."""
+        limits = cls.from_settings(server)
+        return replace(limits, max_body_bytes=16 << 10, max_buffered_bytes=1 << 20)
 
     @classmethod
     def from_settings(cls, server: ServerSettings) -> HttpLimits:

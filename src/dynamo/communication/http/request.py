@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -34,7 +35,11 @@ class Request:
         version: str = "1.1",
     ) -> None:
         self.method = method
-        self.path, self.query = split_target(target)
+        text = target.decode("latin-1")
+        if text.startswith("/") and _find_special(text) is None:
+            self.path, self.query = text, ""
+        else:
+            self.path, self.query = split_target(text)
         self.headers = headers
         self.body: bytes | bytearray = b""
         self.hold: BodyHold | None = None
@@ -53,9 +58,11 @@ class Request:
         return None if value is None else value.decode("latin-1")
 
 
-def split_target(target: bytes) -> tuple[str, str]:
+_find_special = re.compile("[?#%]").search
+
+
+def split_target(text: str) -> tuple[str, str]:
     """Return path and query of a request target in origin or absolute form."""
-    text = target.decode("latin-1")
     if not text.startswith("/") and "://" in text:
         text = "/" + text.split("://", 1)[1].partition("/")[2]
     path, _, query = text.partition("#")[0].partition("?")

@@ -55,7 +55,7 @@ class StatusServer:
         web_access = WebAccess.of_status_port(self._host, settings.server)
         self._http = HttpServer(
             self._handle,
-            HttpLimits.from_settings(settings.server),
+            HttpLimits.without_bodies(settings.server),
             clock,
             check_headers=web_access.check,
             reserved_descriptors=RESERVED_FROM_STATUS,
