@@ -28,6 +28,8 @@ MAX_ARGUMENT = 10_000
 MAX_CAPTURED_CHARS = 1 << 28
 MAX_MEASURED_VALUES = 10_000_000
 MAX_TREE_VALUES = 10_000
+MAX_UNSEARCHED = 64
+"""Elements by which a long list may grow before its tree is checked again."""
 SCALAR_CHARS = 8
 
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\*|\d*\.\*|\d{5}|\d*\.\d{5})")
@@ -143,6 +145,17 @@ def measure(roots: Iterable[Any], max_values: int) -> tuple[int, int]:
         else:
             chars += SCALAR_CHARS
     return values, chars
+
+
+def add(budget: RenderBudget, left: Any, right: Any) -> Any:
+    """Return `left + right` within the bounds. Slowly growing lists are searched at times."""
+    value = left + right
+    if isinstance(value, list | tuple) and len(value) > SMALL_CHARS:
+        longer = max(len(left), len(right))
+        added = len(value) - longer
+        if added > MAX_UNSEARCHED or longer // MAX_UNSEARCHED != len(value) // MAX_UNSEARCHED:
+            budget.check_tree(value)
+    return budget.bounded(value)
 
 
 def multiply(budget: RenderBudget, left: Any, right: Any) -> Any:

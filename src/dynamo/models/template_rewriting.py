@@ -13,6 +13,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.visitor import NodeTransformer
 
 MAX_UNCHECKED_OPERANDS = 4
+MAX_CONCATENATED = 8
 LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 
 
@@ -30,6 +31,8 @@ class LoopCodeGenerator(CodeGenerator):
 class BoundingTransformer(NodeTransformer):
     """Inserts calls of `template_sandbox.OPERATIONS` into a template's tree."""
 
+    _captures = 0
+
     def visit_ScopedEvalContextModifier(self, node: nodes.Node) -> nodes.Node:  # noqa: N802
         raise ValueError(f"line {node.lineno}: autoescape is not supported")  # contexts share it
 
@@ -43,24 +46,38 @@ class BoundingTransformer(NodeTransformer):
         return _count_steps(node) if node.recursive else node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _count_steps(node)
+        return _count_steps(self.visit_FilterBlock(node))
 
     visit_CallBlock = visit_Block = visit_Macro  # noqa: N815
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
+        self.visit_FilterBlock(node)
         node.filter = _operation("_bounded", cast("nodes.Expr", node.filter), lineno=node.lineno)
         return node
 
+    def visit_FilterBlock(self, node: nodes.Node) -> nodes.Node:  # noqa: N802
+        """Visit a statement whose output is captured before it is joined."""
+        self._captures += 1
+        self.generic_visit(node)
+        self._captures -= 1
+        return node
+
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
-        """Leave short sums that are only printed as they are."""
+        """Leave short sums of texts that are only printed as they are."""
         for number, child in enumerate(node.nodes):
-            node.nodes[number] = self._visit_sum(child) if _is_sum(child) else self.visit(child)
+            if isinstance(child, nodes.TemplateData | nodes.Const):
+                continue
+            if _is_text(child) and not self._captures:
+                node.nodes[number] = self._visit_sum(child)
+            else:
+                node.nodes[number] = _operation("_printed", self.visit(child))
         return node
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
-        return _operation("_bounded", self._visit_sum(node))
+        if _is_text(node):
+            return _operation("_bounded", self._visit_sum(node))
+        self.generic_visit(node)
+        return _operation("_add", node.left, node.right)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         return _operation("_bounded", self._visit_sum(node))
@@ -79,8 +96,18 @@ class BoundingTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        if not any(isinstance(operand.expr, nodes.Const) for operand in node.ops):
-            node.expr = _operation("_bounded", node.expr)
+        for operand in node.ops:
+            searched = operand.op in {"in", "notin"}
+            if not isinstance(operand.expr, nodes.Const) and not (
+                isinstance(node.expr, nodes.Const) and not searched
+            ):
+                operand.expr = _operation("_visited", operand.expr)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if any(not isinstance(argument, nodes.Const) for argument in node.args):
+            node.node = _operation("_visited", node.node)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
@@ -103,28 +130,44 @@ class BoundingTransformer(NodeTransformer):
 
     def _visit_sum(self, node: Any) -> Any:
         """Visit the operands of a sum. Long sums are checked in parts."""
+        if isinstance(node, nodes.Concat):
+            return self._visit_concat(node)
         count = 0
         for name in ("left", "right"):
-            if (operand := getattr(node, name, None)) is not None:
-                operand = self._visit_sum(operand) if _is_sum(operand) else self.visit(operand)
-                count += _count_operands(operand)
-                if count > MAX_UNCHECKED_OPERANDS:
-                    operand = _operation("_bounded", operand)
-                setattr(node, name, operand)
-        if isinstance(node, nodes.Concat):
-            node.nodes = [self.visit(operand) for operand in node.nodes]
+            operand = getattr(node, name)
+            is_sum = isinstance(operand, nodes.Add)
+            operand = self._visit_sum(operand) if is_sum else self.visit(operand)
+            count += _count_operands(operand)
+            if count > MAX_UNCHECKED_OPERANDS:
+                operand = _operation("_bounded", operand)
+            setattr(node, name, operand)
+        return node
+
+    def _visit_concat(self, node: nodes.Concat) -> nodes.Concat:
+        """Visit the operands of a concatenation. A long one becomes nested short ones."""
+        operands: list[nodes.Expr] = [
+            part if isinstance(part, nodes.Const) else _operation("_printed", self.visit(part))
+            for part in node.nodes
+        ]
+        while len(operands) > MAX_CONCATENATED:
+            first = nodes.Concat(operands[:MAX_CONCATENATED], lineno=node.lineno)
+            operands[:MAX_CONCATENATED] = [_operation("_bounded", first)]
+        node.nodes = operands
         return node
 
 
-def _is_sum(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Add | nodes.Concat)
+def _is_text(node: nodes.Node) -> bool:
+    """Whether the value of a sum is a text, because one of its operands is."""
+    if isinstance(node, nodes.Add):
+        return _is_text(node.left) or _is_text(node.right)
+    if isinstance(node, nodes.Const):
+        return isinstance(node.value, str)
+    return isinstance(node, nodes.Concat)
 
 
 def _count_operands(node: nodes.Node) -> int:
     if isinstance(node, nodes.Add):
         return _count_operands(node.left) + _count_operands(node.right)
-    if isinstance(node, nodes.Concat):
-        return len(node.nodes)
     return 0 if isinstance(node, nodes.Const) else 1
 
 

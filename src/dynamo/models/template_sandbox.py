@@ -25,12 +25,18 @@ from dynamo.models.template_rewriting import BoundingTransformer, LoopCodeGenera
 MAX_SOURCE_CHARS = 1 << 17
 """Larger templates are refused. Templates of published models have at most 30,000."""
 FREE_STEPS = 64
-OUTPUT_CHUNK = 64
+OUTPUT_CHUNK = 32
 """Pieces of output that are joined at a time."""
 _new_context: Any = object.__new__
 _LAZY_FILTERS = ("batch", "map", "reject", "rejectattr", "select", "selectattr", "slice")
 _REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Slow filters that no model uses."""
+_SIZED = (str, bytes, list, tuple, dict, range)
+_TEXT_FILTERS = (
+    *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace"),
+    *("string", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"),
+)
+"""Filters that make a text of any value."""
 _PLAIN_FILTERS = ("attr", "count", "d", "default", "first", "last", "length", "safe")
 """Filters that neither make a larger value nor visit all of a large one."""
 
@@ -175,6 +181,27 @@ def _bounded(context: Any, value: Any) -> Any:
 
 
 @pass_context
+def _add(context: Any, left: Any, right: Any) -> Any:
+    return bounds.add(context.budget, left, right)
+
+
+@pass_context
+def _printed(context: Any, value: Any) -> Any:
+    if isinstance(value, str) and len(value) <= bounds.SMALL_CHARS:
+        return value
+    if isinstance(value, list | tuple | dict):
+        context.budget.check_tree(value)
+    return context.budget.bounded(value)
+
+
+@pass_context
+def _visited(context: Any, value: Any) -> Any:
+    if hasattr(value, "__len__") and len(value) > bounds.SMALL_CHARS:
+        context.budget.check_time()
+    return value
+
+
+@pass_context
 def _container(context: Any, value: Any) -> Any:
     parts = value.values() if isinstance(value, dict) else value
     if any(isinstance(part, list | tuple | dict) for part in parts):
@@ -204,7 +231,10 @@ def _modulo(context: Any, left: Any, right: Any) -> Any:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (_counted, _step, _bounded, _container, _multiply, _power, _modulo)
+    for function in (
+        *(_counted, _step, _bounded, _add, _printed, _visited, _container),
+        *(_multiply, _power, _modulo),
+    )
 }
 
 
@@ -217,6 +247,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget: RenderBudget = context.budget
         if not isinstance(value, str) or len(value) > bounds.SMALL_CHARS:
             budget.check_time()
+            if name in _TEXT_FILTERS and isinstance(value, list | tuple | dict):
+                budget.check_tree(value)
         if args or kwargs:
             _check_filter(budget, name, value, [*args, *kwargs.values()])
         if name == "join":
@@ -251,15 +283,15 @@ def _check_method(
     budget: RenderBudget, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Check a call of a method that may multiply its owner. Returns the arguments."""
+    if isinstance(owner, _SIZED) and len(owner) > bounds.SMALL_CHARS:
+        budget.check_time()
     if not isinstance(owner, str | bytes | int):
         return args
-    if isinstance(owner, str | bytes) and len(owner) > bounds.SMALL_CHARS:
-        budget.check_time()
     if name == "replace":
         bounds.check_replace(budget, owner, *args)
     elif name == "join" and args:
         return (bounds.check_join(budget, owner, args[0]),)
-    elif name == "translate":
+    elif name == "translate" and isinstance(owner, str):
         longest = max((len(str(value)) for value in dict(args[0]).values()), default=0)
         budget.check_chars(len(owner) * longest)
     elif args or kwargs:

@@ -33,7 +33,7 @@ COSTLY = {
     "lazy filters": "{{ range(99999) | map('string') | map('upper') | list | length }}",
     "select": "{{ range(99999) | select('odd') | list | length }}",
     "time": BIG + "{% for a in range(9999) %}{{ (big | upper | lower) == big }}{% endfor %}",
-    "unrolled": BIG + "{{ big | upper | length }}" * 4000,
+    "unrolled": BIG + "{{ big | upper | length }}" * 2000,
     "power": "{{ 9**(9**9) }}",
     "product": "{% set ns = namespace(x=3) %}{% for i in range(60) %}"
     "{% set ns.x = ns.x * ns.x %}{% endfor %}",
@@ -63,6 +63,22 @@ COSTLY = {
     "kept slices": BIG + "{% set ns = namespace(x=1) %}{% for a in range(9999) %}"
     "{% set ns.x = [ns.x, big[1:]] %}{% endfor %}",
     "long sum": BIG + "{{ " + " + ".join(["big"] * 100) + " }}",
+    "long concatenation": BIG + "{{ " + " ~ ".join(["big"] * 200) + " }}",
+    "list of one text": BIG + "{% set ns = namespace(x=[big]) %}{% for i in range(12) %}"
+    "{% set ns.x = ns.x + ns.x + [big] %}{% endfor %}{{ ns.x }}",
+    "growing list": BIG + "{% set ns = namespace(x=[big]) %}{% for i in range(9999) %}"
+    "{% set ns.x = [big] + ns.x %}{% endfor %}{{ ns.x }}",
+    "printed list": "{% set a = range(99999) | list %}" + "{{ a }}" * 2000,
+    "captured list": "{% set a = range(99999) | list %}{% set x %}" + "{{ a }}" * 2000
+    + "{% endset %}",
+    "texts of a list": BIG + "{% set a = [big, big, big, big, big, big] %}{{ a | string | length }}",
+    "compared lists": "{% set a = range(99999) | list %}{% set b = range(99999) | list %}"
+    + "{{ a == b }}" * 2000,
+    "tested lists": "{% set a = range(99999) | list %}{% set b = range(99999) | list %}"
+    + "{{ a is eq b }}" * 2000,
+    "searched list": "{% set a = range(99999) | list %}" + "{{ 'x' in a }}" * 2000,
+    "searched range": "{% set a = range(99999) %}" + "{{ 'x' in a }}" * 2000,
+    "counted list": "{% set a = range(99999) | list %}" + "{{ a.count(1) }}" * 2000,
     "braces width": "{{ '{:>1000000000}'.format(1) }}",
     "computed width": "{{ '{:>{w}}'.format(1, w=10**9) }}",
     "braces map": "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
@@ -157,6 +173,10 @@ CONVERSATION = [
 ]
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 ORDINARY = {
+    "smollm": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'x' %}"
+    "{{ '<|im_start|>system\\nYou are<|im_end|>\\n' }}{% endif %}{{'<|im_start|>' + message['role'] + "
+    "'\\n' + (message['content'] | string) + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{{ 1 }}{% endif %}",
     "loop": "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.revindex }}"
     "{{ loop.first }}{{ loop.last }}{{ loop.previtem }}{{ (loop.nextitem or m).role }}"
     "{{ loop.cycle('a', 'b') }}{{ loop.changed(m.role) }}{{ loop.depth }}{% else %}-{% endfor %}",
@@ -176,6 +196,11 @@ ORDINARY = {
     "macro": "{% macro show(m, level=1, sep=', ') %}{{ m.role + sep * level }}{{ varargs | length }}"
     "{% if level < 3 %}{{ show(m, level + 1) }}{% endif %}{{ caller('x') if caller }}{% endmacro %}"
     "{{ show(messages[0], 2, '; ', 1, 2) }}{% call(y) show(messages[1]) %}{{ y }}!{% endcall %}",
+    "sums": "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m.role] %}"
+    "{% endfor %}{{ ns.l }}{{ ns.l + [1] }}{{ (ns.l + ns.l) | length }}{{ 1 + 2 + 3 }}"
+    "{{ 'a' + messages[0].role + 'b' + messages[1].role + messages[3].role + 'c' + messages[4].role }}"
+    "{{ messages[0].role + messages[1].role }}{{ 1 ~ 2 ~ 'a' ~ none ~ ns.l ~ 1.5 ~ 7 ~ 8 ~ 9 ~ 10 }}"
+    "{{ messages[0] }}{{ none }}{{ true }}{{ 1.5 }}{{ nothing }}{{ messages | length + 1 }}",
     "set block": "{% set x | upper %}a{% for m in messages %}{{ m.role }}{% endfor %}{% endset %}"
     "{% set y %}{{ x }}{% endset %}{{ x }}{{ y | trim | length }}{% filter lower %}A{% endfilter %}",
     "methods": "{% set c = messages[3].content %}{{ c.split('</think>')[-1].lstrip('\n') }}"
