@@ -19,6 +19,7 @@ from dynamo.core.errors import (
     ContextLengthExceeded,
     InstanceGone,
     NoWorkers,
+    Overloaded,
     PoisonedRequest,
     WorkerDraining,
     WorkerFailed,
@@ -190,11 +191,11 @@ class Migration(Operator):
                 return None
             except WorkerFailed as error:
                 return error
-            except NoWorkers as error:
+            except (NoWorkers, Overloaded) as error:  # no worker, or one with too many unsent bytes
                 if self._clock.now() - began_s >= REPLACEMENT_TIMEOUT_S:
                     self._failed_migration_counter.labels("no_workers").inc()
                     raise WorkerFailed(
-                        "the worker was lost and there was no other worker for "
+                        "the worker was lost and no other worker took the request for "
                         f"{REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
                     ) from error
             except ContextLengthExceeded:

@@ -19,6 +19,7 @@ from dynamo.core.errors import (
     InstanceGone,
     InvalidRequest,
     NoWorkers,
+    Overloaded,
     PoisonedRequest,
     WorkerDraining,
     WorkerFailed,
@@ -207,6 +208,19 @@ class Absent(Worker):
 
 def test_a_request_waits_for_a_replacement_of_the_only_worker() -> None:
     assert migrate(Absent([4], away=40)).ids == expected(20)
+
+
+def test_a_request_waits_while_its_replacement_has_too_many_unsent_bytes() -> None:
+    class Stuffed(Worker):
+        refusals = 5
+
+        async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+            if self.requests and self.refusals:
+                self.refusals -= 1
+                raise Overloaded("70,000,000 bytes wait for the connection to the worker")
+            await super().send(request, context, reply)
+
+    assert migrate(Stuffed([4])).ids == expected(20)
 
 
 def test_the_wait_for_a_replacement_is_bounded() -> None:
