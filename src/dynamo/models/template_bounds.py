@@ -20,7 +20,7 @@ BASE_CPU_S, CPU_S_PER_VALUE, CPU_S_PER_CHAR = 0.1, 20e-6, 0.1e-6
 BASE_CHARS, CHARS_PER_VALUE, CHARS_PER_CHAR = 500_000, 32, 4
 ALLOCATION_FACTOR = 20
 """All larger values of a rendering together may have this multiple of the size of a single one."""
-SMALL_CHARS = 1000
+SMALL_CHARS = 4096
 """Smaller values are not counted."""
 MAX_NUMBER_BITS = 16_384
 MAX_ARGUMENT = 10_000

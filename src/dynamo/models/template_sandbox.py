@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models import template_bounds as bounds
-from dynamo.models.template_bounds import RenderBudget
+from dynamo.models.template_bounds import SMALL_CHARS, RenderBudget
 from dynamo.models.template_rewriting import BoundingTransformer, LoopCodeGenerator
 
 MAX_SOURCE_CHARS = 1 << 17
@@ -31,12 +31,17 @@ _new_context: Any = object.__new__
 _LAZY_FILTERS = ("batch", "map", "reject", "rejectattr", "select", "selectattr", "slice")
 _REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Slow filters that no model uses."""
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _SIZED = (str, bytes, list, tuple, dict, range)
 _TEXT_FILTERS = (
     *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace"),
     *("string", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"),
 )
 """Filters that make a text of any value."""
+_METHODS: dict[str, Callable[[str], str]] = {
+    "trim": str.strip, "upper": str.upper, "lower": str.lower, "string": str,
+}  # fmt: skip
+"""Methods that do the same to plain texts as the filters without arguments."""
 _PLAIN_FILTERS = ("attr", "count", "d", "default", "first", "last", "length", "safe")
 """Filters that neither make a larger value nor visit all of a large one."""
 
@@ -54,9 +59,17 @@ class BoundedContext(Context):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment whose templates are bounded, and whose attributes of `loop` are fast."""
+    """An environment whose templates are bounded. Keys of a dict are read without slow checks."""
 
     concat = staticmethod(bounds.join_captured)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def call(__self, __context: Any, __function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
         owner = getattr(__function, "__self__", None)
@@ -177,6 +190,8 @@ def _step(context: Any, _: None) -> None:
 
 @pass_context
 def _bounded(context: Any, value: Any) -> Any:
+    if isinstance(value, str) and len(value) <= SMALL_CHARS:
+        return value
     return context.budget.bounded(value)
 
 
@@ -187,7 +202,7 @@ def _add(context: Any, left: Any, right: Any) -> Any:
 
 @pass_context
 def _printed(context: Any, value: Any) -> Any:
-    if isinstance(value, str) and len(value) <= bounds.SMALL_CHARS:
+    if isinstance(value, str) and len(value) <= SMALL_CHARS:
         return value
     if isinstance(value, list | tuple | dict):
         context.budget.check_tree(value)
@@ -196,7 +211,7 @@ def _printed(context: Any, value: Any) -> Any:
 
 @pass_context
 def _visited(context: Any, value: Any) -> Any:
-    if hasattr(value, "__len__") and len(value) > bounds.SMALL_CHARS:
+    if hasattr(value, "__len__") and len(value) > SMALL_CHARS:
         context.budget.check_time()
     return value
 
@@ -241,11 +256,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter with checks before and after it."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+    quick = None if wanted else _METHODS.get(name, function)
 
     @pass_context
     def bounded(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(value) is str and quick and not (args or kwargs) and len(value) <= SMALL_CHARS:
+            return quick(value)
         budget: RenderBudget = context.budget
-        if not isinstance(value, str) or len(value) > bounds.SMALL_CHARS:
+        if not isinstance(value, str) or len(value) > SMALL_CHARS:
             budget.check_time()
             if name in _TEXT_FILTERS and isinstance(value, list | tuple | dict):
                 budget.check_tree(value)
@@ -283,7 +301,7 @@ def _check_method(
     budget: RenderBudget, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Check a call of a method that may multiply its owner. Returns the arguments."""
-    if isinstance(owner, _SIZED) and len(owner) > bounds.SMALL_CHARS:
+    if isinstance(owner, _SIZED) and len(owner) > SMALL_CHARS:
         budget.check_time()
     if not isinstance(owner, str | bytes | int):
         return args

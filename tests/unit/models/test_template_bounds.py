@@ -201,6 +201,8 @@ ORDINARY = {
     "{{ 'a' + messages[0].role + 'b' + messages[1].role + messages[3].role + 'c' + messages[4].role }}"
     "{{ messages[0].role + messages[1].role }}{{ 1 ~ 2 ~ 'a' ~ none ~ ns.l ~ 1.5 ~ 7 ~ 8 ~ 9 ~ 10 }}"
     "{{ messages[0] }}{{ none }}{{ true }}{{ 1.5 }}{{ nothing }}{{ messages | length + 1 }}",
+    "keys": "{% set d = {'_x': 1, 'items': 2, 'a b': 3} %}{{ d._x }}{{ d.items is callable }}"
+    "{{ d['items'] }}{{ d.nothing is defined }}{{ d.nothing }}{{ d.get('_x') }}{{ d['a b'] }}",
     "set block": "{% set x | upper %}a{% for m in messages %}{{ m.role }}{% endfor %}{% endset %}"
     "{% set y %}{{ x }}{% endset %}{{ x }}{{ y | trim | length }}{% filter lower %}A{% endfilter %}",
     "methods": "{% set c = messages[3].content %}{{ c.split('</think>')[-1].lstrip('\n') }}"
