@@ -4,6 +4,7 @@ the disk is full."""
 from __future__ import annotations
 
 import logging
+from threading import Lock
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ModelUnavailable
@@ -22,6 +23,8 @@ class DiskSpaceMonitor:
         self._folder = deployment.folder
         self._reserve = deployment.reserve
         self._clock = clock
+        self._fill_lock = Lock()
+        self._closed = False
         self.warning = ""
 
     async def watch(self) -> None:
@@ -32,7 +35,7 @@ class DiskSpaceMonitor:
 
     async def check(self) -> None:
         """Fill the reserve and update `warning`."""
-        has_room = await self._clock.offload(self._reserve.fill)
+        has_room = await self._clock.offload(self._fill_unless_closed)
         fields = {"folder": str(self._folder)}
         if has_room and self.warning:
             log.info("the disk of the state folder has space again", extra={"fields": fields})
@@ -41,6 +44,15 @@ class DiskSpaceMonitor:
             text = "no space left on the disk of the state folder; free some space"
             log.warning(text, extra={"fields": fields})
             self.warning = f"no space left on the disk of the state folder {self._folder}"
+
+    def close(self) -> None:
+        """Fill no more, so that the state folder can be deleted. Waits for a thread that fills."""
+        with self._fill_lock:
+            self._closed = True
+
+    def _fill_unless_closed(self) -> bool:
+        with self._fill_lock:
+            return self._closed or self._reserve.fill()
 
     async def require_space(self) -> None:
         """Raise `ModelUnavailable` if the disk is too full for additional processes."""

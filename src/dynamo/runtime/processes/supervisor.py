@@ -170,6 +170,7 @@ class Supervisor:
             await self._status.stop()
             await self._dead_records.close()
             await self._record_writer.remove()
+            await self._clock.offload(self._disk_space.close)
             await self._clock.offload(self._deployment.remove_if_unused)
         if self._preparation_error is not None:
             raise self._preparation_error
