@@ -159,7 +159,28 @@ async def test_an_upload_at_the_least_rate_is_served(serve: Any, connect: Any) -
         assert (await client.answer()).body == b"1000"
 
 
-async def test_reading_pauses_behind_a_long_answer(serve: Any, connect: Any) -> None:
+async def test_requests_behind_a_long_answer_share_the_budget(serve: Any, connect: Any) -> None:
+    """The request beyond the budget is refused after the earlier ones, and the rest is dropped."""
+    opened = asyncio.Event()
+
+    async def wait(request: Request, response: Response) -> None:
+        await opened.wait()
+        await answer_size(request, response)
+
+    server, port = await serve(wait, max_buffered_bytes=800 * KIB, max_body_bytes=1 << 20)
+    async with connect(port) as client:
+        client.ask("GET", "/")
+        client.send(*[head(100 * KIB) + b"x" * 100 * KIB] * 12)
+        await held(server, 700 * KIB)
+        opened.set()
+        answers = [await client.answer() for _ in range(9)]
+        assert [answer.status for answer in answers] == [200] * 8 + [503]
+        assert await client.closed()
+        await held(server, 0)
+
+
+@pytest.mark.parametrize("size", [100, 100 * KIB])
+async def test_reading_pauses_behind_many_requests(serve: Any, connect: Any, size: int) -> None:
     """The rest of the requests waits in the kernel, is not timed out, and is served at last."""
     opened = asyncio.Event()
 
@@ -167,17 +188,14 @@ async def test_reading_pauses_behind_a_long_answer(serve: Any, connect: Any) -> 
         await opened.wait()
         await answer_size(request, response)
 
-    server, port = await serve(
-        wait, header_timeout_s=0.2, max_pipelined_bytes=32 * KIB, max_body_bytes=1 << 20
-    )
-    requests = 60
+    server, port = await serve(wait, header_timeout_s=0.2, max_pipelined=4)
     async with connect(port) as client:
         client.ask("GET", "/")
-        client.send(*[head(100 * KIB) + b"x" * 100 * KIB] * requests)
+        client.send(*[head(size) + b"x" * size] * 60)
         await asyncio.sleep(0.6)
-        assert 32 * KIB <= server.budget.held_bytes < 1 << 20
+        assert 4 * size <= server.budget.held_bytes < 1 << 20
         opened.set()
-        assert [(await client.answer()).status for _ in range(1 + requests)] == [200] * 61
+        assert [(await client.answer()).status for _ in range(61)] == [200] * 61
         assert server.budget.held_bytes == 0
 
 

@@ -99,7 +99,9 @@ class HttpConnection(asyncio.Protocol):
         except DynamoError as error:
             self._reject(error)
             return
-        if self._reader.stage != "idle":
+        if self._input_closed:
+            self._reader.drop_body()
+        elif self._reader.stage != "idle":
             self._update_deadline()
 
     def eof_received(self) -> bool:
@@ -127,7 +129,14 @@ class HttpConnection(asyncio.Protocol):
         if self._task is None:
             self._start_handler(request)
             return
+        if self._rejection is not None:
+            return  # it follows a rejected request in the same bytes
         self._queue.append(request)
+        try:
+            self._server_state.budget.check(len(request.body))
+        except DynamoError as error:
+            request.release_body()
+            self._rejection, self._input_closed = error, True
         if not self._reading_paused and self._queue.is_full():
             self._reading_paused = True
             self._transport.pause_reading()
@@ -166,12 +175,12 @@ class HttpConnection(asyncio.Protocol):
 
     def _reject(self, error: DynamoError) -> None:
         """Answer `error` after the earlier requests, then close."""
+        self._reader.drop_body()
         if self._input_closed:
             return
         self._input_closed = True
         self.deadline = inf
         self._rejection = error
-        self._reader.drop_body()
         self._queue.append(self._reader.failed_request())
         if self._task is None:
             self._answer_next()

@@ -12,8 +12,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
     """Limits in bytes, counts and seconds. The settings of `server` explain them.
 
     `min_body_rate` is the slowest upload in bytes per second that is not taken for an attack.
-    At most `max_pipelined` requests with `max_pipelined_bytes` of bodies are read ahead on one
-    connection before reading pauses.
+    `max_pipelined` requests are read ahead on one connection before reading pauses.
     """
 
     max_body_bytes: int = 4 << 20
@@ -28,7 +27,6 @@ class HttpLimits(msgspec.Struct, frozen=True):
     linger_s: float = 2.0
     min_body_rate: int = 1024
     max_pipelined: int = 16
-    max_pipelined_bytes: int = 256 << 10
     send_buffer_bytes: int = 64 << 10
     notsent_lowat_bytes: int = 16 << 10
     high_water_bytes: int = 4 << 10

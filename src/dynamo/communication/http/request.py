@@ -336,11 +336,7 @@ class RequestQueue(deque[Request]):
 
     def is_full(self) -> bool:
         """Return whether no further request should be read."""
-        limits = self._limits
-        return (
-            len(self) >= limits.max_pipelined
-            or sum(len(request.body) for request in self) >= limits.max_pipelined_bytes
-        )
+        return len(self) >= self._limits.max_pipelined
 
     def clear(self) -> None:
         """Drop all requests with their bodies."""
