@@ -93,10 +93,10 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
         )
     if first is int:
         return [pack_ids(prompt)]
-    if first is str:
-        return list(prompt)
     if len(prompt) > MAX_TOTAL_CHOICES:
         raise _too_many_prompts(len(prompt), 1)
+    if first is str:
+        return prompt
     if [] in prompt:
         raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
     return [pack_ids(ids) for ids in prompt]

@@ -130,7 +130,7 @@ class HttpConnection(asyncio.Protocol):
             self._start_handler(request)
             return
         if self._rejection is not None:
-            return  # it follows a rejected request in the same bytes
+            return  # the request follows a rejected one in the same bytes
         self._queue.append(request)
         try:
             self._server_state.budget.check(len(request.body))
