@@ -104,7 +104,7 @@ class Link(asyncio.Protocol):
         if self.before_write is not None:
             frames += self.before_write()
         transport = self.transport
-        if not frames or transport is None or transport.is_closing():
+        if not frames or transport is None or self._aborted or transport.is_closing():
             frames.clear()
             return
         data = frames[0] if len(frames) == 1 else b"".join(frames)
@@ -115,7 +115,7 @@ class Link(asyncio.Protocol):
             log.warning(
                 "connection aborted: the peer does not read", extra={"fields": self._log_fields()}
             )
-            transport.abort()
+            self.abort()
 
     def close(self) -> None:
         """Write the queued frames, then close."""

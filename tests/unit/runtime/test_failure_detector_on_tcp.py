@@ -78,7 +78,7 @@ async def test_a_worker_that_takes_a_large_request_is_not_frozen_until_it_stops(
             await asyncio.sleep(0.01)
         detector.watch(client)
         client.on_instance_busy()
-        await asyncio.sleep(2 * (SUSPECT_AFTER_S + PING_TIMEOUT_S))
+        await asyncio.sleep(1.5 * (SUSPECT_AFTER_S + PING_TIMEOUT_S))
         assert requests.count_sent_bytes(address)[1] > 0
         assert client.interrupted == []
         worker.reading, stopped_at = False, loop.time()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -119,6 +120,19 @@ class SharedPayloadsConformance:
         handler.go_on.set()
         await client.call(server.address, "e", b"", CALL_CONTEXT, sink, shared=shared)
         assert [received.payload for received in handler.received] == [b"common"] * 2
+
+    async def test_a_large_call_on_a_connection_just_aborted_fails_like_others(
+        self, join: JoinRequests
+    ) -> None:
+        handler, sink = SharingHandler(), CollectingSink()
+        server, client = await join_pair(join, handler)
+        handler.go_on.set()
+        await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
+        client.disconnect(server.address)
+        for shared in (None, share(bytes(1 << 20))):
+            with suppress(WorkerFailed):
+                payload = bytes(1 << 20)
+                await client.call(server.address, "e", payload, CALL_CONTEXT, sink, shared=shared)
 
     async def test_a_shared_payload_over_the_limit_is_refused_alone(
         self, join: JoinRequests
