@@ -38,7 +38,7 @@ CHOICES_PER_SLICE = 16
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
-MAX_PROMPT_CHARS_PER_TOKEN = 64
+MAX_PROMPT_CHARS_PER_TOKEN = 16
 """A longer prompt cannot fit the context: only runs of one mark have longer tokens."""
 
 
