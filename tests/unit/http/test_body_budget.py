@@ -199,6 +199,25 @@ async def test_reading_pauses_behind_many_requests(serve: Any, connect: Any, siz
         assert server.budget.held_bytes == 0
 
 
+async def test_requests_before_a_malformed_one_have_their_time(serve: Any, connect: Any) -> None:
+    """Reading goes on when the queue is short again. This sets no time-out for a closed input."""
+    opened = asyncio.Event()
+
+    async def work(request: Request, response: Response) -> None:
+        await opened.wait()
+        await asyncio.sleep(0.6 if request.path == "/slow" else 0)
+        await answer_size(request, response)
+
+    _, port = await serve(work, header_timeout_s=0.2, max_pipelined=2)
+    async with connect(port) as client:
+        for path in ("/0", "/1", "/2", "/slow"):
+            client.ask("GET", path)
+        client.send(b"GET / HTTP/1.1\r\nmalformed\r\n\r\n")
+        await asyncio.sleep(0.05)
+        opened.set()
+        assert [(await client.answer()).status for _ in range(5)] == [200] * 4 + [400]
+
+
 def test_servers_without_bodies_have_small_limits() -> None:
     settings = ServerSettings(max_body_bytes=32 << 20, max_headers=50)
     assert HttpLimits.from_settings(settings).max_body_bytes == 32 << 20

@@ -251,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         if self._reading_paused and not self._queue.is_full():
             self._reading_paused = False
             self._transport.resume_reading()
-            if self._reader.stage != "idle":
+            if self._reader.stage != "idle" and not self._input_closed:
                 self._update_deadline()
 
     # output
