@@ -271,6 +271,23 @@ def test_a_full_queue_rejects_with_retry_after() -> None:
     run_scenario(scenario, 1, limits=SloLimits(queue_bound=2))
 
 
+def test_an_emptied_queue_keeps_the_pace_that_retry_after_follows() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        cluster.duration_s = 7.0
+        for name in ("u", "v", "w"):
+            cluster.start(name)
+        await cluster.clock.sleep(30.0)
+        assert cluster.served == ["u", "v", "w"]
+        for name in ("x", "y", "z"):
+            cluster.start(name)
+        await cluster.clock.sleep(0.1)
+        with pytest.raises(Overloaded) as caught:
+            await cluster.start("rejected")
+        assert caught.value.retry_after_s == pytest.approx(14.0)
+
+    run_scenario(scenario, 1, limits=SloLimits(queue_bound=2))
+
+
 def rejections(cluster: FakeCluster) -> list[str]:
     lines = cluster.metrics.render().splitlines()
     return [line for line in lines if line.startswith("dynamo_admission_rejected_total{")]

@@ -65,7 +65,9 @@ class LabelQueues:
 
     def push(self, queued: QueuedRequest) -> None:
         """Add a request by its `order_key`. Raises `Overloaded` when all queues are full."""
-        queue = self._queues.get(queued.labels) or WaitingQueue(self._order, self._bound)
+        queue = self._queues.get(queued.labels)
+        if queue is None:
+            queue = WaitingQueue(self._order, self._bound)
         if self._count >= self._bound:
             raise queue.overload_error()
         self._last_number += 1
