@@ -97,7 +97,8 @@ class NatsRequests(Requests):
         """Return True if the instance should be called through NATS, after connecting to it.
 
         While NATS leaves the connection unanswered for DIRECT_DIAL_AFTER_S, a direct one is dialled
-        beside it, and the first wins: NATS may be frozen without this having been noticed yet.
+        beside it, and the first that succeeds wins: NATS may be frozen without this having been
+        noticed yet, and an instance on another host may listen on loopback.
         """
         if not direct_address:
             await self._nats.first_attempt_done.wait()
@@ -116,6 +117,8 @@ class NatsRequests(Requests):
                 self._direct.ensure_connected(direct_address), f"reach {direct_address}"
             )
             await asyncio.wait({connecting, directly}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._direct.is_connected(direct_address):
+                await asyncio.wait({connecting})
         return self._via_nats.is_connected(nats_address)
 
     def count_received_frames(self, address: str) -> int:
