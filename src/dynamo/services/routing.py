@@ -20,6 +20,7 @@ from dynamo.scheduling.router.selectors import make_selector
 
 EXPLAINABLE_MODES = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
+TIMER_EARLY_S = 0.01
 VIEW_MODES_BEST_FIRST = ("exact", "stale", "approximate", NO_PREFIX_CACHE)
 
 
@@ -90,12 +91,12 @@ class ProcessRouting:
     async def _sample_every_second(self) -> None:
         """Sample on every whole second, so that samples of several processes can be merged.
 
-        Each wait aims at the second after the last sample, since a timer may fire early.
+        A timer may fire early by up to `TIMER_EARLY_S`, and the wall clock may be set back.
         """
-        clock, next_s = self._runtime.clock, 0.0
+        clock = self._runtime.clock
         while True:
-            next_s = max(next_s, clock.wall() // SAMPLE_INTERVAL_S * SAMPLE_INTERVAL_S)
-            next_s += SAMPLE_INTERVAL_S
+            last_s = (clock.wall() + TIMER_EARLY_S) // SAMPLE_INTERVAL_S * SAMPLE_INTERVAL_S
+            next_s = last_s + SAMPLE_INTERVAL_S
             await clock.sleep(next_s - clock.wall())
             self._sample(next_s)
 

@@ -44,3 +44,25 @@ async def test_every_second_has_one_sample() -> None:
         await routing._sample_every_second()
     times = [sample.at for sample in routing.timeline.samples_since()]
     assert times == [float(second) for second in range(1_001, 1_061)]
+
+
+class SetBackClock(EarlyClock):
+    """A clock that is set back by an hour once. `longest_s` is the longest sleep."""
+
+    longest_s = 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.longest_s = max(self.longest_s, seconds)
+        if self.time_s > 1_010.0:
+            self.time_s, self.end_s = self.time_s - 3_600.0, -2_580.0
+        await super().sleep(seconds)
+
+
+async def test_sampling_goes_on_when_the_wall_clock_is_set_back() -> None:
+    clock = SetBackClock(1_060.5)
+    runtime: Any = SimpleNamespace(
+        settings=Settings(), clock=clock, metrics=Registry(), name="test", rng=None
+    )
+    with pytest.raises(StoppedTest):
+        await ProcessRouting(runtime)._sample_every_second()
+    assert clock.longest_s < 1.1
