@@ -37,6 +37,7 @@ class ProcessRecordWriter:
         self._clock = clock
         self._write_lock = threading.Lock()
         self._written: ProcessRecord | None = None
+        self._removed = False
 
     async def create(self, **fields: Any) -> None:
         """Change fields of the record and write it. Raises `ConfigError`."""
@@ -57,26 +58,31 @@ class ProcessRecordWriter:
         while True:
             await self._clock.sleep(REFRESH_INTERVAL_S)
             with suppress(ConfigError, OSError):  # the process can serve without its record
-                await self._clock.offload(self._refresh)
+                await self._clock.offload(self._write)
                 if on_refresh is not None:
                     await on_refresh()
 
     async def remove(self) -> None:
-        """Delete the record."""
-        await self._clock.offload(self._deployment.remove_record, self.record)
-
-    def _refresh(self) -> None:
-        if self._written is self.record:
-            self._deployment.refresh_record(self.record)
-        else:
-            self._write()
+        """Delete the record. Nothing writes it afterwards."""
+        await self._clock.offload(self._remove)
 
     def _write(self) -> None:
-        """Write the present record: a cancelled write may run after its successor."""
+        """Write the present record, or refresh it if it is written already. A cancelled call may
+        run after its successor, and after `remove`."""
         with self._write_lock:
             record = self.record
+            if self._removed:
+                return
+            if record is self._written:
+                self._deployment.refresh_record(record)
+                return
             self._deployment.write_record(record)
             self._written = record
+
+    def _remove(self) -> None:
+        with self._write_lock:
+            self._removed = True
+            self._deployment.remove_record(self.record)
 
 
 class DeadRecords:
