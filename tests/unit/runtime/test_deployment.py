@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from dynamo.communication.discovery.folder import FolderLease, record_file_name
 from dynamo.communication.http import PortInUse
-from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import (
@@ -30,7 +29,6 @@ from dynamo.runtime.deployment import (
 )
 from dynamo.runtime.pids import command_line, is_alive, start_ticks
 from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
-from dynamo.runtime.processes.process_record import ProcessRecordWriter
 
 
 def record_of(deployment: Deployment, **fields: object) -> ProcessRecord:
@@ -328,15 +326,6 @@ def test_a_record_written_after_removal_creates_the_folder(deployment: Deploymen
     record = record_of(deployment)
     deployment.write_record(record)
     assert deployment.live_processes() == [record]
-
-
-async def test_a_late_write_does_not_bring_a_removed_record_back(deployment: Deployment) -> None:
-    writer = ProcessRecordWriter(deployment, record_of(deployment), SystemClock())
-    await writer.create(state="ready")
-    assert deployment.live_processes() == [writer.record]
-    await writer.remove()
-    await writer.update(children={})
-    assert not deployment.live_processes()
 
 
 def test_no_folder_is_removed_while_a_record_is_written(
