@@ -38,7 +38,7 @@ def read_config_file(path: str) -> tuple[str, str]:
 
 
 def read_secret_file(path: str) -> SecretFile:
-    """Read the file of a secret. Raises `OSError` and `ValueError`."""
+    """Read the file of a secret. Raises `OSError`, `ValueError` and `RuntimeError`."""
     with Path(path).expanduser().open("rb") as file:
         content = file.read(MAX_SECRET_FILE_BYTES + 1)
         mode = os.fstat(file.fileno()).st_mode

@@ -165,6 +165,11 @@ def test_files_of_secrets_that_are_wrong_are_named(
     assert "hint: " in error
 
 
+def test_a_secret_file_of_an_unknown_user_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "--security.secret_file", "~no-such-user/secret"]) == 2
+    assert "home directory" in capsys.readouterr().err
+
+
 def test_a_secret_file_that_others_can_read_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_strongest_source_decides_whether_the_file_is_read() -> None:
     ("text", "message"),
     [
         ("{secret_file: /b}", "secret_file = '/b' (f.yaml:1): No such file or directory"),
+        ("{secret_file: [/a]}", "['/a']\" (f.yaml:1): No such file or directory"),
         ("{secret_file: /a, secret: b}", "secret (f.yaml:1) and security.secret_file (f.yaml:1)"),
     ],
 )

@@ -24,7 +24,7 @@ class SecretFile(msgspec.Struct, frozen=True):
 
 
 ReadSecretFile = Callable[[str], SecretFile]
-"""Reads the file of this path. Raises `OSError`, or `ValueError` that says why."""
+"""Reads the file of this path. Raises `OSError`, `ValueError` or `RuntimeError`."""
 
 
 def refuse_secret_files(path: str) -> SecretFile:
@@ -50,7 +50,7 @@ def load_secret_files(
         file_key = secret_file_key(spec.key)
         decided = False
         for layer in result:
-            if decided or (file_key in layer and layer[file_key].raw in {None, ""}):
+            if decided or (file_key in layer and layer[file_key].raw in (None, "")):
                 layer.pop(file_key, None)
             if not decided and (spec.key in layer or file_key in layer):
                 _load_secret(spec, file_key, layer, notes, read_file)
@@ -97,7 +97,7 @@ def _read(
         if type_name(spec) != "list":
             return content.text.strip(), content.world_readable
         items = [item for line in content.text.splitlines() for item in split_list(line)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"{file_key} = {str(file.raw)!r} ({file.origin}): {reason}",
