@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from dynamo.communication.requests import RequestHandler, ResponseWriter
@@ -23,18 +23,18 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InvalidRequest, Unsupported
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.calls.client import Client
-from dynamo.runtime.calls.streams import ResponseStream, decode_item, encode_item
-from dynamo.runtime.component import Component, Endpoint
+from dynamo.runtime.calls.streams import ResponseStream, decode_item, send_items
+from dynamo.runtime.component import Component, Endpoint, Namespace
 from dynamo.runtime.distributed import DistributedRuntime
 
 R = TypeVar("R")
-WorkerFunction = Callable[..., Awaitable[R]]
+WorkerFunction = Callable[..., Coroutine[Any, Any, R]]
 HINT = "see docs/how-to/migrate.md"
 
 
 def dynamo_worker(
     static: bool = False, *, enable_nats: bool = True
-) -> Callable[[WorkerFunction[R]], Callable[..., Awaitable[R | None]]]:
+) -> Callable[[WorkerFunction[R]], Callable[..., Coroutine[Any, Any, R | None]]]:
     """Decorate `async def worker(runtime, ...)`, which is then called without the runtime.
 
     The runtime has the planes of the environment (`DYNAMO_...`). SIGINT and SIGTERM drain the
@@ -49,7 +49,7 @@ def dynamo_worker(
             hint="leave static out: the default discovery needs no server",
         )
 
-    def decorate(function: WorkerFunction[R]) -> Callable[..., Awaitable[R | None]]:
+    def decorate(function: WorkerFunction[R]) -> Callable[..., Coroutine[Any, Any, R | None]]:
         @wraps(function)
         async def run(*args: Any, **kwargs: Any) -> R | None:
             async with await DistributedRuntime.create(role="process") as runtime:
@@ -62,18 +62,17 @@ def dynamo_worker(
     return decorate
 
 
-async def _run_until_stopped(runtime: DistributedRuntime, worker: Awaitable[R]) -> R | None:
+async def _run_until_stopped(
+    runtime: DistributedRuntime, worker: Coroutine[Any, Any, R]
+) -> R | None:
     """Return the worker's result, or None after a signal or the stop of the runtime."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
             loop.add_signal_handler(number, runtime.stopping.cancel)
 
-    async def wait_for_worker() -> R:
-        return await worker
-
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        running = tasks.start(wait_for_worker())
+        running = tasks.start(worker)
         stopping = tasks.start(runtime.stopping.wait())
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
@@ -195,10 +194,7 @@ class CompatClient:
         context: CompatContext | None = None,
     ) -> AsyncIterator[Any]:
         """Call one instance."""
-
-        def call(request: Any, context: Context | None) -> ResponseStream:
-            return self._client.direct(request, instance_id, context)
-
+        call = partial(self._client.direct, instance_id=instance_id)
         return self._stream(call, request, annotated, context)
 
     async def _stream(
@@ -219,9 +215,8 @@ class CompatClient:
 class CompatEndpoint:
     """An endpoint of a component."""
 
-    def __init__(self, endpoint: Endpoint, stopping: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._wait_for_stop = stopping
 
     async def serve_endpoint(
         self,
@@ -238,7 +233,7 @@ class CompatEndpoint:
         """
         del graceful_shutdown, metrics_labels, health_check_payload
         await self._endpoint.serve(_generator_handler(handler, self._endpoint.path))
-        await self._wait_for_stop()
+        await self._endpoint.runtime.stopping.wait()
 
     async def client(self) -> CompatClient:
         """Open a client."""
@@ -258,11 +253,7 @@ def _generator_handler(
         context, request = CompatContext(out.context.request_id), decode_item(payload)
         try:
             answer = function(request, context) if takes_context else function(request)
-            async with aclosing(answer) as items:
-                async for item in items:
-                    await out.wait_for_window()
-                    if not out.send(encode_item(item)):
-                        return
+            await send_items(answer, out)
         finally:
             context.stop_generating()
 
@@ -272,13 +263,12 @@ def _generator_handler(
 class CompatComponent:
     """A component of a namespace."""
 
-    def __init__(self, component: Component, stopping: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, component: Component) -> None:
         self._component = component
-        self._wait_for_stop = stopping
 
     def endpoint(self, name: str) -> CompatEndpoint:
         """Return an endpoint of this component."""
-        return CompatEndpoint(self._component.endpoint(name), self._wait_for_stop)
+        return CompatEndpoint(self._component.endpoint(name))
 
     async def create_service(self) -> None:
         """Do nothing: a component exists once an endpoint is served."""
@@ -287,14 +277,12 @@ class CompatComponent:
 class CompatNamespace:
     """A namespace."""
 
-    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
-        self._runtime = runtime
-        self._name = name
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
 
     def component(self, name: str) -> CompatComponent:
         """Return a component of this namespace."""
-        component = self._runtime.namespace(self._name).component(name)
-        return CompatComponent(component, self._runtime.stopping.wait)
+        return CompatComponent(self._namespace.component(name))
 
 
 class CompatRuntime:
@@ -305,11 +293,11 @@ class CompatRuntime:
 
     def namespace(self, name: str) -> CompatNamespace:
         """Return a namespace."""
-        return CompatNamespace(self.native, name)
+        return CompatNamespace(self.native.namespace(name))
 
     def endpoint(self, reference: str) -> CompatEndpoint:
         """Return the endpoint of `namespace.component.endpoint`."""
-        return CompatEndpoint(self.native.endpoint(reference), self.native.stopping.wait)
+        return CompatEndpoint(self.native.endpoint(reference))
 
     def shutdown(self) -> None:
         """Stop this process: served endpoints drain."""

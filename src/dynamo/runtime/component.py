@@ -23,6 +23,7 @@ from dynamo.runtime.calls.instances import (
     instances_prefix,
 )
 from dynamo.runtime.calls.streams import ItemFunction, check_handler, item_handler
+from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 
@@ -45,6 +46,7 @@ class EndpointHost(Protocol):
     health: ProcessHealth
     clients: set[Client]
     instance_id: str
+    stopping: CancellationToken
 
     def add_served_endpoint(self, served: ServedEndpoint) -> None:
         """Note that the process serves an endpoint. Raises `ConfigError` if it does already."""

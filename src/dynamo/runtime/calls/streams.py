@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import msgspec
 
@@ -139,15 +139,20 @@ def item_handler(function: ItemFunction) -> RequestHandler:
     async def handle(payload: bytes, out: ResponseWriter) -> None:
         answer = function(decode_item(payload))
         if inspect.isasyncgen(answer):
-            async with aclosing(answer) as items:
-                async for item in items:
-                    await out.wait_for_window()
-                    if not out.send(encode_item(item)):
-                        return
+            await send_items(answer, out)
         elif inspect.isawaitable(answer):
             out.send(encode_item(await answer))
 
     return handle
+
+
+async def send_items(answer: AsyncGenerator[Any, Never], out: ResponseWriter) -> None:
+    """Send the items of a generator until its end or that of the call, then close it."""
+    async with aclosing(answer) as items:
+        async for item in items:
+            await out.wait_for_window()
+            if not out.send(encode_item(item)):
+                return
 
 
 def check_handler(
