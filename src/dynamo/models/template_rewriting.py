@@ -16,6 +16,11 @@ MAX_UNCHECKED_OPERANDS = 4
 MAX_CONCATENATED = 8
 LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 
+ARITHMETIC = {
+    nodes.Add: "_add", nodes.Mul: "_multiply", nodes.Pow: "_power", nodes.Mod: "_modulo",
+}  # fmt: skip
+"""The operations that may make a larger value than their operands."""
+
 
 class LoopCodeGenerator(CodeGenerator):
     """Reads attributes of `loop` directly, since they need no check for safety."""
@@ -76,23 +81,16 @@ class BoundingTransformer(NodeTransformer):
     def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
         if _is_text(node):
             return _operation("_bounded", self._visit_sum(node))
-        self.generic_visit(node)
-        return _operation("_add", node.left, node.right)
+        return self.visit_Mul(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         return _operation("_bounded", self._visit_sum(node))
 
-    def visit_Mul(self, node: nodes.Mul) -> nodes.Node:  # noqa: N802
+    def visit_Mul(self, node: nodes.BinExpr) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _operation("_multiply", node.left, node.right)
+        return _operation(ARITHMETIC[type(node)], node.left, node.right)
 
-    def visit_Pow(self, node: nodes.Pow) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _operation("_power", node.left, node.right)
-
-    def visit_Mod(self, node: nodes.Mod) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _operation("_modulo", node.left, node.right)
+    visit_Pow = visit_Mod = visit_Mul  # noqa: N815
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

@@ -196,11 +196,6 @@ def _bounded(context: Any, value: Any) -> Any:
 
 
 @pass_context
-def _add(context: Any, left: Any, right: Any) -> Any:
-    return bounds.add(context.budget, left, right)
-
-
-@pass_context
 def _printed(context: Any, value: Any) -> Any:
     if isinstance(value, str) and len(value) <= SMALL_CHARS:
         return value
@@ -229,28 +224,20 @@ def _make_dict(context: Any, *args: Any, **kwargs: Any) -> Any:
     return _container(context, dict(*args, **kwargs))
 
 
-@pass_context
-def _multiply(context: Any, left: Any, right: Any) -> Any:
-    return bounds.multiply(context.budget, left, right)
+def _arithmetic(compute: Callable[[RenderBudget, Any, Any], Any]) -> Callable[..., Any]:
+    @pass_context
+    def operation(context: Any, left: Any, right: Any) -> Any:
+        return compute(context.budget, left, right)
 
-
-@pass_context
-def _power(context: Any, left: Any, right: Any) -> Any:
-    return bounds.power(context.budget, left, right)
-
-
-@pass_context
-def _modulo(context: Any, left: Any, right: Any) -> Any:
-    return bounds.modulo(context.budget, left, right)
+    return operation
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (
-        *(_counted, _step, _bounded, _add, _printed, _visited, _container),
-        *(_multiply, _power, _modulo),
-    )
+    for function in (_counted, _step, _bounded, _printed, _visited, _container)
 }
+for _compute in (bounds.add, bounds.multiply, bounds.power, bounds.modulo):
+    OPERATIONS[f"_{_compute.__name__}"] = _arithmetic(_compute)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
