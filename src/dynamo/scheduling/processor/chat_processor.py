@@ -38,9 +38,6 @@ CHOICES_PER_SLICE = 16
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
-MAX_PROMPT_CHARS_PER_TOKEN = 16
-"""A longer prompt cannot fit the context: only runs of one mark have longer tokens."""
-
 
 class ChatProcessor:
     """The processor of one model, which sends token requests through `send`.
@@ -65,10 +62,6 @@ class ChatProcessor:
         self._send = send
         self._clock = clock
         self._prompt_encoder = PromptEncoder(tokenizer, template, clock, card.context_tokens)
-        self._max_prompt_chars = min(
-            tokenizer.max_chars_of(card.context_tokens),
-            MAX_PROMPT_CHARS_PER_TOKEN * card.context_tokens,
-        )
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
@@ -80,7 +73,7 @@ class ChatProcessor:
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Continue a conversation until every choice is complete or the reader wants no more.
         Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
-        ids = self._prompt_encoder.encode_chat(request, self._max_prompt_chars)
+        ids = self._prompt_encoder.encode_chat(request)
         if isinstance(ids, bytes):
             return self._generate(ids, request.options, context, reply)
         return self._generate_when_encoded(ids, request.options, context, reply)
@@ -91,9 +84,7 @@ class ChatProcessor:
         """Continue a text or token ids; `echo` repeats the prompt first. Otherwise like `chat`."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            ids = await self._prompt_encoder.encode_with_special_tokens(
-                prompt, self._max_prompt_chars
-            )
+            ids = await self._prompt_encoder.encode_with_special_tokens(prompt)
             echo = prompt if request.echo else ""
         else:
             ids = prompt
@@ -107,16 +98,11 @@ class ChatProcessor:
     ) -> list[int]:
         """Return the ids of a conversation or a text (`add_special`: with BOS and the like). Raises
         ContextLengthExceeded and leaves nothing in caches."""
-        text_or_chat: str | ChatRequest = (
-            prompt
-            if isinstance(prompt, str)
-            else ChatRequest(self._model, tuple(dict(message) for message in prompt))
-        )
-        ids = await self._prompt_encoder.tokenize(
-            text_or_chat,
-            self.card.context_tokens,
-            add_special=add_special and isinstance(prompt, str),
-        )
+        if not isinstance(prompt, str):
+            messages = tuple(dict(message) for message in prompt)
+            ids = await self._prompt_encoder.tokenize(ChatRequest(self._model, messages))
+        else:
+            ids = await self._prompt_encoder.tokenize(prompt, add_special=add_special)
         return list(unpack_ids(ids))
 
     async def detokenize(self, ids: Sequence[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asyncio import Lock
 from collections.abc import Awaitable, Iterator
-from math import inf
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
@@ -25,12 +24,13 @@ MAX_INLINE_RENDER_MESSAGES = 100
 A template that once exceeded its bounds is always rendered by a thread."""
 STEP_CHARS = 1 << 16
 """Characters that a thread encodes in one step of `tokenize`, in about 10 ms."""
-MAX_CHARS_PER_TOKEN = 6
-"""`tokenize` refuses longer texts for each token of the context. Text has about four characters a
-token; only white space and repeated marks have more than six."""
+MAX_CHARS_PER_TOKEN = 16
+"""A prompt with more characters for each token of the context cannot fit: only runs of one mark
+have longer tokens."""
 MAX_UNCUT_CHARS_PER_TOKEN = 6
-"""A part without a safe cut is refused with more than this many characters for each token of the
-context. Text has about four; only white space and repeated marks have more."""
+"""Texts for `tokenize`, and parts of prompts without a safe cut, are refused above this many
+characters for each token of the context. Text has about four; only white space and repeated marks
+have more than six."""
 RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 EncodedPrompt = bytes | Awaitable[bytes]
@@ -41,23 +41,23 @@ class PromptEncoder:
     """Turns conversations and texts into packed ids, with a cache of encoded segments."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        clock: Clock,
-        context_tokens: int = 0,
+        self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock, context_tokens: int
     ) -> None:
         self._template = template
         self._clock = clock
         self._encode = tokenizer.encode
         self._tokenize_lock = Lock()
+        self._max_tokens = context_tokens
+        self._max_chars = min(
+            tokenizer.max_chars_of(context_tokens), MAX_CHARS_PER_TOKEN * context_tokens
+        )
         self._max_uncut_chars = max(STEP_CHARS, MAX_UNCUT_CHARS_PER_TOKEN * context_tokens)
         self._segment_cache = SegmentCache(tokenizer, max_segment_chars=self._max_uncut_chars)
         fast = tokenizer.encoder_name == FastEncoder.name
         self._inline_chars = MAX_FAST_INLINE_CHARS if fast else MAX_INLINE_CHARS
         self._prefix_ids, self._suffix_ids = tokenizer.prompt_affixes
 
-    def encode_chat(self, request: ChatRequest, max_chars: float = inf) -> EncodedPrompt:
+    def encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """Render the conversation with the model's template and encode it. Raises InvalidRequest
         when the template refuses it, and as `encode`."""
         messages = request.messages
@@ -67,33 +67,31 @@ class PromptEncoder:
             or len(messages) > MAX_INLINE_RENDER_MESSAGES
             or self._template.was_too_costly
         ):
-            return self._encode_long_chat(request, chars, max_chars)
-        return self.encode(self._render(request), max_chars)
+            return self._encode_long_chat(request, chars)
+        return self.encode(self._render(request))
 
-    async def encode_with_special_tokens(self, text: str, max_chars: float = inf) -> bytes:
+    async def encode_with_special_tokens(self, text: str) -> bytes:
         """Encode a bare prompt with the tokenizer's special tokens around it (BOS)."""
-        ids = self.encode(text, max_chars)
+        ids = self.encode(text)
         return self._prefix_ids + (ids if isinstance(ids, bytes) else await ids) + self._suffix_ids
 
-    def encode(self, text: str, max_chars: float = inf) -> EncodedPrompt:
+    def encode(self, text: str) -> EncodedPrompt:
         """Encode a text. Special tokens in the text are recognised. Raises ContextLengthExceeded
-        above `max_chars`, before a thread spends seconds on it."""
-        if len(text) > max_chars:
-            _check_chars(len(text), max_chars)
+        for a text that cannot fit, before a thread spends seconds on it."""
+        if len(text) > self._max_chars:
+            _check_chars(len(text), self._max_chars)
         encode, inline = self._segment_cache.encode, self._inline_chars
         if len(text) <= inline or self._segment_cache.uncached_chars(text) <= inline:
             return encode(text)
         return self._clock.offload(encode, text)
 
-    async def tokenize(
-        self, prompt: str | ChatRequest, max_tokens: int, *, add_special: bool = False
-    ) -> bytes:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> bytes:
         """Encode a text or conversation that no engine will see: nothing of it is cached.
 
         One thread at a time encodes long texts, step by step, until the caller is cancelled. Raises
-        ContextLengthExceeded for more than `max_tokens`, and InvalidRequest as `encode_chat`.
+        ContextLengthExceeded for more than the context, and InvalidRequest as `encode_chat`.
         """
-        max_chars = max(STEP_CHARS, max_tokens * MAX_CHARS_PER_TOKEN)
+        max_chars = self._max_uncut_chars
         if isinstance(prompt, str):
             text = prompt
         else:
@@ -101,20 +99,20 @@ class PromptEncoder:
             text = await self._clock.offload(self._render, prompt)
         _check_chars(len(text), max_chars)
         inline = len(text) <= self._inline_chars
-        ids = self._encode(text) if inline else await self._encode_in_steps(text, max_tokens)
-        if len(ids) // TOKEN_BYTES > max_tokens:
+        ids = self._encode(text) if inline else await self._encode_in_steps(text)
+        if len(ids) // TOKEN_BYTES > self._max_tokens:
             raise ContextLengthExceeded(
-                f"the text has more tokens than {max_tokens}, this model's context",
+                f"the text has more tokens than {self._max_tokens}, this model's context",
                 hint="send a shorter text",
                 param="prompt",
             )
         return self._prefix_ids + ids + self._suffix_ids if add_special else ids
 
-    async def _encode_in_steps(self, text: str, max_tokens: int) -> bytes:
-        """Return the ids of `text`, or of its beginning with more than `max_tokens`."""
+    async def _encode_in_steps(self, text: str) -> bytes:
+        """Return the ids of `text`, or of its beginning with more than the context."""
         segments = iter(await self._clock.offload(self._segment_cache.split, text))
         ids = b""
-        while len(ids) // TOKEN_BYTES <= max_tokens:
+        while len(ids) // TOKEN_BYTES <= self._max_tokens:
             async with self._tokenize_lock:
                 part = await self._clock.offload(self._encode_step, segments)
             if not part:
@@ -133,9 +131,9 @@ class PromptEncoder:
                 break
         return b"".join(parts)
 
-    async def _encode_long_chat(self, request: ChatRequest, chars: int, max_chars: float) -> bytes:
-        _check_chars(chars, max_chars)
-        ids = self.encode(await self._clock.offload(self._render, request), max_chars)
+    async def _encode_long_chat(self, request: ChatRequest, chars: int) -> bytes:
+        _check_chars(chars, self._max_chars)
+        ids = self.encode(await self._clock.offload(self._render, request))
         return ids if isinstance(ids, bytes) else await ids
 
     def _render(self, request: ChatRequest) -> str:
