@@ -82,8 +82,8 @@ class RenderBudget:
             size = len(value)
             if size > SMALL_CHARS:
                 self._allocate(size)
-        elif isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
-            raise _too_costly("makes an excessive number")
+        elif isinstance(value, int):
+            _check_bits(value.bit_length())
         return value
 
     def _allocate(self, chars: int) -> None:
@@ -186,21 +186,22 @@ def modulo(budget: RenderBudget, left: Any, right: Any) -> Any:
 
 def check_percent_format(budget: RenderBudget, text: str, arguments: Iterable[Any]) -> None:
     """Refuse wide fields and too many insertions of large values."""
-    if _WIDE_PERCENT.search(text):
-        raise _too_costly("formats a text with an excessive width")
-    _check_insertions(budget, text.count("%"), arguments)
+    _check_format(budget, _WIDE_PERCENT.search(text), text.count("%"), arguments)
 
 
 def check_brace_format(budget: RenderBudget, text: str, arguments: Iterable[Any]) -> None:
     """Refuse wide or computed widths and too many insertions of large values."""
-    if _WIDE_BRACES.search(text.replace("{{", "")):
+    wide = _WIDE_BRACES.search(text.replace("{{", ""))
+    _check_format(budget, wide, text.count("{"), arguments)
+
+
+def _check_format(
+    budget: RenderBudget, wide: re.Match[str] | None, insertions: int, arguments: Iterable[Any]
+) -> None:
+    if wide:
         raise _too_costly("formats a text with an excessive width")
-    _check_insertions(budget, text.count("{"), arguments)
-
-
-def _check_insertions(budget: RenderBudget, count: int, arguments: Iterable[Any]) -> None:
     _, chars = measure(arguments, MAX_MEASURED_VALUES)
-    budget.check_chars(count * chars)
+    budget.check_chars(insertions * chars)
 
 
 def check_replace(budget: RenderBudget, text: Any, old: Any, new: Any, *_: Any) -> None:
