@@ -107,8 +107,8 @@ async def run_in_slices(work: Iterable[Coroutine[Any, Any, object]], size: int) 
         raise failures.exceptions[0] from None
 
 
-async def wait_at_most(wait: Awaitable[Any], seconds: float) -> None:
-    """Return when `wait` is done, which may raise, or after `seconds`."""
+async def wait_at_most(wait: Awaitable[Any], seconds: float | None) -> None:
+    """Return when `wait` is done, which may raise, or after `seconds` (None: no limit)."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await wait

@@ -17,7 +17,7 @@ from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import PlaneUnavailable, TooLarge
-from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +166,7 @@ class EtcdDiscovery(Discovery):
             except PlaneUnavailable as error:
                 self._connection.report_failure(client, error)
                 continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._ttl_s / KEEPALIVES_PER_TTL):
-                    await self._reconnected.wait()
+            await wait_at_most(self._reconnected.wait(), self._ttl_s / KEEPALIVES_PER_TTL)
 
     def _on_lease_lost(self) -> None:
         """Report that the server does not know the lease. The callbacks put the records again."""

@@ -1,7 +1,11 @@
 """A thin HTTP/1.1 server on httptools and uvloop, with one task per request."""
 
 from dynamo.communication.http.body_budget import LARGE_BODY_BYTES
-from dynamo.communication.http.descriptors import RESERVED_FROM_STATUS, raise_open_file_limit
+from dynamo.communication.http.descriptors import (
+    RESERVED_FROM_STATUS,
+    count_open_descriptors,
+    raise_open_file_limit,
+)
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import probe_port
@@ -23,6 +27,7 @@ __all__ = [
     "Request",
     "Response",
     "WebAccess",
+    "count_open_descriptors",
     "probe_port",
     "raise_open_file_limit",
 ]

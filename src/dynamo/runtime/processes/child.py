@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
 from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
 from dynamo.runtime.processes.parent_pipe import (
@@ -212,9 +212,7 @@ class ChildProcess:
             log.error(text, extra={"fields": fields | {"deaths": deaths}})
         else:
             log.warning("process died", extra={"fields": fields})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._stopping.wait()
+        await wait_at_most(self._stopping.wait(), wait_s)
 
     async def _run_once(self) -> str:
         """Run the process until its death. Returns a description of its exit."""

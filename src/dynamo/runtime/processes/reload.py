@@ -12,6 +12,7 @@ from pathlib import Path
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings.reload import SettingChange, apply_reload
+from dynamo.core.tasks import wait_at_most
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.telemetry.logs import set_levels
@@ -45,9 +46,7 @@ class SettingsReloader:
         """Reload after each change or request, until cancelled."""
         self._last_stamps = await clock.offload(file_stamps, self._files)
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_INTERVAL_S if self._files else None):
-                    await self._requested.wait()
+            await wait_at_most(self._requested.wait(), POLL_INTERVAL_S if self._files else None)
             await self.refresh(group, clock)
 
     async def refresh(self, group: ProcessGroup, clock: Clock) -> None:

@@ -19,6 +19,7 @@ from dynamo.communication.http import (
     Request,
     Response,
     WebAccess,
+    count_open_descriptors,
 )
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
@@ -127,7 +128,7 @@ def add_process_metrics(registry: Registry) -> None:
         "process_cpu_seconds_total", "CPU time, user and system", callback=time.process_time
     )
     registry.gauge("process_resident_memory_bytes", "memory in RAM", callback=_resident_bytes)
-    registry.gauge("process_open_fds", "open files and sockets", callback=_open_files)
+    registry.gauge("process_open_fds", "open files and sockets", callback=count_open_descriptors)
     registry.counter(
         "dynamo_log_lines_dropped_total",
         "Log lines that were dropped because nobody read stderr",
@@ -145,7 +146,3 @@ def add_process_metrics(registry: Registry) -> None:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
