@@ -51,6 +51,7 @@ from dynamo.scheduling.router import (
 )
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.library import kv_router
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.kv import KvPolicy
 
@@ -318,6 +319,20 @@ async def test_kv_router_prefers_the_less_busy_rank(open_runtime: Open) -> None:
             await asyncio.sleep(0)
         chosen = [await router.route_request(SchedulingRequest(token_ids=[0] * 8)) for _ in "1234"]
         assert {(result.worker.id, result.rank) for result in chosen} == {(holder, 1)}
+
+
+async def test_kv_router_forgets_old_requests_of_workers_without_reports(
+    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_router, "MAX_UNREPORTED_REQUESTS", 8)
+    holder = await serve(await open_runtime())
+    runtime = await open_runtime()
+    async with KvRouter(runtime.namespace("dynamo").component("worker"), 16) as router:
+        while not router.query_cache_hits(router.analyze_request_prefix(COLD)).worker_hits:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await router.route_request(COLD)
+        assert router.worker_status(holder).cpu_utilization == 8 / ENGINE["max_num_seqs"]
 
 
 async def test_kv_router_counts_what_it_routed_until_the_next_report(open_runtime: Open) -> None:

@@ -34,6 +34,9 @@ from dynamo.scheduling.router.worker_state import (
     WorkerStates,
 )
 
+MAX_UNREPORTED_REQUESTS = 1024
+"""So many requests are counted at a worker since its last load report."""
+
 Tokenize = Callable[[str], Sequence[int]]
 OnRouted = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
 
@@ -225,8 +228,10 @@ class KvRouter:
             self._on_routed(result, hits)
 
     def _count_routed(self, worker: WorkerState, prefix: PrefixAnalysis, hit_ratio: float) -> None:
-        """Count a request at its worker."""
+        """Count a request at its worker, and drop the oldest if the worker sends no reports."""
         now, tokens = self._clock.now(), prefix.sequence_length
+        if len(worker.active) >= MAX_UNREPORTED_REQUESTS:
+            worker.remove(next(iter(worker.active.values())), now)
         self._routed_count += 1
         prompt, uncached_tokens = Prompt(tokens, ()), round(tokens * (1.0 - hit_ratio))
         placed = PlacedRequest(str(self._routed_count), worker, prompt, uncached_tokens, now)
