@@ -71,6 +71,17 @@ def test_an_exhausted_reserve_raises_and_leaves_no_file(
     assert not (tmp_path / "record").exists()
 
 
+def test_a_lease_that_does_not_fit_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill_disk: FillDisk
+) -> None:
+    make_folder = Path.mkdir
+    fill_disk()
+    monkeypatch.setattr(Path, "mkdir", make_folder)
+    with pytest.raises(OSError, match="No space left"):
+        FolderLease(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_errors_do_not_use_the_reserve(tmp_path: Path, reserve: DiskReserve) -> None:
     with pytest.raises(FileNotFoundError):
         reserve.write_file(tmp_path / "missing" / "record", b"")

@@ -68,7 +68,11 @@ class FolderLease:
         self._reserve = DiskReserve(root / RESERVE_FOLDER)
         unfinished = root / f".{name}"
         self._reserve.make_folder(unfinished)
-        self._reserve.write_file(unfinished / LOCK_FILE, secret.encode())
+        try:
+            self._reserve.write_file(unfinished / LOCK_FILE, secret.encode())
+        except OSError:
+            unfinished.rmdir()
+            raise
         self._lock_descriptor = os.open(unfinished / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
         os.fchmod(self._lock_descriptor, 0o600)
         fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX)
