@@ -112,7 +112,9 @@ class ApplicationTarget(Target):
         gateway.add(ServedModel(("words",), BoundedWordProcessor(), 1_700_000_000, CONTEXT_TOKENS))
         self._app = Application(server, gateway, clock, Registry())
         limits = HttpLimits.from_settings(server)
-        self._state = HttpServerState(self._app.handle, limits, clock, self._app.on_error)
+        self._state = HttpServerState(
+            self._app.handle, limits, clock, self._app.on_error, self._app.check_headers
+        )
 
     async def close(self) -> None:
         await self._state.tasks.close()
