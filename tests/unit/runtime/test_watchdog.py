@@ -140,11 +140,10 @@ async def test_a_hung_child_is_shown_and_replaced(
         os.kill(first, signal.SIGSTOP)
         await until(lambda: child.hung)
         assert "does not answer" in child.unhealthy_reason
-        record = supervisor_record(deployment)
-        await until(lambda: record().children[first].hung)
+        await until(lambda: child_status(deployment, first) == ChildStatus(hung=True))
         await until(lambda: child.pid not in {0, first} and child.ready)
         assert child.last_exit == HUNG_EXIT_TEXT
-        await until(lambda: record().children[child.pid].restarts == 1)
+        await until(lambda: child_status(deployment, child.pid) == ChildStatus(restarts=1))
         supervisor.stop()
         assert await running == 0
     assert "its event loop does not answer" in caplog.text
@@ -165,14 +164,15 @@ async def test_a_child_that_continues_in_time_is_kept(
         await until(lambda: child.hung)
         os.kill(first, signal.SIGCONT)
         await until(lambda: not child.hung)
-        await until(lambda: supervisor_record(deployment)().children == {})
+        await until(lambda: child_status(deployment, first) is None)
         assert child.pid == first
         supervisor.stop()
         assert await running == 0
 
 
-def supervisor_record(deployment: Deployment) -> Callable[[], ProcessRecord]:
-    return lambda: deployment.live_processes()[0]
+def child_status(deployment: Deployment, pid: int) -> ChildStatus | None:
+    """Return what the record of the supervisor tells of a child, if anything."""
+    return deployment.live_processes()[0].children.get(pid)
 
 
 def test_ps_shows_which_processes_hang(deployment: Deployment) -> None:
