@@ -167,3 +167,14 @@ def test_a_long_run_without_a_cut_is_refused_before_it_is_encoded(tokenizer, enc
         with pytest.raises(ContextLengthExceeded, match="without a word boundary"):
             cache.encode(text + run * 20_000 + " word")
     assert encoder.chars == 0
+
+
+def test_encoding_ends_when_the_text_exceeds_the_context(tokenizer, encoder):
+    text = "some words of a text " * 10_000
+    cache = SegmentCache(tokenizer, max_tokens=2_000)
+    with pytest.raises(ContextLengthExceeded, match="2000 tokens"):
+        cache.encode(text)
+    assert encoder.chars < 20_000
+    assert cache.size_bytes == 0
+    whole = SegmentCache(tokenizer, max_tokens=len(tokenizer.encode(text)) // 4)
+    assert whole.encode(text) == tokenizer.encode(text)

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import cast
 
 from dynamo.core.errors import ContextLengthExceeded
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 SEGMENT_CHARS = 2048
@@ -96,12 +97,14 @@ class SegmentCache:
         tokenizer: Tokenizer,
         capacity_bytes: int = 4 << 20,
         max_segment_chars: float = inf,
+        max_tokens: float = inf,
     ) -> None:
         self._encode = tokenizer.encode
         self._splitter: TextSplitter | None = None
         if tokenizer.can_split:
             self._splitter = TextSplitter(token.content for token in tokenizer.added_tokens)
         self._max_segment_chars = max_segment_chars
+        self._max_tokens = max_tokens
         self._half_bytes = capacity_bytes // 2
         self._young: dict[Hashable, bytes] = {}
         self._old: dict[Hashable, bytes] = {}
@@ -124,7 +127,8 @@ class SegmentCache:
     def encode(self, text: str) -> bytes:
         """Return the packed ids of `text`, equal to `Tokenizer.encode(text)`.
 
-        Raises `ContextLengthExceeded` for a segment of more than `max_segment_chars`.
+        Raises `ContextLengthExceeded` for a segment of more than `max_segment_chars`, and as soon
+        as the segments that are not cached have more than `max_tokens`.
         """
         if len(text) <= UNCACHED_TEXT_CHARS:
             return self._encode(text)
@@ -136,12 +140,16 @@ class SegmentCache:
         if len(text) > self._max_segment_chars and self._splitter is not None:
             _check_uncut_chars(max(map(len, segments)), self._max_segment_chars)
         new: dict[Hashable, bytes] = {}
+        new_tokens = 0
         for number, ids in enumerate(packed_ids):
             if ids is None:
                 key = keys[number]
                 if key not in new:
                     new[key] = self._encode(segments[number])
                 packed_ids[number] = new[key]
+                new_tokens += len(new[key]) // TOKEN_BYTES
+                if new_tokens > self._max_tokens:
+                    raise _too_many_tokens(self._max_tokens)
         self.misses += len(new)
         self.hits += len(segments) - len(new)
         if new:
@@ -190,6 +198,14 @@ class SegmentCache:
                     self._young, self._young_bytes = {}, 0
                 self._young[key] = ids
                 self._young_bytes += size
+
+
+def _too_many_tokens(limit: float) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's context is {limit:.0f} tokens, and the prompt alone has more",
+        hint="shorten the prompt and leave room for the answer",
+        param="prompt",
+    )
 
 
 def _check_uncut_chars(chars: int, limit: float) -> None:

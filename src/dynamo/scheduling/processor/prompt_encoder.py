@@ -52,7 +52,11 @@ class PromptEncoder:
             tokenizer.max_chars_of(context_tokens), MAX_CHARS_PER_TOKEN * context_tokens
         )
         self._max_uncut_chars = max(STEP_CHARS, MAX_UNCUT_CHARS_PER_TOKEN * context_tokens)
-        self._segment_cache = SegmentCache(tokenizer, max_segment_chars=self._max_uncut_chars)
+        self._segment_cache = SegmentCache(
+            tokenizer,
+            max_segment_chars=self._max_uncut_chars,
+            max_tokens=context_tokens,
+        )
         fast = tokenizer.encoder_name == FastEncoder.name
         self._inline_chars = MAX_FAST_INLINE_CHARS if fast else MAX_INLINE_CHARS
         self._prefix_ids, self._suffix_ids = tokenizer.prompt_affixes
