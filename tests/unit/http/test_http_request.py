@@ -115,6 +115,13 @@ def test_the_number_of_headers_is_limited() -> None:
         reader.feed(get(*lines, method=b"GET"))
 
 
+def test_too_many_headers_are_refused_before_they_are_complete() -> None:
+    reader, _ = reader_of()
+    with pytest.raises(HeadersTooLarge):
+        reader.feed(b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 8)
+    assert len(reader.failed_request().headers) <= LIMITS.max_headers
+
+
 @pytest.mark.parametrize("size", [1_000, 1_001])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_size_of_a_body_is_limited(size: int, chunked: bool) -> None:

@@ -187,6 +187,9 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.stage == "headers":  # later headers are trailers, which are only counted
+            if len(self._raw_headers) >= self._limits.max_headers:  # short ones take much memory
+                self._error = self._headers_too_large()
+                raise self._error
             self._raw_headers.append((name, value))
         else:
             self._trailer_bytes += len(name) + len(value)
@@ -252,8 +255,6 @@ class RequestReader:
 
     def _validate_headers(self, version: str) -> dict[bytes, bytes]:
         pairs = self._raw_headers
-        if len(pairs) > self._limits.max_headers:
-            raise self._headers_too_large()
         if self._max_received_bytes > self._limits.max_header_bytes:
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in pairs)
             if size > self._limits.max_header_bytes:
