@@ -258,7 +258,7 @@ def http_page() -> str:
         "`priority` is clamped to `server.priority_range`. `/tokenize` and `/detokenize` refuse "
         "more than the model's context.\n\n"
         "A body may have `server.max_body_bytes` (413 `request_too_large`). All bodies that are "
-        "incomplete or wait may have `server.max_buffered_bytes` (503 `overloaded`). Their key is "
+        "incomplete, wait or have prompts to encode may have `server.max_buffered_bytes` (503 `overloaded`). Their key is "
         "checked before they are read. A body of more than 64 KiB may have so many values as fit "
         "the longest context (413). A body must arrive at 1 KiB/s or faster, with pauses up to "
         "`server.header_timeout` (408).\n\n"

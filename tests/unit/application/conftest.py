@@ -40,8 +40,11 @@ class WordProcessor:
         self.contexts: list[Context] = []
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.encoder_free = asyncio.Event()
+        self.encoder_free.set()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.encodes_first = False
         self.fails = ""
         self.yields = True
 
@@ -81,6 +84,8 @@ class WordProcessor:
         words = [f"{word} " for word in prompt.split()]
         if len(words) > CONTEXT_TOKENS:
             raise ContextLengthExceeded("too long", param="prompt")
+        if self.requests[0] is not request or not self.encodes_first:
+            await self.encoder_free.wait()
         reply.prompt(len(words))
         self.entered.set()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from typing import Any
@@ -13,6 +14,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 COUNTED = "the body has at least"
+FILLER = "x" * 200_000
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,38 @@ async def test_a_body_is_dropped_once_it_is_decoded(site: Any, connect: Any) -> 
         assert site.http.budget.held_bytes == 0
         site.processor.gate.set()
         assert (await connection.answer()).status == 200
+
+
+@pytest.mark.parametrize("encodes_first", [False, True])
+async def test_a_large_body_counts_until_all_prompts_are_encoded(
+    site: Any, connect: Any, encodes_first: bool
+) -> None:
+    processor = site.processor
+    processor.gate.clear()
+    processor.encoder_free.clear()
+    processor.encodes_first = encodes_first
+    async with connect(site.port) as connection:
+        connection.ask("POST", COMPLETIONS, {"prompt": ["a", "b"], "model": "words", "zz": FILLER})
+        async with asyncio.timeout(5):
+            while len(processor.requests) < 2:
+                await asyncio.sleep(0.01)
+        assert site.http.budget.held_bytes > len(FILLER)
+        processor.encoder_free.set()
+        async with asyncio.timeout(5):
+            while site.http.budget.held_bytes:
+                await asyncio.sleep(0.01)
+        processor.gate.set()
+        assert (await connection.answer()).status == 200
+
+
+async def test_a_large_body_counts_no_more_when_its_client_leaves(site: Any, connect: Any) -> None:
+    site.processor.encoder_free.clear()
+    async with connect(site.port) as connection:
+        connection.ask("POST", COMPLETIONS, {"prompt": "a", "model": "words", "zz": FILLER})
+        async with asyncio.timeout(5):
+            while not site.processor.requests:
+                await asyncio.sleep(0.01)
+        assert site.http.budget.held_bytes > len(FILLER)
+    async with asyncio.timeout(5):
+        while site.http.budget.held_bytes:
+            await asyncio.sleep(0.01)

@@ -141,6 +141,7 @@ class GenerationHandler:
             reply = StreamReply(*parts, choices=choices, include_usage=usage)
         else:
             reply = UnaryReply(exchange, encoder, usage_counter, timing, choices=choices)
+        reply.release_after(prompts, exchange.request.hold)
         deadline = deadlines.start(started)
         try:
             if not self.concurrency.try_acquire():

@@ -12,7 +12,7 @@ from dynamo.application.generation.fast_path import EventTemplate, StreamFastPat
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
-from dynamo.communication.http import Response
+from dynamo.communication.http import BodyHold, Response
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
@@ -41,13 +41,30 @@ class PendingText(msgspec.Struct):
 class HttpReply(TextReply):
     """The common part of replies to one HTTP request; `remaining_choices` have not ended."""
 
-    __slots__ = ("_encoded_bytes", "_response", "_usage_counter", "remaining_choices")
+    __slots__ = (
+        "_encoded_bytes",
+        "_hold",
+        "_response",
+        "_unencoded_prompts",
+        "_usage_counter",
+        "remaining_choices",
+    )
     _encoded_bytes: int
+    _hold: BodyHold | None
+    _unencoded_prompts: int
     _response: Response
     _usage_counter: UsageCounter
     remaining_choices: int
 
+    def release_after(self, prompts: int, hold: BodyHold | None) -> None:
+        """Release `hold`, the body's share of the budget, when all `prompts` are encoded."""
+        self._unencoded_prompts, self._hold = prompts, hold
+
     def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        if self._hold is not None:
+            self._unencoded_prompts -= 1
+            if not self._unencoded_prompts:
+                self._hold.release()
         self._usage_counter.prompt_tokens += prompt_tokens
         self._encoded_bytes += TOKEN_BYTES * prompt_tokens + ECHO_COPIES * repeated_bytes
         if self._encoded_bytes > MAX_ENCODED_BYTES:
@@ -97,6 +114,7 @@ class StreamReply(HttpReply):
         include_usage: bool,
     ) -> None:
         self._exchange = exchange
+        self._hold = None
         self._response = exchange.response
         self._encoded_bytes = 0
         self._encoder = encoder
@@ -209,6 +227,7 @@ class UnaryReply(HttpReply):
         choices: int,
     ) -> None:
         self._exchange = exchange
+        self._hold = None
         self._response = exchange.response
         self._encoded_bytes = 0
         self._encoder = encoder

@@ -20,7 +20,8 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     """Return the body as the decoder's type, and drop it. Raises `InvalidRequest`.
 
-    A large body must have passed `LargeBodies.check`.
+    A large body must have passed `LargeBodies.check`. It counts in the budget until its prompts are
+    encoded, because the decoded values are larger.
     """
     body = request.body
     if request.headers.get(b"content-type") != JSON_CONTENT_TYPE:
@@ -45,7 +46,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     finally:
         request.body = b""
-        if request.hold is not None:
+        if request.hold is not None and len(body) <= LARGE_BODY_BYTES:
             request.hold.release()
 
 

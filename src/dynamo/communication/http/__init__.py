@@ -1,6 +1,6 @@
 """A thin HTTP/1.1 server on httptools and uvloop, with one task per request."""
 
-from dynamo.communication.http.body_budget import LARGE_BODY_BYTES
+from dynamo.communication.http.body_budget import LARGE_BODY_BYTES, BodyHold
 from dynamo.communication.http.descriptors import (
     RESERVED_FROM_STATUS,
     count_open_descriptors,
@@ -16,6 +16,7 @@ from dynamo.communication.http.web_access import WebAccess
 
 __all__ = [
     "LARGE_BODY_BYTES",
+    "BodyHold",
     "ErrorHandler",
     "HeaderCheck",
     "HeadersTooLarge",

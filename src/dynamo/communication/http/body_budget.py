@@ -30,8 +30,8 @@ class BodyHold:
 class BodyBudget:
     """The bytes of all bodies of a server that arrived in part or wait for their handler.
 
-    A body that arrives with one read and is handled at once is never counted. `max_body_bytes`
-    limits each body; it may change while serving.
+    A body of at most `LARGE_BODY_BYTES` that arrives with one read and is handled at once is never
+    counted. `max_body_bytes` limits each body; it may change while serving.
     """
 
     def __init__(self, limits: HttpLimits | None = None) -> None:

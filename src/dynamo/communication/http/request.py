@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo.communication.http.body_budget import BodyBudget, BodyHold
+from dynamo.communication.http.body_budget import LARGE_BODY_BYTES, BodyBudget, BodyHold
 from dynamo.communication.http.errors import HeadersTooLarge
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import DynamoError, InvalidRequest, TooLarge
@@ -230,6 +230,12 @@ class RequestReader:
         body, request = self._body, self._request
         if request is None:  # an upgrade is ignored: the headers are parsed again
             return
+        if len(body) > LARGE_BODY_BYTES:
+            try:
+                self._hold_body(request)
+            except DynamoError as error:
+                self._error = error
+                raise
         request.body, self._body = body, b""
         request.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
         self.stage = "idle"

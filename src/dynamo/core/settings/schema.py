@@ -86,8 +86,8 @@ class ServerSettings(SettingsSection, frozen=True):
     )
     max_buffered_bytes: int = setting(
         256 << 20,
-        "memory of a frontend process for bodies that arrived in part or wait behind other "
-        "requests of their connection; beyond it 503 is sent",
+        "memory of a frontend process for bodies that arrived in part, wait behind other "
+        "requests of their connection or have prompts to encode; beyond it 503 is sent",
         unit="bytes",
         ge=1 << 20,
     )
