@@ -43,6 +43,7 @@ class ControlCommand(msgspec.Struct, frozen=True):
         from dynamo.cli.stop import select_deployments
         from dynamo.runtime.deployment import live_deployments
         from dynamo.runtime.processes.control import ControlRequest, send_control_request
+        from dynamo.runtime.processes.process_group import DEFAULT_KIND
 
         args = self.parser().parse(arguments)
         name, _, count = args.target.partition("=") if self is SCALE else (args.target, "", "0")
@@ -50,7 +51,8 @@ class ControlCommand(msgspec.Struct, frozen=True):
             hint = "e.g. dynamo scale worker=5"
             raise ConfigError(f"{args.target!r} is not KIND=COUNT", hint=hint)
         (deployment,) = select_deployments(live_deployments(), args.deployment)
-        request = ControlRequest(self.name, name, int(count))
+        unnamed = self is RESTART and not name
+        request = ControlRequest(self.name, DEFAULT_KIND if unnamed else name, int(count), unnamed)
         try:
             for message in send_control_request(request, deployment.folder, args.timeout):
                 print(message, flush=True)

@@ -29,11 +29,15 @@ DEPLOYMENT_JOINED_TEXT = (
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """A request. `name` is a process or a kind of process, `count` the replicas to scale to."""
+    """A request. `name` is a process or a kind of process, `count` the replicas to scale to.
+
+    `unnamed`: the user named nothing, and `name` is what supervisors of earlier versions restart.
+    """
 
     do: Literal["scale", "drain", "restart"]
     name: str
     count: int = 0
+    unnamed: bool = False
 
 
 class ControlProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,7 +121,7 @@ class ControlServer:
         elif request.do == "drain":
             await self._group.drain(request.name, progress)
         else:
-            await self._group.restart(request.name, progress)
+            await self._group.restart("" if request.unnamed else request.name, progress)
 
 
 def send_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> Iterator[str]:
