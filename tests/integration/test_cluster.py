@@ -200,3 +200,38 @@ def count_records(etcd: EtcdProcess, prefix: str) -> int:
     command += ["--keys-only", "--endpoints", f"127.0.0.1:{etcd.port}"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
     return len(output.stdout.split())
+
+
+def test_doctor_names_a_dead_server_a_wrong_secret_and_a_missing_library(
+    etcd: EtcdProcess, nats: NatsProcess, tiny_model: Path, host: Host, tmp_path: Path
+) -> None:
+    servers = {
+        "DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{etcd.port}",
+        "DYNAMO_NATS_URL": nats.url,
+        "DYNAMO_RUNTIME__NAMESPACE": "doctor",
+        "DYNAMO_SECURITY__SECRET": "0123456789abcdef",
+    }
+    backend = host("b", "run", "in=none", "out=mock", tiny_model, **servers)
+    front = host("a", "run", "--workers", "0", **servers)
+    front.wait_ready()
+    until(lambda: workers(front) == 1)
+    assert backend.log.exists()
+
+    def doctor(*python: str, **environ: str) -> tuple[int, str]:
+        command = [sys.executable, *python, "doctor", "--json", "--http-port", "0"]
+        variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "c"), **servers, **environ}
+        ran = subprocess.run(command, env=variables, capture_output=True, text=True)
+        (found,) = [row for row in json.loads(ran.stdout) if row["check"] == "servers"]
+        return ran.returncode, f"{found['found']} {found['hint']}"
+
+    module = ("-P", "-m", "dynamo")
+    code, text = doctor(*module)
+    assert (code, text) == (0, "servers answer; 2 processes accept calls ")
+    code, text = doctor(*module, DYNAMO_SECURITY__SECRET="another-secret-of-16")
+    assert code == 1
+    assert "2 of 2 processes refuse calls" in text
+    code, text = doctor(*module, DYNAMO_ETCD_ENDPOINTS="http://127.0.0.1:1")
+    assert (code, "etcd at 127.0.0.1:1" in text) == (1, True)
+    blocked = "import sys; sys.modules['nats'] = None; from dynamo.cli import main; sys.exit(main(sys.argv[1:]))"
+    code, text = doctor("-c", blocked)
+    assert (code, "nats" in text) == (1, True)

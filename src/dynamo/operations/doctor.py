@@ -216,9 +216,24 @@ def planes(settings: Settings) -> Finding:
     return Finding("planes", "ok", ", ".join(chosen.redacted_urls().values()))
 
 
+def servers(settings: Settings) -> Finding:
+    """Check library, connection, credentials and secret of etcd and NATS, where they are set."""
+    from dynamo.runtime.planes import planes_of
+
+    chosen = planes_of(settings)
+    urls = (chosen.discovery, chosen.requests, chosen.events)
+    if not any(url.startswith(("etcd", "nats")) for url in urls):
+        return Finding("servers", "ok", "none is needed")
+    import asyncio
+
+    from dynamo.operations.plane_check import check_plane_servers
+
+    return Finding("servers", "ok", asyncio.run(check_plane_servers(settings)))
+
+
 CHECKS: Sequence[Check] = (
     python, dependencies, cores, memory, open_files, loopback, state_folder, cache_folder, model,
-    port, planes, routing,
+    port, planes, servers, routing,
 )  # fmt: skip
 
 
