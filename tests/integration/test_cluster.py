@@ -221,8 +221,8 @@ def test_doctor_names_a_dead_server_a_wrong_secret_and_a_missing_library(
         command = [sys.executable, *python, "doctor", "--json", "--http-port", "0"]
         variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "c"), **servers, **environ}
         ran = subprocess.run(command, env=variables, capture_output=True, text=True)
-        (found,) = [row for row in json.loads(ran.stdout) if row["check"] == "servers"]
-        return ran.returncode, f"{found['found']} {found['hint']}"
+        (finding,) = [row for row in json.loads(ran.stdout) if row["check"] == "servers"]
+        return ran.returncode, f"{finding['found']} {finding['hint']}"
 
     module = ("-P", "-m", "dynamo")
     code, text = doctor(*module)
