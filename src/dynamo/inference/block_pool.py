@@ -10,7 +10,7 @@ and releases a chain from its tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo.inference.block import Block
@@ -100,13 +100,18 @@ class BlockPool:
         """Blocks in the prefix cache, referenced or not."""
         return len(self._cached_blocks)
 
-    def match(self, hashes: Iterable[int]) -> list[Block]:
-        """Return the cached blocks of the longest prefix of `hashes`. No state changes."""
+    def match(
+        self, hashes: Iterable[int], fingerprint: Callable[[int], int] | None = None
+    ) -> list[Block]:
+        """Return the cached blocks of the longest prefix of `hashes` with the fingerprints that
+        `fingerprint(position)` returns. No state changes."""
         blocks: list[Block] = []
         get = self._cached_blocks.get
         for block_hash in hashes:
             block = get(block_hash)
             if block is None:
+                break
+            if fingerprint is not None and block.fingerprint != fingerprint(len(blocks)):
                 break
             blocks.append(block)
         return blocks
@@ -144,25 +149,32 @@ class BlockPool:
         return blocks
 
     def register(
-        self, block: Block, parent_block: Block | None, parent_hash: int, block_hash: int
+        self,
+        block: Block,
+        parent_block: Block | None,
+        parent_hash: int,
+        block_hash: int,
+        fingerprint: int = 0,
     ) -> Block:
         """Put a full block into the prefix cache and return the block to use from now on.
 
         `parent_block` is the block before it, or None for the first of a chain. `parent_hash` is
         the hash of that block, or the root hash. If the same content is cached already, the cached
-        block is returned and `block` is released. A block whose parent is not cached is not
-        registered.
+        block is returned and `block` is released. A block is not registered if its parent is not
+        cached, or if other content has its hash.
         """
         if not self.prefix_caching or not (parent_block is None or parent_block.cached):
             return block
         cached_block = self._cached_blocks.get(block_hash)
         if cached_block is not None:
+            if cached_block.fingerprint != fingerprint:
+                return block
             if cached_block is not block:
                 self.reference((cached_block,))
                 self.release((block,))
             return cached_block
         block.block_hash, block.parent_hash = block_hash, parent_hash
-        block.cached, block.hits = True, 0
+        block.fingerprint, block.cached, block.hits = fingerprint, True, 0
         self._cached_blocks[block_hash] = block
         self._events.add_stored(parent_hash, block_hash)
         return block

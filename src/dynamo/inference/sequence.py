@@ -5,6 +5,7 @@ The tokens are behind `SequenceContent`: real engines hold token ids, simulation
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import msgspec
 
-from dynamo.core.hashing import block_hashes, root_hash
+from dynamo.core.hashing import TOKEN_BYTES, block_hashes, root_hash
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from dynamo.core.values import GenerateRequest
     from dynamo.inference.block import Block
 
+_KEY = os.urandom(16)
+"""The key of fingerprints in this process."""
+FINGERPRINTS_AT_ONCE = 64
 NO_TOKENS = array("I")
 """The `tokens` of a sequence whose content has no token ids. Nothing may append to it."""
 
@@ -40,6 +44,11 @@ class SequenceContent(ABC):
     def ensure_hashes(self, blocks: int) -> None:
         """Extend `hashes` to at least `blocks` entries. All tokens of those blocks are known."""
 
+    def fingerprint(self, block: int) -> int:
+        """Return a keyed hash of the tokens of a full block; 0 if there are no token ids."""
+        del block
+        return 0
+
     @abstractmethod
     def append_token(self, token: int) -> None:
         """Add the token that was sampled next."""
@@ -53,14 +62,17 @@ class SequenceContent(ABC):
 class TokenContent(SequenceContent):
     """The token ids of prompt and output. Block hashes are those of `core.hashing`."""
 
-    __slots__ = ("block_tokens", "tokens")
+    __slots__ = ("block_tokens", "fingerprints", "tokens")
     tokens: TokenIds
+    fingerprints: list[int]
+    """Keyed hashes of the first full blocks."""
 
     def __init__(self, token_ids: bytes, block_tokens: int, salt: str = "") -> None:
         self.tokens = tokens = array("I")
         tokens.frombytes(token_ids)
         self.root = root_hash(salt)
         self.hashes = []
+        self.fingerprints = []
         self.block_tokens = block_tokens
 
     def ensure_hashes(self, blocks: int) -> None:
@@ -71,6 +83,15 @@ class TokenContent(SequenceContent):
         parent = hashes[-1] if hashes else self.root
         size = self.block_tokens
         hashes += block_hashes(self.tokens[hashed * size : blocks * size].tobytes(), size, parent)
+
+    def fingerprint(self, block: int) -> int:
+        known, size = self.fingerprints, self.block_tokens
+        if block >= len(known):
+            end = min(block + FINGERPRINTS_AT_ONCE, len(self.tokens) // size)
+            ids = self.tokens[len(known) * size : end * size].tobytes()
+            step = size * TOKEN_BYTES
+            known += [hash(_KEY + ids[at : at + step]) for at in range(0, len(ids), step)]
+        return known[block]
 
     def append_token(self, token: int) -> None:
         self.tokens.append(token)
@@ -130,6 +151,7 @@ class ForkedContent(TokenContent):
         self.tokens = ForkedTokens(prompt.tokens)
         self.root = prompt.root
         self.hashes = prompt.hashes
+        self.fingerprints = []
 
     def ensure_hashes(self, blocks: int) -> None:
         prompt = self._prompt
@@ -139,6 +161,16 @@ class ForkedContent(TokenContent):
                 return
             self.hashes = prompt.hashes.copy()
         super().ensure_hashes(blocks)
+
+    def fingerprint(self, block: int) -> int:
+        prompt = self._prompt
+        full = len(prompt.tokens) // self.block_tokens
+        if block < full:
+            return prompt.fingerprint(block)
+        if full and not self.fingerprints:
+            prompt.fingerprint(full - 1)
+            self.fingerprints = prompt.fingerprints[:full]
+        return super().fingerprint(block)
 
 
 class RequestState(msgspec.Struct, eq=False):

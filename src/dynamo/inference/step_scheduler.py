@@ -198,7 +198,9 @@ class StepScheduler:
             sequence = waiting[0]
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
-            hits = pool.match(sequence.content.hashes[:full]) if pool.prefix_caching else []
+            content, hits = sequence.content, []
+            if pool.prefix_caching:
+                hits = pool.match(content.hashes[:full], content.fingerprint)
             need = -(-sequence.length // self._block_tokens) - len(hits)
             if need > pool.available - pool.count_unreferenced(hits):
                 return
@@ -280,5 +282,8 @@ class StepScheduler:
         for index in range(sequence.registered_blocks, full):
             parent_block = blocks[index - 1] if index else None
             parent_hash = hashes[index - 1] if index else content.root
-            blocks[index] = pool.register(blocks[index], parent_block, parent_hash, hashes[index])
+            fingerprint = content.fingerprint(index) if pool.prefix_caching else 0
+            blocks[index] = pool.register(
+                blocks[index], parent_block, parent_hash, hashes[index], fingerprint
+            )
         sequence.registered_blocks = full
