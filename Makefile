@@ -19,13 +19,15 @@ help:            ## this list
 $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt requirements/run.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=PATH"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(PIP) --require-hashes -r requirements/build.txt -r requirements/run.txt
-	$(PIP) --no-deps --no-build-isolation --editable .
+	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); exit 1; }
+	@echo "make: installing the packages of requirements/run.txt into $(VENV), 170 MB, once"
+	@$(PIP) --require-hashes -r requirements/build.txt -r requirements/run.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt
-	$(PIP) --require-hashes --no-build-isolation -r requirements/test.txt
+	@echo "make: installing what checks and tests need into $(VENV), 560 MB with the rest, once"
+	@$(PIP) --require-hashes --no-build-isolation -r requirements/test.txt
 	@touch $@
 
 setup: $(VENV)/.installed-test  ## make .venv with everything for checks and tests
