@@ -110,7 +110,10 @@ class Started(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The end of an answer. `stop_token`: the id that ended it, which is not sent as a token."""
+    """The end of an answer. `stop_token`: the id that ended it, which is not sent as a token.
+
+    `completion_tokens` counts the stop token, too, because the engine has generated it.
+    """
 
     reason: FinishReason
     completion_tokens: int = 0

@@ -305,7 +305,7 @@ class BatchedEngine(Engine):
             self.counters.cached_tokens += sequence.cached_tokens
             self._begin_reply(sequence)
         if token in sequence.stop_ids and sequence.length > sequence.min_length:
-            reply.finish(Finish("stop", output_tokens - 1, token))
+            reply.finish(Finish("stop", output_tokens, token))
             self._end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
             self._end_sequence(sequence)

@@ -121,7 +121,11 @@ async def test_a_stop_token_ends_the_answer_and_is_not_sent(make_engine, make_re
     ended = await generate(engine, make_request(range(9), max_tokens=20, stop_token_ids=(stop,)))
     assert ended.ids == unlimited.ids[:5]
     assert (ended.end.reason, ended.end.stop_token) == ("stop", stop)
-    assert ended.end.completion_tokens == 5
+    assert ended.end.completion_tokens == 6, "the stop token is generated, too"
+    for limit, reason in ((6, "stop"), (5, "length")):
+        request = make_request(range(9), max_tokens=limit, stop_token_ids=(stop,))
+        end = (await generate(engine, request)).end
+        assert (end.reason, end.completion_tokens) == (reason, limit), "max_tokens counts it, too"
     longer = make_request(range(9), max_tokens=20, stop_token_ids=(stop,), min_tokens=6)
     assert len((await generate(engine, longer)).ids) > 5
     await engine.stop()

@@ -50,7 +50,7 @@ async def test_a_chat_is_encoded_and_its_answer_decoded(
     assert request.stops == StopConditions(1024, 0, (2,))
     assert reader.calls[:2] == [("prompt", len(prompt)), ("begin", 0)]
     assert reader.whole() == "the fox"
-    assert reader.ends() == {0: TextFinish("stop", len(ids_of("the fox")))}
+    assert reader.ends() == {0: TextFinish("stop", len(ids_of("the fox")) + 1)}
 
 
 async def test_options_reach_the_engine(
@@ -157,8 +157,19 @@ async def test_completions_of_text_and_ids(
         reader = recording_reply()
         await make_processor(engine.send).complete(complete(prompt, echo=True), CONTEXT, reader)
         assert reader.whole() == "the quickfox"
-        assert reader.ends()[0].completion_tokens == len(ids_of("fox"))
+        assert reader.ends()[0].completion_tokens == len(ids_of("fox")) + 1
     assert engine.prompts() == [ids, ids]
+
+
+async def test_a_prepared_completion_is_sent_later(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine, reader = scripted_engine(ids_of("fox")), recording_reply()
+    processor = make_processor(engine.send)
+    send = await processor.prepare_completion(complete("the quick"), CONTEXT, reader)
+    assert (engine.requests, reader.calls) == ([], [("prompt", len(ids_of("the quick")))])
+    await send()
+    assert reader.whole() == "fox"
 
 
 async def test_zero_tokens_need_no_worker(

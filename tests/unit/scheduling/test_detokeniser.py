@@ -147,7 +147,7 @@ def test_a_stop_token_is_named_if_requested(
 ) -> None:
     reader = recording_reply()
     make(vocabulary, reader, stop_token_ids=requested).finish(Finish("stop", stop_token=65))
-    assert reader.ends() == {0: TextFinish("stop", 0, named)}
+    assert reader.ends() == {0: TextFinish("stop", 1, named)}
     assert reader.whole() == ""
 
 
@@ -159,7 +159,7 @@ def test_a_stop_token_may_be_included(
     feed(sink, ids_of("a"))
     sink.finish(Finish("stop", stop_token=stop))
     assert reader.whole() == "aq"
-    assert reader.ends() == {0: TextFinish("stop", 1, stop)}
+    assert reader.ends() == {0: TextFinish("stop", 2, stop)}
 
 
 def test_a_reader_that_wants_no_more_stops_the_tokens(

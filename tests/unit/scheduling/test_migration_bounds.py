@@ -55,6 +55,8 @@ class SmallestRandom(Random):
 class ScriptedWorkers:
     """Workers that play one life for each call and then answer. Records all calls."""
 
+    end = Finish("stop")
+
     def __init__(self, *lives: Life, begins: bool = True, metrics: Registry | None = None) -> None:
         self.lives = list(lives)
         self.begins = begins
@@ -77,7 +79,7 @@ class ScriptedWorkers:
             for ids in calls:
                 reply.tokens(ids)
             raise error
-        reply.finish(Finish("stop"))
+        reply.finish(self.end)
 
     def play(self, rng: Random | None = None, timeout_s: float | None = None) -> ScriptedWorkers:
         async def main(clock: VirtualClock) -> None:
@@ -163,6 +165,12 @@ def test_the_last_three_failed_workers_are_avoided() -> None:
 def test_tokens_between_deaths_reset_the_count_of_deaths() -> None:
     workers = ScriptedWorkers(died(), died(), died([1]), died(), died([2]), died()).play()
     assert (workers.read.ids, workers.read.end) == ([1, 2], Finish("stop", completion_tokens=2))
+
+
+def test_the_stop_token_of_a_resumed_answer_is_counted_once() -> None:
+    workers = ScriptedWorkers(died([1, 2]), died([3]))
+    workers.end = Finish("stop", completion_tokens=1, stop_token=9)
+    assert workers.play().read.end == Finish("stop", completion_tokens=4, stop_token=9)
 
 
 def test_a_silent_death_of_the_first_worker_counts() -> None:

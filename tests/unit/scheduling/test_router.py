@@ -10,6 +10,7 @@ import pytest
 from tests.unit.processes import Open, send_through
 
 from dynamo.communication.requests import ResponseWriter
+from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyEncoder, decode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, NoWorkers, WorkerFailed
@@ -20,6 +21,8 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
+from dynamo.scheduling.router.attempt import Attempt
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.telemetry import Registry
 
 ENDPOINT = "dynamo.worker.generate"
@@ -105,6 +108,15 @@ async def test_a_decision_reports_its_mode_and_candidates(open_runtime: Open) ->
     assert other.instance.id != first.instance.id
     with pytest.raises(NoWorkers, match=r"available now.* 2 excluded for this call"):
         await policy.choose(REQUEST, CONTEXT, {first.instance.id, other.instance.id})
+
+
+def test_an_outcome_counts_the_token_that_ended_the_answer() -> None:
+    for end, tokens in ((Finish("stop", 3, 9), 3), (Finish("length", 2), 2)):
+        attempt = Attempt(RecordingReply(), [], Placement(), SystemClock())
+        attempt.begin(Started())
+        attempt.tokens((1, 2))
+        attempt.finish(end)
+        assert attempt.outcome(5, "").output_tokens == tokens
 
 
 async def test_a_gone_worker_is_retried_elsewhere(open_runtime: Open) -> None:

@@ -105,6 +105,8 @@ class Detokeniser(Reply):
 
     def finish(self, end: Finish) -> None:
         stop = end.stop_token
+        if stop is not None:
+            self._token_count += 1  # as in vLLM, the usage counts the token that ends an answer
         if self._include_stop and stop is not None and not self._decode_token(stop):
             return
         if self._nothing_pending or self._flush():

@@ -49,6 +49,7 @@ class Attempt(Reply):
         "_reply",
         "_tokens",
         "cached_tokens",
+        "ended_by_token",
         "first_token_s",
         "placement",
     )
@@ -71,6 +72,7 @@ class Attempt(Reply):
             placement.attach_token_log(token_log)
         self._counts_tokens = placement is not None and token_log is None
         self.cached_tokens = 0
+        self.ended_by_token = False
         self.first_token_s: float | None = None
 
     def begin(self, started: Started) -> None:
@@ -103,6 +105,7 @@ class Attempt(Reply):
             self.placement.on_first_token()
 
     def finish(self, end: Finish) -> None:
+        self.ended_by_token = end.stop_token is not None
         for listener in self._listeners:
             listener.on_finished(end)
         self._reply.finish(end)
@@ -122,6 +125,10 @@ class Attempt(Reply):
             duration_s=self._clock.now() - self._placed_s,
             cached_tokens=self.cached_tokens,
             prompt_tokens=prompt_tokens,
-            output_tokens=0 if self.placement is None else self.placement.emitted,
+            output_tokens=self._count_tokens(),
             error=error,
         )
+
+    def _count_tokens(self) -> int:
+        """Return the tokens that the worker has generated, with the token that ended the answer."""
+        return 0 if self.placement is None else self.placement.emitted + self.ended_by_token
