@@ -7,7 +7,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from tests.fuzz.campaign import Target
@@ -88,12 +88,12 @@ class BoundedWordProcessor(WordProcessor):
         self.contexts.clear()
         await super().chat(request, context, reply)
 
-    async def complete(
+    async def prepare_completion(
         self, request: CompletionRequest, context: Context, reply: TextReply
-    ) -> None:
+    ) -> Callable[[], Awaitable[None]]:
         self.requests.clear()
         self.contexts.clear()
-        await super().complete(request, context, reply)
+        return await super().prepare_completion(request, context, reply)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,15 +50,23 @@ class WordProcessor:
         self.yields = True
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
-        await self._answer(request, str(request.messages[-1]["content"]), context, reply)
+        prompt = str(request.messages[-1]["content"])
+        words = await self._prepare(request, prompt, context, reply)
+        await self._answer(request, words, reply)
 
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
+        await (await self.prepare_completion(request, context, reply))()
+
+    async def prepare_completion(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> Callable[[], Awaitable[None]]:
         prompt = request.prompt
         if isinstance(prompt, bytes):
             prompt = " ".join(f"id{token}" for token in memoryview(prompt).cast("I"))
-        await self._answer(request, prompt, context, reply)
+        words = await self._prepare(request, prompt, context, reply)
+        return partial(self._answer, request, words, reply)
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
@@ -71,28 +80,32 @@ class WordProcessor:
     async def texts(self, ids: Sequence[int]) -> list[str]:
         return ["x" * token for token in ids]
 
-    async def _answer(
+    async def _prepare(
         self,
         request: ChatRequest | CompletionRequest,
         prompt: str,
         context: Context,
         reply: TextReply,
-    ) -> None:
+    ) -> list[str]:
         self.requests.append(request)
         self.contexts.append(context)
-        options = request.options
         words = [f"{word} " for word in prompt.split()]
         if len(words) > CONTEXT_TOKENS:
             raise ContextLengthExceeded("too long", param="prompt")
         if self.requests[0] is not request or not self.encodes_first:
             await self.encoder_free.wait()
         reply.prompt(len(words))
+        return words
+
+    async def _answer(
+        self, request: ChatRequest | CompletionRequest, words: list[str], reply: TextReply
+    ) -> None:
         self.entered.set()
         try:
             await self.gate.wait()
             if self.fails == "before":
                 raise NoWorkers("no worker serves this model")
-            for choice in range(options.n):
+            for choice in range(request.options.n):
                 reply.begin(choice, Started("w1", cached_tokens=1, prompt_tokens=len(words)))
             await self._generate(request, words, reply)
         except asyncio.CancelledError:

@@ -102,6 +102,21 @@ async def test_a_body_is_dropped_once_it_is_decoded(site: Any, connect: Any) -> 
         assert (await connection.answer()).status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bad", [0, 19])
+async def test_no_prompt_is_answered_if_one_of_several_is_refused(
+    site: Any, connect: Any, stream: bool, bad: int
+) -> None:
+    prompts = ["a b"] * 20
+    prompts[bad] = "a " * (CONTEXT_TOKENS + 1)
+    async with connect(site.port) as connection:
+        body = {"model": "words", "prompt": prompts, "stream": stream}
+        connection.ask("POST", COMPLETIONS, body)
+        answer = await connection.answer()
+    assert (answer.status, answer.error["message"]) == (400, "too long")
+    assert not site.processor.entered.is_set(), "no prompt was sent to a worker"
+
+
 @pytest.mark.parametrize("encodes_first", [False, True])
 async def test_a_large_body_counts_until_all_prompts_are_encoded(
     site: Any, connect: Any, encodes_first: bool

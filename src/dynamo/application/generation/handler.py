@@ -206,17 +206,24 @@ def _record_metrics(
 async def _complete_all(
     served: ServedModel, requests: list[CompletionRequest], context: Context, reply: TextReply
 ) -> None:
+    """Answer all prompts. Every prompt is encoded and checked before the first one is sent."""
     processor = served.processor
     if len(requests) == 1:
         await processor.complete(requests[0], context, reply)
         return
     per_prompt = requests[0].options.n
-    work = (
-        processor.complete(
-            request,
-            replace(context, request_id=f"{context.request_id}.{index}"),
-            OffsetReply(reply, index * per_prompt),
-        )
-        for index, request in enumerate(requests)
-    )
+    prepared: dict[int, Callable[[], Awaitable[None]]] = {}
+
+    async def prepare(index: int, request: CompletionRequest) -> None:
+        part_context = replace(context, request_id=f"{context.request_id}.{index}")
+        part_reply = OffsetReply(reply, index * per_prompt)
+        prepared[index] = await processor.prepare_completion(request, part_context, part_reply)
+
+    work = (prepare(index, request) for index, request in enumerate(requests))
     await run_in_slices(work, PROMPTS_PER_SLICE)
+    sends = (prepared[index] for index in range(len(requests)))
+    await run_in_slices(map(_send, sends), PROMPTS_PER_SLICE)
+
+
+async def _send(send: Callable[[], Awaitable[None]]) -> None:
+    await send()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -74,24 +75,37 @@ class ChatProcessor:
         """Continue a conversation until every choice is complete or the reader wants no more.
         Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
         ids = self._prompt_encoder.encode_chat(request)
-        if isinstance(ids, bytes):
-            return self._generate(ids, request.options, context, reply)
-        return self._generate_when_encoded(ids, request.options, context, reply)
+        if not isinstance(ids, bytes):
+            return self._chat_when_encoded(ids, request.options, context, reply)
+        max_tokens = self._accept(ids, request.options, reply)
+        return self._send_choices(ids, max_tokens, request.options, context, reply)
 
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
         """Continue a text or token ids; `echo` repeats the prompt first. Otherwise like `chat`."""
-        prompt = request.prompt
+        send = await self.prepare_completion(request, context, reply)
+        await send()
+
+    async def prepare_completion(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> Callable[[], Awaitable[None]]:
+        """Encode and check a completion, and return the function that sends it to the workers.
+
+        A caller with several prompts prepares all of them first, so that none is refused after the
+        answers to others have begun. Raises as `chat`.
+        """
+        prompt, options = request.prompt, request.options
         if isinstance(prompt, str):
             ids = await self._prompt_encoder.encode_with_special_tokens(prompt)
             echo = prompt if request.echo else ""
         else:
             ids = prompt
-            self._defaults.resolve_max_tokens(request.options, len(ids) // TOKEN_BYTES)
+            self._defaults.resolve_max_tokens(options, len(ids) // TOKEN_BYTES)
             self._check_ids(unpack_ids(ids), "prompt")
             echo = await self._decode(unpack_ids(ids)) if request.echo else ""
-        await self._generate(ids, request.options, context, reply, echo)
+        max_tokens = self._accept(ids, options, reply, echo)
+        return partial(self._send_choices, ids, max_tokens, options, context, reply, echo)
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
@@ -126,30 +140,49 @@ class ChatProcessor:
         decode = self._vocabulary.decode
         return decode(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(decode, ids)
 
-    async def _generate_when_encoded(
+    async def _chat_when_encoded(
         self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
     ) -> None:
-        await self._generate(await ids, options, context, reply)
+        prompt = await ids
+        max_tokens = self._accept(prompt, options, reply)
+        await self._send_choices(prompt, max_tokens, options, context, reply)
 
-    def _generate(
+    def _accept(self, prompt: bytes, options: TextOptions, reply: TextReply, echo: str = "") -> int:
+        """Check a prompt, report its length to `reply` and return the answer's maximum length."""
+        if options.sampling.logit_bias:
+            self._check_ids(options.sampling.logit_bias, "logit_bias")
+        prompt_tokens = len(prompt) // TOKEN_BYTES
+        max_tokens = self._defaults.resolve_max_tokens(options, prompt_tokens)
+        if echo and options.n > 1:
+            reply.prompt(prompt_tokens, (options.n - 1) * len(echo.encode()))
+        else:
+            reply.prompt(prompt_tokens)
+        return max_tokens
+
+    def _send_choices(
         self,
         prompt: bytes,
+        max_tokens: int,
         options: TextOptions,
         context: Context,
         reply: TextReply,
         echo: str = "",
     ) -> Awaitable[None]:
-        if options.sampling.logit_bias:
-            self._check_ids(options.sampling.logit_bias, "logit_bias")
-        prompt_tokens = len(prompt) // TOKEN_BYTES
-        max_tokens = self._defaults.resolve_max_tokens(options, prompt_tokens)
-        request = self._build_request(prompt, options, context, max_tokens)
+        stop_ids = options.stop_token_ids
+        if not options.ignore_eos:
+            stop_ids = self._eos_token_ids + stop_ids
+        request = GenerateRequest(
+            request_id=context.request_id,
+            model=self._model,
+            token_ids=prompt,
+            sampling=self._defaults.resolve_sampling(options.sampling),
+            stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
+            top_logprobs=options.top_logprobs,
+            salt=options.salt,
+            priority=options.priority,
+        )
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
-        if echo and options.n > 1:
-            reply.prompt(prompt_tokens, (options.n - 1) * len(echo.encode()))
-        else:
-            reply.prompt(prompt_tokens)
         if options.n == 1 and max_tokens:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
             return self._send(request, context, choice)
@@ -160,23 +193,6 @@ class ChatProcessor:
         if not max_tokens:
             return _finish_without_tokens(choices)
         return self._fan_out(request, context, choices)
-
-    def _build_request(
-        self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
-    ) -> GenerateRequest:
-        stop_ids = options.stop_token_ids
-        if not options.ignore_eos:
-            stop_ids = self._eos_token_ids + stop_ids
-        return GenerateRequest(
-            request_id=context.request_id,
-            model=self._model,
-            token_ids=prompt,
-            sampling=self._defaults.resolve_sampling(options.sampling),
-            stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
-            top_logprobs=options.top_logprobs,
-            salt=options.salt,
-            priority=options.priority,
-        )
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:
         for token_id in (min(ids), max(ids)) if ids else ():
