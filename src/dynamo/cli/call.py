@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
-from dynamo.core.errors import ConfigError, NoWorkers
+from dynamo.core.errors import ConfigError, NotFound, NoWorkers
 from dynamo.core.settings import Settings
 from dynamo.runtime.environment import environment_settings
 
@@ -56,11 +56,24 @@ def run(arguments: Sequence[str]) -> int:
     name = args.endpoint
     if name.partition("/")[0].count(".") == 1:
         name = f"{settings.runtime.namespace}.{name}"
+    if args.discovery:
+        _check_discovery_folder(args.discovery)
     url = args.discovery or ("" if args.deployment else _configured_discovery_server(settings))
     asyncio.run(
         _call(settings, url or _deployment_discovery_url(args.deployment, name), name, request)
     )
     return 0
+
+
+def _check_discovery_folder(url: str) -> None:
+    """Raise `NotFound` for a `file:` plane without a folder, which a call must not create."""
+    from dynamo.communication.discovery.file import folder_of
+
+    if url.startswith("file:") and not folder_of(url).is_dir():
+        raise NotFound(
+            f"--discovery {url}: there is no folder {folder_of(url)}",
+            hint="`dynamo ps` lists the running deployments; --deployment NAME calls one",
+        )
 
 
 async def _call(settings: Settings, url: str, name: str, request: Any) -> None:

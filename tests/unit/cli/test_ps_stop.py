@@ -111,6 +111,15 @@ def test_a_deployment_is_selected_by_name_or_port() -> None:
         stop.select_deployments([], None)
 
 
+def test_a_call_does_not_make_the_folder_of_a_discovery_plane(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong"
+    assert main(["call", "Greeter.greet", "--discovery", f"file:{wrong}"]) == 1
+    assert f"there is no folder {wrong}" in capsys.readouterr().err
+    assert not wrong.exists()
+
+
 def test_with_several_deployments_the_hint_lists_their_names(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
+from dynamo.operations.bench import bench_plot
 from dynamo.operations.bench.arrivals import arrival_times, schedule_sessions, synthetic_sessions
 from dynamo.operations.bench.bench_plot import draw_bench_results
 from dynamo.operations.bench.bench_result import BenchResult, BenchRun, compute_result, read_result
@@ -28,6 +29,7 @@ from dynamo.operations.bench.workload import (
     RequestShape,
 )
 from dynamo.operations.latency_summary import LatencyHistogram, summarize_latencies
+from dynamo.operations.plotting import make_panels
 
 
 def sample(sent: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:
@@ -136,6 +138,25 @@ def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1000
     assert height > 500
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_plot_shows_the_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figure, panels = make_panels()
+    monkeypatch.setattr(bench_plot, "make_panels", lambda: (figure, panels))
+    result = result_of(sample(0, 0.1, 0.01, 11), ttft_ms=200, itl_ms=5000)
+    draw_bench_results([result, result], str(tmp_path / "a.png"))
+    ttft, itl, e2e, _ = figure.axes
+
+    assert [list(line.get_xdata()) for line in ttft.lines if len(line.get_xdata()) == 2] == [
+        [200, 200]
+    ]
+    labels = [text.get_text() for text in ttft.get_legend().get_texts()]
+    assert labels[-1] == "--slo-ttft 200 ms"
+    assert itl.get_xlim()[1] < 100  # a limit far above would squeeze the curve
+    assert "--slo-itl 5000 ms" in itl.get_legend().get_texts()[-1].get_text()
+    assert len(e2e.lines) == 2
 
 
 def test_poisson_arrivals_have_their_rate_and_ramps_grow() -> None:

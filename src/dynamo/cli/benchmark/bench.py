@@ -45,6 +45,9 @@ def _measure(args: argparse.Namespace) -> int:
     results = _run_preset(args, bench) if args.preset else [_run_single(bench)]
     if args.out:
         write_file(args.out, (_results_json(results) + "\n").encode())
+    if not any(result.requests for result in results):
+        args.picture = None
+        print("no request was answered; nothing was measured", file=sys.stderr)
     if args.picture:
         _draw_plot(results, args.picture)
     if args.json:

@@ -98,6 +98,10 @@ def format_bench_result(result: BenchResult, url: str) -> str:
 
 def _bench_result_lines(result: BenchResult, url: str) -> Iterator[str]:
     yield f"{url}  {result.name}".rstrip() + ("  (interrupted)" if result.interrupted else "")
+    if not result.requests:
+        yield f"0 requests in {result.seconds:g} s, {result.failed} failed"
+        yield from _error_lines(result)
+        return
     failed = f", {result.failed} failed" if result.failed else ""
     yield (
         f"{result.requests} requests in {result.seconds:g} s{failed}: "
@@ -119,6 +123,10 @@ def _bench_result_lines(result: BenchResult, url: str) -> Iterator[str]:
             f"cpu {role:<11} {cpu.cpu_s:8.2f} s  {cpu.us_per_token:8.2f} us/token  "
             f"{cpu.us_per_request:10.1f} us/request"
         )
+    yield from _error_lines(result)
+
+
+def _error_lines(result: BenchResult) -> Iterator[str]:
     for error, count in result.errors.items():
         yield f"failed {count:>6}  {error}"
 

@@ -29,6 +29,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def folder_of(url: str) -> Path:
+    """Return the folder of a `file:` URL. Raises `ConfigError`."""
+    path = url.partition(":")[2]
+    if not path.strip("/"):
+        raise ConfigError(f"{url!r} names no folder", hint="file:/run/user/1000/dynamo/NAME")
+    return Path("/" + path.lstrip("/") if path.startswith("//") else path)
+
+
 class FileDiscovery(Discovery):
     """The backend `file:PATH`.
 
@@ -51,10 +59,7 @@ class FileDiscovery(Discovery):
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
         """Create the folder, and its secret, if they are missing. Raises `ConfigError`."""
-        path = url.partition(":")[2]
-        if not path.strip("/"):
-            raise ConfigError(f"{url!r} names no folder", hint="file:/run/user/1000/dynamo/NAME")
-        root = Path("/" + path.lstrip("/") if path.startswith("//") else path)
+        root = folder_of(url)
         await asyncio.to_thread(prepare_root, root)
         configured = options.secret or options.tls
         return cls(root, "" if configured else await asyncio.to_thread(open_secret, root))

@@ -13,6 +13,8 @@ PANELS = (
     ("itl_ms", "inter-token latency", "tokens"),
     ("e2e_ms", "end-to-end latency", "requests"),
 )
+OBJECTIVES = {"ttft_ms": "--slo-ttft", "itl_ms": "--slo-itl"}
+"""Latencies with an objective -> the flag that sets it."""
 DRAW_LATER = "; the JSON file can be drawn later: dynamo bench draw FILE.json --picture FILE.png"
 
 
@@ -23,10 +25,18 @@ def draw_bench_results(results: Sequence[BenchResult], path: str) -> None:
     figure, panels = make_panels()
     for panel, (name, title, samples) in zip(panels, PANELS, strict=False):
         summaries = [(_label(result), getattr(result, name)) for result in results]
-        plot_distribution(panel, title, summaries, samples=samples)
+        limits = _objectives(name, results)
+        plot_distribution(panel, title, summaries, samples=samples, limits=limits)
     _plot_timeline(panels[-1], results)
     figure.suptitle("; ".join(_headline(result) for result in results), fontsize=10)
     figure.savefig(path, format="png")
+
+
+def _objectives(name: str, results: Sequence[BenchResult]) -> Sequence[tuple[str, float]]:
+    """Return label and milliseconds of each different objective of the latency `name`."""
+    goodputs = [result.goodput for result in results if result.goodput is not None]
+    values_ms = {getattr(goodput.objectives, name, 0.0) for goodput in goodputs} - {0.0}
+    return [(f"{OBJECTIVES[name]} {value_ms:g} ms", value_ms) for value_ms in sorted(values_ms)]
 
 
 def _plot_timeline(panel: Any, results: Sequence[BenchResult]) -> None:

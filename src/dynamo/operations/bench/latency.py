@@ -52,10 +52,15 @@ async def run_cases(
 
 def format_case(input_tokens: int, output_tokens: int, result: BenchResult) -> str:
     """Format one case as a line."""
+    case = f"input {input_tokens} tokens, output {output_tokens} tokens"
+    if not result.requests:
+        return (
+            f"{case}: no request was answered, {result.failed} failed: {', '.join(result.errors)}"
+        )
     latency_s = result.e2e_ms.mean / 1000
-    rate = result.output_tokens / result.requests / latency_s if result.requests else 0.0
+    rate = result.output_tokens / result.requests / latency_s
     failed = f", {result.failed} failed" if result.failed else ""
     return (
-        f"input {input_tokens} tokens, output {output_tokens} tokens: latency {latency_s:.2f} s, "
+        f"{case}: latency {latency_s:.2f} s, "
         f"{rate:.2f} tokens/s, first token {result.ttft_ms.mean:.1f} ms{failed}"
     )
