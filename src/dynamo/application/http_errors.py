@@ -28,6 +28,7 @@ STATUS_BY_CODE = {
     "worker_failed": 503,
     "instance_gone": 503,
     "worker_leaving": 503,
+    "transfer_failed": 503,
     "server_stopped": 503,
     "deadline_exceeded": 504,
 }

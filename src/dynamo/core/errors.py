@@ -5,7 +5,7 @@ Programs test `code`. The message states what happened and why, `hint` what to d
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -115,6 +115,26 @@ class WorkerDraining(WorkerFailed, code="worker_leaving"):
 
 class ServerStopped(DynamoError, code="server_stopped", retryable=True):
     """The server's drain time ended before the answer was complete."""
+
+
+TransferFailure = Literal["stale", "checksum", "gone", "timeout", "refused"]
+
+
+class TransferFailed(DynamoError, code="transfer_failed", retryable=True):
+    """KV blocks of a peer could not be pulled. The receiver computes them itself.
+
+    `reason`: "stale" (the peer reused a block), "checksum", "gone" (the peer died or the connection
+    broke), "timeout", or "refused" (secret, layout, or the peer is not asked after failures).
+    """
+
+    reason: TransferFailure = "gone"
+
+    @classmethod
+    def of(cls, reason: TransferFailure, message: str, hint: str = "") -> TransferFailed:
+        """Make an error with its reason."""
+        error = cls(message, hint=hint)
+        error.reason = reason
+        return error
 
 
 class PlaneUnavailable(DynamoError, code="plane_away", retryable=True):

@@ -1,0 +1,12 @@
+"""The transfer plane: KV blocks between processes. Backends: `memory:`, `shm:`, `tcp:`, `auto`."""
+
+from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
+from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
+
+__all__ = [
+    "MemoryRegion",
+    "RegionDescriptor",
+    "RegionPeer",
+    "SlotRead",
+    "TransferPlane",
+]

@@ -1,0 +1,109 @@
+"""Memory that peers may read: `MemoryRegion`, its description in an instance record, and reads."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from array import array
+from contextlib import suppress
+from typing import Final, Self
+
+import msgspec
+
+PAGE_BYTES: Final = 4096
+GENERATION_BYTES: Final = 8
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SlotRead(msgspec.Struct, frozen=True, array_like=True):
+    """A slot to pull: slot `source` of the peer, while its number is `generation`, goes into slot
+    `target` of this process's region."""
+
+    source: int
+    generation: int
+    target: int
+
+
+class RegionDescriptor(msgspec.Struct, frozen=True):
+    """The data that a peer needs to pull from a region, in the instance record of the region's owner.
+
+    `layout` is a digest of everything that both ends must agree on: model, type and shape of the
+    blocks. `endpoints` are URLs by preference. `incarnation` identifies the process: another
+    process that has its address later is another peer.
+    """
+
+    slots: int
+    slot_bytes: int
+    layout: str
+    endpoints: tuple[str, ...]
+    incarnation: str
+
+
+class MemoryRegion:
+    """`slots` pieces of memory of `slot_bytes` each, and a generation number for each slot.
+
+    The owner adds 1 to the generation of a slot when the slot gets a new content's owner, before
+    its memory is written again. A peer reads the number before and after a copy and drops a copy
+    whose number changed. `generations` is a memoryview of format "Q". `address` is that of
+    `memory` in this process. Both lie in one memfd, so that a peer of this host can map them and
+    the kernel frees them with the last process. Pages exist from their first use on.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, fd: int, buffer: mmap.mmap | None) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.fd = fd
+        self._buffer = buffer
+        if buffer is None:
+            self.generations = memoryview(array("Q", [0]) * slots)
+            self.memory = memoryview(bytearray())
+            self.address = 0
+            return
+        start = memory_offset(slots)
+        whole = memoryview(buffer)
+        self.generations = whole[: slots * GENERATION_BYTES].cast("Q")
+        self.memory = whole[start : start + slots * slot_bytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + start
+
+    @classmethod
+    def allocate(cls, slots: int, slot_bytes: int, *, with_memory: bool = True) -> Self:
+        """Make a region. Without memory it has only generations, for the simulated cluster."""
+        if not with_memory:
+            return cls(slots, slot_bytes, -1, None)
+        size = memory_offset(slots) + slots * slot_bytes
+        fd = os.memfd_create("dynamo-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a peer's read cannot meet a missing page
+            return cls(slots, slot_bytes, fd, mmap.mmap(fd, size))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def has_memory(self) -> bool:
+        """False for a region of generations alone."""
+        return self._buffer is not None
+
+    def slot(self, index: int) -> memoryview:
+        """Return the memory of one slot."""
+        start = index * self.slot_bytes
+        return self.memory[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Give the memory back. Arrays over `memory` keep it until they are gone."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        with suppress(BufferError):
+            self.generations.release()
+            self.memory.release()
+            if self._buffer is not None:
+                self._buffer.close()
+
+
+def memory_offset(slots: int) -> int:
+    """Return where the slots begin in the memfd: after the generations, on a page."""
+    return -(-slots * GENERATION_BYTES // PAGE_BYTES) * PAGE_BYTES
