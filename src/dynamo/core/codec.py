@@ -39,6 +39,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True, array_like=True):
     choice: int = 0
     rank: int | None = None
     priority: int = 0
+    prefill: str = ""
 
 
 _decode_choice = msgspec.msgpack.Decoder(ChoiceRequest).decode
@@ -47,7 +48,9 @@ _decode_choice = msgspec.msgpack.Decoder(ChoiceRequest).decode
 def encode_choice(request: GenerateRequest) -> bytes:
     """Encode the part of `request` that its group does not share."""
     return _encode(
-        ChoiceRequest(request.request_id, request.choice, request.rank, request.priority)
+        ChoiceRequest(
+            request.request_id, request.choice, request.rank, request.priority, request.prefill
+        )
     )
 
 
@@ -83,6 +86,7 @@ def _join_choice(base: GenerateRequest, payload: bytes) -> GenerateRequest:
         choice=choice.choice,
         rank=choice.rank,
         priority=choice.priority,
+        prefill=choice.prefill,
     )
 
 

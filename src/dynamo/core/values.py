@@ -42,9 +42,9 @@ class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
 class RequestGroup:
     """The common part of the choices of one prompt, within a process.
 
-    Choices differ from `base` in request id, choice, rank and priority only. The other attributes
-    are computed for the first choice that needs them: the encoded base by dispatch, the block
-    hashes by the router, the prompt's content by the engine.
+    Choices differ from `base` in request id, choice, rank, priority and prefill only. The other
+    attributes are computed for the first choice that needs them: the encoded base by dispatch, the
+    block hashes by the router, the prompt's content by the engine.
     """
 
     __slots__ = ("base", "engine_prompt", "routing_prompt", "shared_payload")
@@ -76,6 +76,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
       penalties count output positions from there. `stops` counts only tokens still to generate.
     - `top_logprobs`: None = no logprobs, 0 = only those of the chosen tokens.
     - `rank`: the data-parallel rank of the worker that the router chose.
+    - `prefill`: id of the instance that computes the prompt. Empty: the worker itself does.
     - `group`: the other choices of the same prompt. None on the wire and for a single choice.
     """
 
@@ -91,6 +92,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0
     rank: int | None = None
     group: RequestGroup | None = None
+    prefill: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -142,8 +144,9 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     """The present load of an engine. `prefill_tokens`: prompt tokens still to compute.
 
-    `cached_blocks`: blocks with a content hash, in use or not. `ranks`: the load of each of several
-    data-parallel ranks.
+    `cached_blocks`: blocks with a content hash, in use or not. `arriving`: how many of `running`
+    wait for KV blocks from another worker. `ranks`: the load of each of several data-parallel
+    ranks.
     """
 
     running: int = 0
@@ -153,6 +156,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     total_blocks: int = 0
     steps: int = 0
     cached_blocks: int = 0
+    arriving: int = 0
     ranks: tuple[Load, ...] = ()
 
 

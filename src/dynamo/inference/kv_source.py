@@ -1,0 +1,79 @@
+"""`KvSource`: a place that supplies KV blocks of a prompt which this engine has not computed.
+
+A prefix cache is filled from sources. The scheduler allocates the blocks of a sequence and does not
+schedule it while its source fills them (`Arrival`). When the source ends or fails, the sequence
+runs on from what arrived, and the engine computes the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo.core.context import Context
+from dynamo.core.values import GenerateRequest, TokenLogprobs
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of an answer, sampled by the worker that computed the prompt.
+    `cached_tokens`: prompt tokens that the prefix cache of that worker supplied."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
+
+
+class Arrival(ABC):
+    """A sequence whose blocks a source fills.
+
+    - `first_block`: the number of leading blocks that this engine has in its own prefix cache.
+    - `block_ids`: the blocks of the prompt from `first_block` on, with the partial last one. The
+      arrival owns them until `KvSource.fill` has returned.
+    """
+
+    request: GenerateRequest
+    context: Context
+    first_block: int
+    block_ids: Sequence[int]
+
+    @property
+    @abstractmethod
+    def needs_blocks(self) -> bool:
+        """Whether the sequence goes on after the first token, so that its blocks are needed."""
+
+    @abstractmethod
+    def on_arrived(self, tokens: int) -> None:
+        """The KV of all positions before `tokens` is in the blocks and verified. `tokens` is the
+        end of a block or of the prompt."""
+
+    @abstractmethod
+    def on_first_token(self, first: FirstToken) -> bool:
+        """Deliver the first token at once. False: the answer has ended, and no block is needed."""
+
+
+class KvSource(ABC):
+    """Supplies the KV of a prompt, or a part of it."""
+
+    @abstractmethod
+    async def fill(self, arrival: Arrival) -> None:
+        """Fill the blocks of `arrival` from the front and report the progress to it.
+
+        Returns when nothing more will come. Raises `TransferFailed` or another `DynamoError` if the
+        source failed; what arrived before counts. After the return, the exception or a
+        cancellation, nothing writes into the blocks any more. A source ends by its own deadline.
+        """
+
+
+class PrefillSink(ABC):
+    """Receives the progress of a prompt that a prefill worker computes for another worker."""
+
+    @abstractmethod
+    def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
+        """The blocks `first`, `first + 1`, ... of the prompt are in these slots of the region. Their
+        content stays until the call ends. False: the caller is gone."""
+
+    @abstractmethod
+    def on_first_token(self, first: FirstToken) -> bool:
+        """The prompt is computed: every block was reported, and this is the first token."""
