@@ -105,11 +105,15 @@ def test_the_aggregated_graph_serves_http(start: Any, tiny_model: Path, root: st
 
 
 @pytest.mark.parametrize("root", ["Frontend", "Router", "PrefillWorker", "DecodeWorker"])
-def test_disaggregated_graphs_are_not_supported_yet(root: str) -> None:
-    completed = run(["serve", f"graphs.disagg:{root}", "-f", "/config/disagg.yaml"], LLM)
+def test_disaggregated_graphs_start_the_groups_of_the_file(root: str) -> None:
+    config = LLM.parents[1] / "configs" / "disagg.yaml"
+    completed = run(["serve", f"graphs.disagg:{root}", "-f", str(config), "--dry-run"], LLM)
 
-    assert completed.returncode == 2
-    assert "do not exist yet; graphs.agg:Frontend serves both" in completed.stderr
+    assert completed.returncode == 0, completed.stderr
+    rows = [line.split()[:2] for line in completed.stdout.splitlines()]
+    roles = ("prefill",) if root == "PrefillWorker" else ("decode", "prefill")
+    names = [f"{role}-worker-{number}" for role in roles for number in (1, 2)]
+    assert all([name, "1"] in rows for name in names)
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -238,7 +238,7 @@ def test_a_dry_run_lists_processes_and_planes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["graphs.disagg:Frontend"], "do not exist yet"),
+        (["graphs.disag:Frontend"], "did you mean 'graphs.disagg'?"),
         (["graphs.agg:Fronted"], "did you mean 'Frontend'?"),
         (["graphs.agg"], "write MODULE:Service"),
         (["graphs.agg:Frontend", "--AggregatedWorker.knd=mock"], "did you mean 'kind'?"),

@@ -132,7 +132,7 @@ def serve_http(
     from dynamo.telemetry.stderr import unblock_stderr
 
     as_json = settings.logging.format == "json"
-    names = served_model_names(settings) if settings.engine.workers else [REMOTE_MODELS_LABEL]
+    names = served_model_names(settings) if settings.worker_count else [REMOTE_MODELS_LABEL]
     bar = ProgressBar(unblock_stderr(), as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
     announce_ready = partial(log_announcement if as_json else announce, names)

@@ -88,13 +88,6 @@ def print_unused_settings(loaded: LoadedSettings) -> None:
     for key, note in loaded.notes.items():
         if note.endswith(SUBSTITUTE_NOTE) or note.startswith(INSECURE_NOTE):
             print(f"note: {key} ({loaded.origins[key]}) {note}", file=sys.stderr)
-    groups = [key for key in unused if key.endswith(".replicas")]
-    if groups:
-        verb = "is" if len(groups) == 1 else "are"
-        count = loaded.settings.engine.workers
-        text = f"{' and '.join(groups)} {verb} not in use yet; --workers sets the count ({count})"
-        print(f"note: {text}", file=sys.stderr)
-        unused = [key for key in unused if key not in groups]
     if unused:
         some = ", ".join(unused[:MAX_NAMED_SETTINGS]) + (
             ", ..." if len(unused) > MAX_NAMED_SETTINGS else ""

@@ -77,7 +77,7 @@ def dependencies(settings: Settings) -> Finding:
 def cores(settings: Settings) -> Finding:
     """Check the number of usable CPU cores."""
     usable = len(os.sched_getaffinity(0))
-    processes = settings.engine.workers + settings.server.http_workers
+    processes = settings.worker_count + settings.server.http_workers
     text = f"{usable} core{'s'[: usable > 1]} usable for {processes} processes"
     if usable < 2:
         return Finding("cores", "warn", text, "frontend and worker will share one core")

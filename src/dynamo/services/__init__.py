@@ -1,10 +1,19 @@
 """The ready-made services: their processes, and their classes for service graphs."""
 
-from dynamo.services.components import Frontend, Processor, Router, Worker
+from dynamo.services.components import (
+    DecodeWorker,
+    Frontend,
+    PrefillWorker,
+    Processor,
+    Router,
+    Worker,
+)
 from dynamo.services.deployment.launch import deployment_specs, run_child, serve
 
 __all__ = [
+    "DecodeWorker",
     "Frontend",
+    "PrefillWorker",
     "Processor",
     "Router",
     "Worker",

@@ -58,6 +58,21 @@ class Worker:
     """Runs the engine of a model."""
 
     dynamo_role: ClassVar[str] = "worker"
+    engine_role: ClassVar[str] = "both"
+
+
+@service()
+class PrefillWorker(Worker):
+    """Computes prompts for decode workers."""
+
+    engine_role: ClassVar[str] = "prefill"
+
+
+@service()
+class DecodeWorker(Worker):
+    """Computes answers, and prompts where no prefill worker does."""
+
+    engine_role: ClassVar[str] = "decode"
 
 
 def _not_running(request: dict[str, Any]) -> Any:

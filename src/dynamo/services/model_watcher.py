@@ -66,7 +66,7 @@ class ModelWatcher:
             runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
         )
         self._no_models_reason = (
-            NO_MODEL_ANNOUNCED if runtime.settings.engine.workers else NO_LOCAL_WORKERS
+            NO_MODEL_ANNOUNCED if runtime.settings.worker_count else NO_LOCAL_WORKERS
         )
         if self._no_models_reason is NO_LOCAL_WORKERS:
             log.warning(

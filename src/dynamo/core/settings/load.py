@@ -37,6 +37,17 @@ UNUSED_NOTE = "not in use yet"
 SUBSTITUTE_NOTE = "stands in"
 FRONTEND_REPLICAS_KEY = "frontend.replicas"
 HTTP_WORKERS_KEY = "server.http_workers"
+FLEXIBLE_WORKERS_KEY = "workers.flexible"
+WORKER_COUNTS = (
+    FLEXIBLE_WORKERS_KEY,
+    "workers.prefill.replicas",
+    "workers.decode.replicas",
+    "prefill_workers",
+    "decode_workers",
+)
+"""Settings that count workers instead of `engine.workers`."""
+BESIDE_GROUPS = "beside"
+"""Begins the origin of an `engine.workers` that is 0 since there are worker groups."""
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
@@ -71,9 +82,10 @@ def resolve_settings(
     ]
     layers, secret_notes = load_secret_files(layers, read_secret_file)
     derived, replica_notes = _replicas_as_http_workers(layers)
-    merged = merge_layers([*layers, derived], Settings)
+    layers, count_notes = _use_strongest_worker_counts(layers)
+    merged = merge_layers([*layers, derived, _workers_beside_groups(layers)], Settings)
     check_consistency(merged.settings, merged.origins)
-    notes = {**merged.notes, **secret_notes, **replica_notes}
+    notes = {**merged.notes, **secret_notes, **replica_notes, **count_notes}
     return replace(merged, notes=notes, services=parsed.services)
 
 
@@ -223,6 +235,41 @@ def _replicas_as_http_workers(
     derived = SourcedValue(replicas.raw, f"{FRONTEND_REPLICAS_KEY}, {replicas.origin}")
     note = f"number of processes that share the port: {HTTP_WORKERS_KEY}"
     return {HTTP_WORKERS_KEY: derived}, {FRONTEND_REPLICAS_KEY: note}
+
+
+def _use_strongest_worker_counts(
+    layers: Sequence[Mapping[str, SourcedValue]],
+) -> tuple[Sequence[Mapping[str, SourcedValue]], Mapping[str, str]]:
+    """Drop the counts of workers of all layers but the strongest that has one. Adds notes."""
+    keys = ("engine.workers", *WORKER_COUNTS)
+    strongest = next((layer for layer in layers if any(key in layer for key in keys)), {})
+    holds = ", ".join(key for key in keys if key in strongest)
+    kept: list[Mapping[str, SourcedValue]] = []
+    notes: dict[str, str] = {}
+    for layer in layers:
+        dropped = [key for key in keys if key in layer and layer is not strongest]
+        notes |= dict.fromkeys(dropped, f"{holds} is given and holds")
+        kept.append({key: value for key, value in layer.items() if key not in dropped})
+    return kept, notes
+
+
+def _workers_beside_groups(
+    layers: Sequence[Mapping[str, SourcedValue]],
+) -> Mapping[str, SourcedValue]:
+    """Derive `engine.workers` where other settings count the workers, and the mode of flexible
+    ones."""
+    given = {key: layer[key] for layer in reversed(layers) for key in WORKER_COUNTS if key in layer}
+    flexible = given.get(FLEXIBLE_WORKERS_KEY)
+    if flexible is not None:
+        origin = f"{FLEXIBLE_WORKERS_KEY}, {flexible.origin}"
+        mode = SourcedValue("flexible", origin)
+        return {
+            "engine.workers": SourcedValue(flexible.raw, origin),
+            "router.disaggregation.mode": mode,
+        }
+    if not any(source.raw for source in given.values()):
+        return {}
+    return {"engine.workers": SourcedValue(0, f"{BESIDE_GROUPS} {', '.join(given)}")}
 
 
 def _build_struct(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:

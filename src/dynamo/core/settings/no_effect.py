@@ -49,22 +49,13 @@ _CACHE = (
     _row("offload_targets", ("cpu",), "tiers below the engine's, fastest first", kind=_TARGETS),
 )
 _GROUP_TP = (".model_config.tensor_parallel_size",)
-_GROUP_BATCH = (".model_config.max_batch_size",)
 _WORKER_GROUP = (
-    _row("name", "", "name in logs and metrics"),
     _row("model", "", "model to serve; empty: `model.path`"),
-    _row("replicas", 0, "processes of the group; 0 in a list: one", ge=0),
     _row("tensor_parallel_size", 1, "devices that share every layer", ge=1, aliases=_GROUP_TP),
-    _row("max_batch_size", 0, "sequences in one batch; 0: default", ge=0, aliases=_GROUP_BATCH),
     *_under("resources", _RESOURCES),
     *_under("nixl", _NIXL),
     *_under("kv_cache", _CACHE),
     _row("kv_cache.block_size", 0, "tokens in one KV block; 0: `engine.block_size`", ge=0),
-)
-_DISAGGREGATION = (
-    _row("enable_conditional_disagg", True, "decide for each request; else always disaggregate"),
-    _row("prefill_length_threshold", 512, "shortest uncached prompt", unit="tokens", ge=0),
-    _row("queue_size_threshold", 10, "waiting prompts at which it stops", ge=0),
 )
 _QUANTIZATIONS = ("awq", "gptq", "squeezellm")
 _MODEL = (
@@ -90,7 +81,6 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
         _row("frontend.router_endpoint", "", "URL of a separate router; empty: in the frontend"),
         *_under("frontend.resources", _RESOURCES),
         *_under("router.resources", _RESOURCES),
-        *_under("router.disaggregation", _DISAGGREGATION),
         *_under("model", _MODEL),
         *_under("cache", _CACHE),
         *_under("workers.prefill", _WORKER_GROUP),

@@ -256,13 +256,24 @@ class Settings(SettingsSection, frozen=True):
     sampling: SamplingSettings = SamplingSettings()
     workers: WorkersSettings = WorkersSettings()
     prefill_workers: tuple[WorkerGroupSettings, ...] = setting(
-        (), "groups of workers that only compute prompts", unused=True
+        (), "groups of workers that only compute prompts"
     )
     decode_workers: tuple[WorkerGroupSettings, ...] = setting(
-        (), "groups of workers that only compute answers", unused=True
+        (), "groups of workers that compute answers"
     )
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()
     security: SecuritySettings = SecuritySettings()
     logging: LoggingSettings = LoggingSettings()
+
+    @property
+    def worker_count(self) -> int:
+        """Worker processes of all groups."""
+        groups = (self.workers.prefill, self.workers.decode)
+        listed = (*self.prefill_workers, *self.decode_workers)
+        return (
+            self.engine.workers
+            + sum(group.replicas for group in groups)
+            + sum(group.replicas or 1 for group in listed)
+        )

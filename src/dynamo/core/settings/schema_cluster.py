@@ -6,17 +6,52 @@ from dynamo.core.settings.declare import SettingsSection, setting
 
 
 class WorkerGroupSettings(SettingsSection, frozen=True):
-    """A group of equal workers. Both settings only serve to check that groups share no device."""
+    """A group of equal workers. `host` and `device_ids` only serve to check that groups share no
+    device: all groups start on this host."""
 
+    name: str = setting("", "name of the processes; empty: prefill-worker or decode-worker")
+    replicas: int = setting(0, "processes of the group; 0 in a list: one", ge=0)
+    max_batch_size: int = setting(
+        0,
+        "sequences in one batch; 0: `engine.max_num_seqs`",
+        ge=0,
+        aliases=(".model_config.max_batch_size",),
+    )
     host: str = setting("", "host of the group; groups of one host share no device", unused=True)
     device_ids: tuple[int, ...] = setting((), "numbers of the host's accelerators", unused=True)
 
 
-class WorkersSettings(SettingsSection, frozen=True):
-    """The worker groups of a deployment with one group of each kind."""
+class PrefillGroupSettings(WorkerGroupSettings, frozen=True):
+    """The group of workers that only compute prompts."""
 
-    prefill: WorkerGroupSettings = WorkerGroupSettings()
-    decode: WorkerGroupSettings = WorkerGroupSettings()
+    replicas: int = setting(
+        0, "workers that only compute prompts, for decode workers", flag="--prefill-workers", ge=0
+    )
+
+
+class DecodeGroupSettings(WorkerGroupSettings, frozen=True):
+    """The group of workers that compute answers."""
+
+    replicas: int = setting(
+        0,
+        "workers that compute answers, and prompts where no prefill worker does",
+        flag="--decode-workers",
+        ge=0,
+    )
+
+
+class WorkersSettings(SettingsSection, frozen=True):
+    """The worker groups of a deployment with one group of each kind. With groups, `engine.workers`
+    has no default."""
+
+    prefill: PrefillGroupSettings = PrefillGroupSettings()
+    decode: DecodeGroupSettings = DecodeGroupSettings()
+    flexible: int = setting(
+        0,
+        "workers that compute prompts for each other (router.disaggregation.mode flexible)",
+        flag="--flexible-workers",
+        ge=0,
+    )
 
 
 class FrontendSettings(SettingsSection, frozen=True):

@@ -16,6 +16,13 @@ class EngineSettings(SettingsSection, frozen=True):
         not_yet=tuple((kind, "") for kind in ENGINES.planned),
     )
     workers: int = setting(1, "worker processes", flag="--workers", ge=0)
+    role: str = setting(
+        "both",
+        "what the workers compute: prompts for other workers (prefill), answers (decode), or both; "
+        "`dynamo roles` changes it while a worker serves",
+        flag="--role",
+        choices=("both", "prefill", "decode"),
+    )
     labels: str = setting(
         "",
         "labels for the header x-dynamo-labels of requests, e.g. zone=a,gpu=h100",

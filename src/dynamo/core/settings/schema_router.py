@@ -73,6 +73,36 @@ class LoadBalancingSettings(SettingsSection, frozen=True):
     )
 
 
+class DisaggregationSettings(SettingsSection, frozen=True):
+    """Prefill and decode of one request on different workers."""
+
+    mode: str = setting(
+        "auto",
+        "which prompts a prefill worker computes. off: none; always: all; thresholds: those with "
+        "more uncached tokens than prefill_length_threshold while fewer than "
+        "queue_size_threshold wait; predicted: those for which that costs less time; flexible: "
+        "the same, and every worker with both roles may be the other one's prefill worker. auto: "
+        "predicted where workers have one role, flexible with --flexible-workers, else off. Only "
+        "mode kv predicts; in other modes predicted and flexible are always",
+        flag="--disagg",
+        choices=("auto", "off", "always", "thresholds", "predicted", "flexible"),
+        reload=True,
+    )
+    enable_conditional_disagg: bool = setting(
+        True, "decide for each request; else `auto` is always", reload=True
+    )
+    prefill_length_threshold: int = setting(
+        512,
+        "thresholds: largest uncached prompt of decode workers",
+        unit="tokens",
+        ge=0,
+        reload=True,
+    )
+    queue_size_threshold: int = setting(
+        10, "thresholds: waiting prompts at which decode workers compute theirs", ge=0, reload=True
+    )
+
+
 class RouterSettings(SettingsSection, frozen=True):
     """The choice of a worker for each request."""
 
@@ -176,3 +206,4 @@ class RouterSettings(SettingsSection, frozen=True):
     )
     routing_strategy: RoutingStrategySettings = RoutingStrategySettings()
     load_balancing: LoadBalancingSettings = LoadBalancingSettings()
+    disaggregation: DisaggregationSettings = DisaggregationSettings()

@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
+from dynamo.services.deployment.worker_groups import ProcessGroup, answering_groups, worker_groups
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -87,22 +87,32 @@ def run_child(role: str) -> int:
 
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
-    """Return the processes in stop order: frontends, router processes, workers."""
-    counts = {
-        "frontend": settings.server.http_workers,
-        "router": settings.router.replicas,
-        "worker": settings.engine.workers,
-    }
+    """Return the processes in stop order: frontends, router processes, workers. Raises
+    `ConfigError` if no worker computes answers."""
+    groups = [
+        ProcessGroup("frontend", "frontend", settings.server.http_workers, settings),
+        ProcessGroup("router", "router", settings.router.replicas, settings),
+        *answering_groups(settings),
+    ]
+    return _group_specs(groups)
+
+
+def worker_specs(settings: Settings) -> list[ChildSpec]:
+    """Return the workers only, for frontends that run elsewhere."""
+    return _group_specs(worker_groups(settings))
+
+
+def _group_specs(groups: Sequence[ProcessGroup]) -> list[ChildSpec]:
     return [
         ChildSpec(
-            role=role,
+            role=group.role,
             name=name,
-            settings=settings,
+            settings=group.settings,
             stop_order=order,
-            needs_preparation=role == "worker",
+            needs_preparation=group.role == "worker",
         )
-        for order, (role, count) in enumerate(filter(itemgetter(1), counts.items()))
-        for name in replica_names(role, count)
+        for order, group in enumerate(group for group in groups if group.replicas)
+        for name in replica_names(group.name, group.replicas)
     ]
 
 
@@ -166,11 +176,6 @@ def check_open_files(processes: int) -> None:
             hint="raise the hard limit: LimitNOFILE in a systemd unit, or as root "
             f"`ulimit -Hn {max(needed, DEFAULT_OPEN_FILES)}`",
         )
-
-
-def worker_specs(settings: Settings) -> list[ChildSpec]:
-    """Return the workers only, for frontends that run elsewhere."""
-    return [spec for spec in deployment_specs(settings) if spec.role == "worker"]
 
 
 def with_port_and_deployment(settings: Settings, port: int, deployment: str = "") -> Settings:

@@ -11,11 +11,19 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
+from dynamo.core.settings.load import BESIDE_GROUPS
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
 from dynamo.sdk.decorators import builtin_service, role_of, spec_of
-from dynamo.services.components import Frontend, Processor, Router, Worker
+from dynamo.services.components import (
+    DecodeWorker,
+    Frontend,
+    PrefillWorker,
+    Processor,
+    Router,
+    Worker,
+)
 from dynamo.services.deployment.launch import replica_names
 from dynamo.services.deployment.service_options import (
     LoadSettings,
@@ -25,8 +33,9 @@ from dynamo.services.deployment.service_options import (
     user_service_section,
 )
 from dynamo.services.deployment.user_service import UserServiceSpec
+from dynamo.services.deployment.worker_groups import role_groups
 
-READY_MADE_SERVICES = (Frontend, Processor, Router, Worker)
+READY_MADE_SERVICES = (Frontend, Processor, Router, Worker, PrefillWorker, DecodeWorker)
 FRONTEND_ROLES = ("frontend", "processor", "router")
 """Roles that share one process, except for router processes and a processor with `--only`."""
 Role = Literal["frontend", "processor", "router", "worker", "service"]
@@ -41,11 +50,12 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     settings: Settings
     section: dict[str, Any] = {}
     resources: Mapping[str, Any] = {}
+    group: str = ""
 
     @property
     def name(self) -> str:
         """The name of the processes, before the replica number."""
-        return str(self.services[0].__name__)
+        return self.group or str(self.services[0].__name__)
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
@@ -100,9 +110,10 @@ def plan_deployment(
     if settings.router.replicas:
         front = [service for service in front if role_of(service) != "router"]
     processes = [
-        _plan_process(service, base, load, options, shared)
+        process
         for service in selected
         if role_of(service) not in FRONTEND_ROLES
+        for process in _plan_processes(service, base, load, options, shared)
     ]
     routers = [service for service in selected if role_of(service) == "router"]
     if settings.router.replicas and (routers or not only):
@@ -171,25 +182,21 @@ def _standalone_router_settings(
     return settings
 
 
-def _plan_process(
+def _plan_processes(
     service: type[Any],
     base: LoadedSettings,
     load: LoadSettings,
     flags: ServiceOptions,
     shared: Mapping[str, SourcedValue],
-) -> ProcessPlan:
+) -> Sequence[ProcessPlan]:
     spec = spec_of(service)
     if role_of(service):
         own = ready_made_settings([service], base, flags)
-        loaded = load({**shared, **own})
-        workers = loaded.settings.engine.workers
-        if loaded.origins["engine.workers"] == "default":
-            workers = spec.workers
-        return ProcessPlan("worker", (service,), workers, loaded.settings, resources=spec.resources)
+        return _plan_workers(service, load({**shared, **own}))
     section = user_service_section(service, base.services, flags)
     args = parse_service_args(service, section)
     build_config(service, section)
-    return ProcessPlan(
+    process = ProcessPlan(
         "service",
         (service,),
         args.workers or spec.workers,
@@ -197,6 +204,31 @@ def _plan_process(
         section,
         spec.resources if args.resources is None else args.resources,
     )
+    return (process,)
+
+
+def _plan_workers(service: type[Any], loaded: LoadedSettings) -> Sequence[ProcessPlan]:
+    """Plan the workers of a class: those of the settings' groups with its role, else one group."""
+    spec, settings = spec_of(service), loaded.settings
+    role = service.engine_role
+    if groups := list(role_groups(settings, role)):
+        return [
+            ProcessPlan(
+                "worker",
+                (service,),
+                group.replicas,
+                group.settings,
+                resources=spec.resources,
+                group=group.name,
+            )
+            for group in groups
+        ]
+    workers, origin = settings.engine.workers, loaded.origins["engine.workers"]
+    if origin == "default" or origin.startswith(BESIDE_GROUPS):
+        workers = spec.workers
+    if role != "both":
+        settings = replace(settings, engine=replace(settings.engine, role=role))
+    return (ProcessPlan("worker", (service,), workers, settings, resources=spec.resources),)
 
 
 def _check_ready_made(service: type[Any]) -> None:

@@ -17,10 +17,6 @@ from dynamo.sdk.decorators import is_service, nearest_name_hint
 from dynamo.sdk.serving import start_service
 
 USER_SERVICE_ROLE = "service"
-DISAGGREGATED = "disagg"
-DISAGGREGATED_HINT = (
-    "disaggregated prefill and decode workers do not exist yet; graphs.agg:Frontend serves both"
-)
 
 
 class UserServiceSpec(msgspec.Struct, frozen=True):
@@ -99,8 +95,6 @@ def _import_error(name: str, error: Exception) -> ConfigError:
 
 def _suggest_modules(name: str, folder: Path) -> str:
     """Return a hint for a module that does not exist."""
-    if DISAGGREGATED in name:
-        return DISAGGREGATED_HINT
     packages = name.split(".")[:-1]
     package_folder = folder.joinpath(*packages)
     modules = sorted(package_folder.glob("*.py"))
