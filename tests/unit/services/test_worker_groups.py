@@ -11,8 +11,8 @@ from dynamo.services.deployment.launch import deployment_specs
 
 
 def load(flags: dict[str, object], text: str = "version: 1\n") -> LoadedSettings:
-    given = {key: SourcedValue(value, f"flag {key}") for key, value in flags.items()}
-    return resolve_settings(given, document=(text, "a.yaml"))
+    values = {key: SourcedValue(value, f"flag {key}") for key, value in flags.items()}
+    return resolve_settings(values, document=(text, "a.yaml"))
 
 
 def processes(loaded: LoadedSettings) -> list[tuple[str, str, int]]:

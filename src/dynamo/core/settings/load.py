@@ -244,13 +244,13 @@ def _use_strongest_worker_counts(
     keys = ("engine.workers", *WORKER_COUNTS)
     strongest = next((layer for layer in layers if any(key in layer for key in keys)), {})
     holds = ", ".join(key for key in keys if key in strongest)
-    kept: list[Mapping[str, SourcedValue]] = []
+    remaining: list[Mapping[str, SourcedValue]] = []
     notes: dict[str, str] = {}
     for layer in layers:
         dropped = [key for key in keys if key in layer and layer is not strongest]
         notes |= dict.fromkeys(dropped, f"{holds} is given and holds")
-        kept.append({key: value for key, value in layer.items() if key not in dropped})
-    return kept, notes
+        remaining.append({key: value for key, value in layer.items() if key not in dropped})
+    return remaining, notes
 
 
 def _workers_beside_groups(
@@ -258,8 +258,10 @@ def _workers_beside_groups(
 ) -> Mapping[str, SourcedValue]:
     """Derive `engine.workers` where other settings count the workers, and the mode of flexible
     ones."""
-    given = {key: layer[key] for layer in reversed(layers) for key in WORKER_COUNTS if key in layer}
-    flexible = given.get(FLEXIBLE_WORKERS_KEY)
+    counts = {
+        key: layer[key] for layer in reversed(layers) for key in WORKER_COUNTS if key in layer
+    }
+    flexible = counts.get(FLEXIBLE_WORKERS_KEY)
     if flexible is not None:
         origin = f"{FLEXIBLE_WORKERS_KEY}, {flexible.origin}"
         mode = SourcedValue("flexible", origin)
@@ -267,9 +269,9 @@ def _workers_beside_groups(
             "engine.workers": SourcedValue(flexible.raw, origin),
             "router.disaggregation.mode": mode,
         }
-    if not any(source.raw for source in given.values()):
+    if not any(source.raw for source in counts.values()):
         return {}
-    return {"engine.workers": SourcedValue(0, f"{BESIDE_GROUPS} {', '.join(given)}")}
+    return {"engine.workers": SourcedValue(0, f"{BESIDE_GROUPS} {', '.join(counts)}")}
 
 
 def _build_struct(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
-from dynamo.services.deployment.worker_groups import ProcessGroup, answering_groups, worker_groups
+from dynamo.services.deployment.worker_groups import ReplicaGroup, answering_groups, worker_groups
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,8 @@ def deployment_specs(settings: Settings) -> list[ChildSpec]:
     """Return the processes in stop order: frontends, router processes, workers. Raises
     `ConfigError` if no worker computes answers."""
     groups = [
-        ProcessGroup("frontend", "frontend", settings.server.http_workers, settings),
-        ProcessGroup("router", "router", settings.router.replicas, settings),
+        ReplicaGroup("frontend", "frontend", settings.server.http_workers, settings),
+        ReplicaGroup("router", "router", settings.router.replicas, settings),
         *answering_groups(settings),
     ]
     return _group_specs(groups)
@@ -102,7 +102,7 @@ def worker_specs(settings: Settings) -> list[ChildSpec]:
     return _group_specs(worker_groups(settings))
 
 
-def _group_specs(groups: Sequence[ProcessGroup]) -> list[ChildSpec]:
+def _group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
     return [
         ChildSpec(
             role=group.role,

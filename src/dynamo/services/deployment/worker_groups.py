@@ -12,7 +12,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 
 
-class ProcessGroup(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """`replicas` equal processes, which run the service of `role` with `settings`."""
 
     role: str
@@ -21,17 +21,17 @@ class ProcessGroup(NamedTuple):
     settings: Settings
 
 
-def worker_groups(settings: Settings) -> Sequence[ProcessGroup]:
+def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
     """Return the groups of workers that the settings name."""
     groups = [
         *role_groups(settings, "prefill"),
         *role_groups(settings, "decode"),
-        ProcessGroup("worker", "worker", settings.engine.workers, settings),
+        ReplicaGroup("worker", "worker", settings.engine.workers, settings),
     ]
     return [group for group in groups if group.replicas]
 
 
-def answering_groups(settings: Settings) -> Sequence[ProcessGroup]:
+def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
     """Return the groups of workers. Raises `ConfigError` if none of them computes answers."""
     groups = worker_groups(settings)
     if groups and all(group.settings.engine.role == "prefill" for group in groups):
@@ -42,8 +42,8 @@ def answering_groups(settings: Settings) -> Sequence[ProcessGroup]:
     return groups
 
 
-def role_groups(settings: Settings, role: str) -> Iterator[ProcessGroup]:
-    """Yield the groups of workers with only that role. Those of a list have at least one."""
+def role_groups(settings: Settings, role: str) -> Iterator[ReplicaGroup]:
+    """Yield the groups of workers with only that role. A group of a list has at least one process."""
     groups_by_role: Mapping[str, Sequence[WorkerGroupSettings]] = {
         "prefill": (settings.workers.prefill, *settings.prefill_workers),
         "decode": (settings.workers.decode, *settings.decode_workers),
@@ -54,4 +54,4 @@ def role_groups(settings: Settings, role: str) -> Iterator[ProcessGroup]:
         engine = replace(settings.engine, role=role, max_num_seqs=sequences)
         if replicas := group.replicas or min(index, 1):
             name = group.name or f"{role}-worker"
-            yield ProcessGroup("worker", name, replicas, replace(settings, engine=engine))
+            yield ReplicaGroup("worker", name, replicas, replace(settings, engine=engine))
