@@ -132,6 +132,18 @@ EVENT_BACKENDS = PluginTable(
 )
 """URL scheme to a class with `async open(url, directory, options) -> Events`."""
 
+TRANSFER_BACKENDS = PluginTable(
+    "transfer backend",
+    "dynamo.planes.transfer",
+    {
+        "auto": "dynamo.communication.transfer.auto:AutoTransfer",
+        "shm": "dynamo.communication.transfer.shm:ShmTransfer",
+        "tcp": "dynamo.communication.transfer.tcp:TcpTransfer",
+        "memory": "dynamo.communication.transfer.memory:MemoryTransfer",
+    },
+)
+"""URL scheme to a class with `async open(url, options, clock, metrics) -> TransferPlane`."""
+
 ROUTER_MODES = PluginTable(
     "router mode",
     "dynamo.router.modes",

@@ -1,6 +1,6 @@
 """The transfer plane: KV blocks between processes. Backends: `memory:`, `shm:`, `tcp:`, `auto`."""
 
-from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
+from dynamo.communication.transfer.plane import RegionPeer, TransferPlane, open_transfer
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
 
 __all__ = [
@@ -9,4 +9,5 @@ __all__ = [
     "RegionPeer",
     "SlotRead",
     "TransferPlane",
+    "open_transfer",
 ]

@@ -27,7 +27,7 @@ class SlotRead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True):
-    """The data that a peer needs to pull from a region, in the instance record of the region's owner.
+    """The data by which a peer pulls from a region. The owner puts it into its instance record.
 
     `layout` is a digest of everything that both ends must agree on: model, type and shape of the
     blocks. `endpoints` are URLs by preference. `incarnation` identifies the process: another

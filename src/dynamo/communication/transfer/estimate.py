@@ -1,0 +1,106 @@
+"""Learnt speed of a peer, and the breaker that spares a failing one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+SMALL_PULL_BYTES: Final = 64 << 10
+"""Pulls up to this size measure the latency, larger ones the bandwidth."""
+LEARNING_RATE: Final = 0.25
+FULL_SAMPLE_BYTES: Final = 4 << 20
+"""A sample of this size counts fully, a smaller one in proportion."""
+
+FAILURE_THRESHOLD: Final = 3
+INITIAL_OPEN_S: Final = 1.0
+MAX_OPEN_S: Final = 30.0
+
+
+class TransferEstimate:
+    """Latency and bandwidth of a peer, learnt from its pulls, and the bytes in front of a new one.
+
+    While several pulls overlap, their bytes are counted against the time in which any was running.
+    """
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self.pending_bytes = 0
+        self._pulls = 0
+        self._done_bytes = 0
+        self._since_s = 0.0
+
+    def start(self, size_bytes: int, now: float) -> None:
+        """Count a pull that starts."""
+        if not self._pulls:
+            self._since_s, self._done_bytes = now, 0
+        self._pulls += 1
+        self.pending_bytes += size_bytes
+
+    def finish(self, size_bytes: int, now: float, *, completed: bool) -> None:
+        """Count the end of a pull. A failed one teaches nothing."""
+        self._pulls -= 1
+        self.pending_bytes -= size_bytes
+        if not completed:
+            self._since_s, self._done_bytes = now, 0
+            return
+        self._done_bytes += size_bytes
+        elapsed_s = now - self._since_s
+        if self._done_bytes <= SMALL_PULL_BYTES:
+            if not self._pulls:
+                self.latency_s += LEARNING_RATE * (elapsed_s - self.latency_s)
+            return
+        moving_s = max(elapsed_s - self.latency_s, 0.1 * elapsed_s, 1e-6)
+        weight = LEARNING_RATE * min(1.0, self._done_bytes / FULL_SAMPLE_BYTES)
+        self.bytes_per_s += weight * (self._done_bytes / moving_s - self.bytes_per_s)
+        self._since_s, self._done_bytes = now, 0
+
+    def predict_s(self, size_bytes: int) -> float:
+        """Predict the seconds of a pull that starts now."""
+        return self.latency_s + (self.pending_bytes + size_bytes) / self.bytes_per_s
+
+
+class PeerBreaker:
+    """Stops pulls from a peer for a while after repeated failures.
+
+    `FAILURE_THRESHOLD` failures in a row open the breaker. After `open_s` seconds it lets a single
+    pull pass: a success closes it, a failure opens it for twice as long.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._last_failure_s = 0.0
+        self._open_until_s = 0.0
+        self._open_s = 0.0
+        self._trial_running = False
+
+    def is_open(self, now: float) -> bool:
+        """Whether a pull that starts now would be refused."""
+        return bool(self._open_s) and (self._trial_running or now < self._open_until_s)
+
+    def start(self, now: float) -> bool:
+        """Register a pull. False: the peer must not be asked now."""
+        if not self._open_s:
+            return True
+        if self.is_open(now):
+            return False
+        self._trial_running = True
+        return True
+
+    def on_success(self) -> None:
+        """Close the breaker after a pull that the peer answered."""
+        self._failures, self._open_s, self._trial_running = 0, 0.0, False
+
+    def on_failure(self, started_s: float, now: float) -> None:
+        """Count a failed pull. Pulls that ran when another failed are part of that failure."""
+        if not self._trial_running and self._failures and started_s < self._last_failure_s:
+            return
+        self._failures += 1
+        self._last_failure_s = now
+        if self._trial_running or self._failures >= FAILURE_THRESHOLD:
+            self._open_s = min(max(2 * self._open_s, INITIAL_OPEN_S), MAX_OPEN_S)
+            self._open_until_s = now + self._open_s
+            self._trial_running = False
+
+    def on_cancelled(self) -> None:
+        """Let another pull be the trial: a cancelled one proved nothing."""
+        self._trial_running = False
