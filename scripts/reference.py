@@ -293,7 +293,7 @@ ROUTES = {
     "/router/explain": "the last routing decisions (/router needs mode `kv` or `adaptive`)",
     "/router/explain/": "all decisions for a request; its id (x-request-id) follows",
     "/router/report": "a report on the quality of routing; `?seconds=N` for the last N seconds",
-    "/router/timeline": "a sample of every worker per second; `?since=UNIX`",
+    "/router/timeline": "every worker's cache and load over time; `?since=UNIX`, `?seconds=N`",
     "/router/view": "the report and the timeline as a page",
 }
 

@@ -24,7 +24,7 @@ def _page_template() -> bytes:
 
 
 def render_page(data: bytes, *, live: bool) -> bytes:
-    """Return the HTML page with `data` inside, a JSON object with `samples` and perhaps `report`.
+    """Return the HTML page with `data` inside, a JSON object with `timeline` and perhaps `report`.
 
     A `live` page polls its server for newer samples.
     """
@@ -48,7 +48,7 @@ class RoutingSource(Protocol):
     def records_decisions(self) -> bool: ...
     async def explain(self, request_id: str) -> Sequence[Any]: ...
     async def report(self, seconds: float | None = None) -> Any: ...
-    async def samples(self, since: float = 0.0) -> Sequence[Any]: ...
+    async def timeline(self, since: float = 0.0, seconds: float | None = None) -> Any: ...
 
 
 class RoutingHandler:
@@ -91,17 +91,20 @@ class RoutingHandler:
         _send_json(exchange, await self._source.report(seconds))
 
     async def timeline(self, exchange: Exchange) -> None:
-        """GET /router/timeline?since=UNIX: samples of all workers after a Unix time."""
+        """GET /router/timeline: series of all workers, of the last 15 minutes, after the Unix time
+        `since`, or of the last `seconds`."""
         self._require_decisions()
         since = _query_number(exchange, "since") or 0.0
-        _send_json(exchange, {"samples": await self._source.samples(since)})
+        seconds = _query_number(exchange, "seconds")
+        _send_json(exchange, await self._source.timeline(since, seconds))
 
     async def view(self, exchange: Exchange) -> None:
-        """GET /router/view: samples and report as a page that updates itself."""
+        """GET /router/view: timeline and report as a page that updates itself."""
         self._require_decisions()
-        samples = await self._source.samples()
+        timeline = await self._source.timeline()
         report = await self._source.report(VIEW_REPORT_S)
-        body = render_page(msgspec.json.encode({"samples": samples, "report": report}), live=True)
+        data = msgspec.json.encode({"timeline": timeline, "report": report})
+        body = render_page(data, live=True)
         exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)
 
     def _require_decisions(self) -> None:

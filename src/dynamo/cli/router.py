@@ -99,23 +99,20 @@ def _print_report(args: argparse.Namespace) -> int:
 
 def _write_view(args: argparse.Namespace) -> int:
     from dynamo.application.routing import render_page
-    from dynamo.operations.router_plot import draw_router_samples
+    from dynamo.operations.router_plot import draw_timeline
 
     check_writable(args.html, args.picture)
     client = make_router_client(args)
-    samples = client.samples()
-    if args.seconds is not None and samples:
-        start = samples[-1]["at"] - args.seconds
-        samples = [sample for sample in samples if sample["at"] >= start]
+    timeline = client.timeline(args.seconds)
     if args.json:
-        print(msgspec.json.encode(samples).decode())
+        print(msgspec.json.encode(timeline).decode())
         return 0
     if args.picture:
-        draw_router_samples(samples, args.picture)
+        draw_timeline(timeline, args.picture)
         print(f"wrote {args.picture}")
     if args.html or not args.picture:
         path = args.html or DEFAULT_HTML_FILE
-        data = msgspec.json.encode({"samples": samples, "report": client.report(args.seconds)})
+        data = msgspec.json.encode({"timeline": timeline, "report": client.report(args.seconds)})
         write_file(path, render_page(data, live=False))
         print(f"wrote {path}")
     return 0

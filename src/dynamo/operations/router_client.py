@@ -53,9 +53,10 @@ class RouterClient:
         query = "" if seconds is None else f"?seconds={seconds:g}"
         return self._get_json(f"/router/report{query}", "aggregated_metrics")
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Fetch the samples of every worker over time."""
-        return self._get_json("/router/timeline", "samples")["samples"]  # type: ignore[no-any-return]
+    def timeline(self, seconds: float | None = None) -> dict[str, Any]:
+        """Fetch the series of every worker of the last `seconds`, at most 15 minutes."""
+        query = "" if seconds is None else f"?seconds={seconds:g}"
+        return self._get_json(f"/router/timeline{query}", "workers")
 
     def _get_json(self, path: str, part: str) -> dict[str, Any]:
         """Fetch the JSON object at `path`, which must have the key `part`."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
-from dynamo.core.errors import DECODE_ERRORS, DynamoError
+from dynamo.core.errors import DECODE_ERRORS, DynamoError, ProtocolError
 from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -21,7 +21,12 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation, http_request_id
-from dynamo.scheduling.router.explain.timeline import TimelineSample, WorkerSample
+from dynamo.scheduling.router.explain.timeline import TimelineSample
+from dynamo.scheduling.router.explain.timeline_series import (
+    DeploymentTimeline,
+    merge_samples,
+    series_by_worker,
+)
 from dynamo.services.routing import ProcessRouting
 
 log = logging.getLogger(__name__)
@@ -45,13 +50,13 @@ class RecordsQuery(msgspec.Struct, frozen=True, tag="records"):
     end: float
 
 
-class SamplesQuery(msgspec.Struct, frozen=True, tag="samples"):
+class TimelineQuery(msgspec.Struct, frozen=True, tag="timeline"):
     """The samples after a Unix time."""
 
     since: float
 
 
-RoutingQuery = ExplanationQuery | RecordsQuery | SamplesQuery
+RoutingQuery = ExplanationQuery | RecordsQuery | TimelineQuery
 MAX_RECENT_REQUESTS = 50
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -100,13 +105,21 @@ class RoutingQueries:
             build_report, records, collector, None if seconds is None else (start, now)
         )
 
-    async def samples(self, since: float = 0.0) -> list[TimelineSample]:
-        """Return the samples of all workers after a Unix time, oldest first."""
-        own = self._routing.timeline.samples_since(since)
-        return merge_samples(await self._gather(SamplesQuery(since), own, list[TimelineSample]))
+    async def timeline(
+        self, since: float = 0.0, seconds: float | None = None
+    ) -> DeploymentTimeline:
+        """Return the samples of all workers after a Unix time, or of the last `seconds`."""
+        clock = self._runtime.clock
+        after = since if seconds is None else max(since, clock.wall() - seconds)
+        own = self._routing.timeline.samples_since(after)
+        samples = await self._gather(TimelineQuery(after), own, list[TimelineSample])
+        return await clock.offload(lambda: series_by_worker(merge_samples(samples)))
 
     async def _handle_query(self, payload: bytes, out: ResponseWriter) -> None:
-        query = _decode_query(payload)
+        try:
+            query = _decode_query(payload)
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"the payload is not a query for routing data: {error}") from error
         routing = self._routing
         if isinstance(query, ExplanationQuery):
             out.send(_encode(self._local_explanations(query.request_id)))
@@ -176,25 +189,3 @@ def build_report(
     """Return a report on the records of several processes, with this collector's alerts."""
     ordered = sorted(records, key=lambda record: record.timestamp)
     return collector.with_records(ordered).report(time_range)
-
-
-def merge_samples(samples: Sequence[TimelineSample]) -> list[TimelineSample]:
-    """Merge the samples of each moment: the fullest load report, the sum of sent requests."""
-    merged: dict[float, TimelineSample] = {}
-    for sample in sorted(samples, key=lambda sample: sample.at):
-        other = merged.get(sample.at)
-        merged[sample.at] = sample if other is None else _merge_pair(other, sample)
-    return list(merged.values())
-
-
-def _merge_pair(first: TimelineSample, second: TimelineSample) -> TimelineSample:
-    workers = dict(first.workers)
-    for name, sample in second.workers.items():
-        other = workers.get(name)
-        workers[name] = sample if other is None else _merge_worker_samples(other, sample)
-    return TimelineSample(first.at, first.waiting + second.waiting, workers)
-
-
-def _merge_worker_samples(first: WorkerSample, second: WorkerSample) -> WorkerSample:
-    fullest = max(first, second, key=lambda sample: (sample.total_blocks, bool(sample.view)))
-    return replace(fullest, sent=first.sent + second.sent, routed=first.routed + second.routed)

@@ -1,4 +1,4 @@
-"""The recorder: counters, samples, prefix history; and the router messages."""
+"""The recorder: counters, prefix history; and the router messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.core.clock import SystemClock
-from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.explain.recorder import PrefixHistory, RoutingRecorder
-from dynamo.scheduling.router.explain.timeline import RoutingTimeline
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
@@ -75,22 +74,6 @@ def test_cancelled_requests_and_draining_workers_are_no_failures() -> None:
         recorder.on_decision(request(str(number)), decided)
         recorder.on_outcome(request(str(number)), decided, Outcome(None, 0.2, 0, 128, 0, error))
     assert recorder.collector.report().raw_data_summary["failed"] == 1
-
-
-def test_samples_hold_load_reports_and_routed_requests() -> None:
-    recorder = RoutingRecorder(SystemClock(), Registry())
-    timeline = RoutingTimeline(recorder, max_samples=2)
-    recorder.on_decision(request(), decision([]))
-    load = Load(running=3, cached_blocks=7, total_blocks=10)
-    for at in (1.0, 2.0, 3.0):
-        timeline.record(at, ["w1", "w2"], {"w1": load}, views={"w1": "exact"}, waiting=4)
-    assert [sample.at for sample in timeline.samples_since()] == [2.0, 3.0]
-    (last,) = timeline.samples_since(2.0)
-    assert last.waiting == 4
-    assert (last.workers["w1"].cached_blocks, last.workers["w1"].sent) == (7, 1)
-    assert (last.workers["w1"].routed, last.workers["w2"].view) == (0, "")
-    timeline.record(4.0, ["w2"], {}, views={}, waiting=0)
-    assert not recorder.routed_requests
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=20), st.integers(1, 4))

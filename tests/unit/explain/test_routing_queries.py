@@ -5,9 +5,8 @@ from __future__ import annotations
 from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation
-from dynamo.scheduling.router.explain.timeline import TimelineSample, WorkerSample
 from dynamo.scheduling.router.policy import Candidate, Outcome
-from dynamo.services.routing_queries import build_report, merge_explanations, merge_samples
+from dynamo.services.routing_queries import build_report, merge_explanations
 
 OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
 COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
@@ -62,24 +61,6 @@ def test_attempts_and_choices_are_separate_and_in_order() -> None:
         (2.5, "w1", 1),
         (3.0, "w2", 0),
     ]
-
-
-def test_samples_of_one_time_are_merged() -> None:
-    router = TimelineSample(
-        10.0, 2, {"w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact")}
-    )
-    frontend = TimelineSample(10.0, 0, {"w1": WorkerSample(sent=3, routed=2), "w2": WorkerSample()})
-    later = TimelineSample(11.0, 0, {"w1": WorkerSample(sent=1)})
-    first, second = merge_samples([later, frontend, router])
-    assert first == TimelineSample(
-        10.0,
-        2,
-        {
-            "w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact", sent=3, routed=2),
-            "w2": WorkerSample(),
-        },
-    )
-    assert second is later
 
 
 def test_a_report_covers_the_records_of_all_processes() -> None:

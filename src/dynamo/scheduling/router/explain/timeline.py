@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
 from dynamo.core.values import Load
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 
 SAMPLE_INTERVAL_S = 1.0
-MAX_SAMPLES = 900
+KEPT_S = 900.0
+RECENT_S = 15.0
+"""All samples of the last seconds are kept. Older ones are kept at multiples of a step."""
+STEPS_S = (1, 5, 10, 30, 60, 300)
+"""Steps between older samples. Each divides the next, so that processes keep the same times."""
+MAX_WORKER_SAMPLES = 24_000
+"""Samples times workers. A larger fleet has fewer old samples: 512 workers have one in 30 s."""
 
+VIEWS = ("", "exact", "stale", "approximate", NO_PREFIX_CACHE)
+"""Cache views by their number in samples, best first."""
+LOAD_COLUMNS = (
+    "cached_blocks", "active_blocks", "total_blocks", "running", "waiting", "prefill_tokens",
+)  # fmt: skip
+"""Columns of `Load`."""
+COUNT_COLUMNS = ("sent", "routed")
+"""`sent`: requests of this router at the worker. `routed`: requests routed to the worker since the
+sample before."""
+COLUMN_COUNT = 1 + len(LOAD_COLUMNS) + len(COUNT_COLUMNS)
 
-class WorkerSample(msgspec.Struct, frozen=True):
-    """A worker at one time. Blocks, requests and prefill tokens come from its load report.
-    `sent`: requests of this router at the worker. `routed`: requests since the last sample."""
-
-    cached_blocks: int = 0
-    active_blocks: int = 0
-    total_blocks: int = 0
-    running: int = 0
-    waiting: int = 0
-    prefill_tokens: int = 0
-    sent: int = 0
-    routed: int = 0
-    view: str = ""
+_NO_LOAD = Load()
+_encode = msgspec.msgpack.Encoder().encode
+_decode_names = msgspec.msgpack.Decoder(list[str]).decode
+_decode_values = msgspec.msgpack.Decoder(list[int]).decode
 
 
 class TimelineSample(msgspec.Struct, frozen=True):
-    """All workers at the Unix time `at`. `waiting` counts requests held in the router."""
+    """All workers at the Unix time `at`. `waiting` counts requests held in the router. `workers`
+    are the sorted names and `values` the numbers, both as msgpack. Numbers are stored column by
+    column: the view, `LOAD_COLUMNS`, `COUNT_COLUMNS`."""
 
     at: float
     waiting: int
-    workers: dict[str, WorkerSample]
+    workers: bytes
+    values: bytes
+
+    @classmethod
+    def of_columns(
+        cls, at: float, waiting: int, names: Sequence[str], columns: Sequence[Sequence[int]]
+    ) -> TimelineSample:
+        """Encode the columns of the workers `names`."""
+        return cls(at, waiting, _encode(names), _encode([*chain.from_iterable(columns)]))
+
+    def names(self) -> list[str]:
+        """Return the names of the workers."""
+        return _decode_names(self.workers)
+
+    def columns(self) -> list[list[int]]:
+        """Return the columns. Each has a number for each worker."""
+        values = _decode_values(self.values)
+        count = len(values) // COLUMN_COUNT
+        return [values[column * count :][:count] for column in range(COLUMN_COUNT)]
 
 
 class RoutingTimeline:
-    """Keep the last `max_samples` samples."""
+    """Keeps samples of the last `KEPT_S` seconds, the older ones at larger steps."""
 
-    def __init__(self, recorder: RoutingRecorder, max_samples: int = MAX_SAMPLES) -> None:
+    def __init__(self, recorder: RoutingRecorder) -> None:
         self._recorder = recorder
-        self._samples: deque[TimelineSample] = deque(maxlen=max_samples)
-        self._routed_before: dict[str, int] = {}
+        self._samples: list[TimelineSample] = []
+        """Samples in which `routed` counts all requests since the worker joined."""
 
     def record(
         self,
@@ -55,29 +83,60 @@ class RoutingTimeline:
         waiting: int,
     ) -> None:
         """Add a sample. Counters of workers that are not in `workers` are dropped."""
-        samples = {
-            name: self._sample_worker(name, loads.get(name), views.get(name, ""))
-            for name in workers
-        }
-        self._recorder.retain_workers(workers)
-        self._routed_before = dict(self._recorder.routed_requests)
-        self._samples.append(TimelineSample(at, waiting, samples))
+        distinct = set(workers)
+        names = sorted(distinct)
+        reports = [loads.get(name, _NO_LOAD) for name in names]
+        sent, routed = self._recorder.active_requests, self._recorder.routed_requests
+        columns = [
+            [VIEWS.index(views.get(name, "")) for name in names],
+            *([getattr(load, column) for load in reports] for column in LOAD_COLUMNS),
+            [sent[name] for name in names],
+            [routed[name] for name in names],
+        ]
+        sample = TimelineSample.of_columns(at, waiting, names, columns)
+        if self._samples and self._samples[-1].workers == sample.workers:
+            sample = msgspec.structs.replace(sample, workers=self._samples[-1].workers)
+        self._recorder.retain_workers(distinct)
+        self._thin_out(at, len(names))
+        self._samples.append(sample)
 
     def samples_since(self, at: float = 0.0) -> list[TimelineSample]:
         """Return the samples after a Unix time, oldest first."""
-        return [sample for sample in self._samples if sample.at > at]
+        first = sum(sample.at <= at for sample in self._samples)
+        samples = []
+        before: Mapping[str, int] | None = None
+        for sample in self._samples[max(0, first - 1) :]:
+            names, columns = sample.names(), sample.columns()
+            routed = dict(zip(names, columns[-1], strict=True))
+            if sample.at > at:
+                columns[-1] = _count_since(before, routed)
+                counted = TimelineSample.of_columns(sample.at, sample.waiting, names, columns)
+                samples.append(msgspec.structs.replace(counted, workers=sample.workers))
+            before = routed
+        return samples
 
-    def _sample_worker(self, name: str, load: Load | None, view: str) -> WorkerSample:
-        load = load or Load()
-        routed = self._recorder.routed_requests[name] - self._routed_before.get(name, 0)
-        return WorkerSample(
-            cached_blocks=load.cached_blocks,
-            active_blocks=load.active_blocks,
-            total_blocks=load.total_blocks,
-            running=load.running,
-            waiting=load.waiting,
-            prefill_tokens=load.prefill_tokens,
-            sent=self._recorder.active_requests[name],
-            routed=routed,
-            view=view,
-        )
+    def _thin_out(self, now: float, workers: int) -> None:
+        """Make room for a sample of `workers` at `now`. Samples that are not earlier are from
+        before the clock was set back and are dropped."""
+        limit = max(2.0, MAX_WORKER_SAMPLES / max(1, workers))
+        steps = (step for step in STEPS_S if RECENT_S + KEPT_S / step <= limit)
+        step = next(steps, STEPS_S[-1])
+        earlier = [
+            sample
+            for sample in self._samples
+            if now - KEPT_S < sample.at < now
+            and (sample.at > now - RECENT_S or sample.at % step == 0)
+        ]
+        self._samples = earlier[1 - int(limit) :]
+
+
+def _count_since(before: Mapping[str, int] | None, routed: Mapping[str, int]) -> list[int]:
+    """Return the requests since the sample `before`. Counters of a worker that joins again start
+    at 0. The first sample counts none."""
+    if before is None:
+        return [0] * len(routed)
+    earlier = (before.get(name, 0) for name in routed)
+    return [
+        count - then if count >= then else count
+        for count, then in zip(routed.values(), earlier, strict=True)
+    ]
