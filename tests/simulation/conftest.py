@@ -12,8 +12,9 @@ from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.mock.timing import DYNAMO_TIMING
 from dynamo.operations.replay.cluster import ReplayWorkers
-from dynamo.operations.replay.replay import Replay, ReplayPlan, ReplayResult
+from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 
 BLOCK = 64

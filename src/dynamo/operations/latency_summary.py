@@ -16,7 +16,8 @@ BINS_PER_E_FOLD = 1000.0
 
 class LatencySummary(msgspec.Struct, frozen=True):
     """Distribution of `n` latencies in milliseconds. `curve` holds 101 values, from the smallest to
-    the largest: `curve[k]` is the k-th percentile by nearest rank. All is 0 for no latencies."""
+    the largest: `curve[k]` is the k-th percentile by nearest rank. `p999` is the 99.9th percentile.
+    All is 0 for no latencies."""
 
     n: int = 0
     mean: float = 0.0
@@ -24,6 +25,7 @@ class LatencySummary(msgspec.Struct, frozen=True):
     p90: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
+    p999: float = 0.0
     max: float = 0.0
     curve: Sequence[float] = ()
 
@@ -65,15 +67,16 @@ def summarize_latencies(seconds: Sequence[float]) -> LatencySummary:
 
 
 def _percentile_ranks(count: int) -> Iterable[int]:
-    """Ranks, from 0, of the smallest value and of every percentile among `count` values."""
-    return (max(0, -(-count * percent // CURVE_POINTS) - 1) for percent in range(CURVE_POINTS + 1))
+    """Ranks, from 0, of the smallest value, every percentile and the 99.9th of `count` values."""
+    thousandths = (*range(0, 1001, 1000 // CURVE_POINTS), 999)
+    return (max(0, -(-count * thousandth // 1000) - 1) for thousandth in thousandths)
 
 
 def _summary(count: int, total_s: float, percentiles_s: Iterable[float]) -> LatencySummary:
     if not count:
         return LatencySummary()
-    curve = [round(value * 1e3, 3) for value in percentiles_s]
+    *curve, p999 = (round(value * 1e3, 3) for value in percentiles_s)
     mean = round(total_s / count * 1e3, 3)
     return LatencySummary(
-        count, mean, curve[50], curve[90], curve[95], curve[99], curve[100], curve
+        count, mean, curve[50], curve[90], curve[95], curve[99], p999, curve[100], curve
     )

@@ -26,12 +26,14 @@ def check_matplotlib(alternative: str = "") -> None:
         ) from None
 
 
-def make_panels() -> tuple[Any, Sequence[Any]]:
-    """Return a new figure and its four panels, row by row."""
+def make_panels(
+    rows: int = 2, columns: int = 2, size_inches: tuple[float, float] = SIZE_INCHES
+) -> tuple[Any, Sequence[Any]]:
+    """Return a new figure and its panels, row by row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    panels: Any = figure.subplots(2, 2)
+    figure = Figure(figsize=size_inches, dpi=DOTS_PER_INCH, layout="constrained")
+    panels: Any = figure.subplots(rows, columns, squeeze=False)
     return figure, panels.flat
 
 

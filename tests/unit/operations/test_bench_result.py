@@ -74,6 +74,8 @@ def test_percentiles_are_measured_values() -> None:
     summary = summarize_latencies([milliseconds / 1000 for milliseconds in range(1, 101)])
 
     assert (summary.p50, summary.p90, summary.p99, summary.max) == (50, 90, 99, 100)
+    assert summary.p999 == 100
+    assert summarize_latencies([number / 1000 for number in range(1, 2001)]).p999 == 1998
     assert summary.curve[0] == 1
     assert summary.curve[100] == 100
 

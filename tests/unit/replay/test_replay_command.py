@@ -22,11 +22,17 @@ def test_the_json_result_has_every_field(tmp_path, capsys):
     assert 0 < result["reuse_first_admission"] < 1
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         summary = result[name]
-        assert set(summary) == {"n", "mean", "p50", "p90", "p95", "p99", "max", "curve"}
-        assert 0 < summary["p50"] <= summary["p90"] <= summary["p99"] <= summary["max"]
+        percentiles = ["p50", "p90", "p95", "p99", "p999", "max"]
+        assert set(summary) == {"n", "mean", "curve", *percentiles}
+        values = [summary[name] for name in percentiles]
+        assert values[0] > 0
+        assert values == sorted(values)
     assert result["output_tokens_per_s"] > 0
     assert result["settings"]["num_blocks"] == 16_384
     assert {"wall_s", "cpu_s"} <= set(result)
+    assert result["prefills"] == {"local": 64, "remote": 0}
+    assert result["kv_bytes_moved"] == 0
+    assert not {"good_share", "capacity", "pareto"} & set(result)
     lines = [json.loads(line) for line in placed.read_text().splitlines()]
     assert sorted(line["request"] for line in lines) == list(range(64))
     assert {line["worker"] for line in lines} == {0, 1, 2}
@@ -55,6 +61,73 @@ def test_the_plot_is_a_png_file(tmp_path):
     picture = tmp_path / "a.png"
     assert run([*FLAGS, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+SYNTHETIC = ["--synthetic", "isl=500,osl=20,requests=200,rate=20", "--workers", "2"]
+
+
+def test_a_synthetic_load_shares_nothing_and_arrives_at_its_rate(capsys):
+    assert run([*SYNTHETIC, "--speed", "2", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] == 200
+    assert result["reuse_first_admission"] == 0
+    assert result["duration_s"] == pytest.approx(5, rel=0.2)
+    assert result["output_tokens_per_s"] * result["duration_s"] / 200 == pytest.approx(20, rel=0.05)
+
+
+def test_good_requests_keep_both_limits(capsys):
+    shares = {}
+    for limits in ("ttft=1h,tpot=1h", "ttft=1us", "tpot=1us", "ttft=1h,tpot=7.2ms"):
+        assert run([*SYNTHETIC, "--good", limits, "--json", "-"]) == 0
+        shares[limits] = json.loads(capsys.readouterr().out)["good_share"]
+    assert [*shares.values()][:3] == [1, 0, 0]
+    assert 0 < shares["ttft=1h,tpot=7.2ms"] < 1
+
+
+def test_the_capacity_is_the_highest_speed_within_the_limits(capsys):
+    flags = [*SYNTHETIC, "--gpus", "4", "--json", "-"]
+    assert run([*flags, "--capacity", "tpot_p90=12ms,ttft_p90=1s"]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    capacity = result["capacity"]
+    assert result["tpot_ms"]["p90"] <= 12
+    assert result["settings"]["speed"] == capacity["speed"]
+    assert capacity["output_tokens_per_s_per_gpu"] == result["output_tokens_per_s"] / 4
+    assert capacity["requests_per_s"] == 200 / result["duration_s"]
+    assert "missed" in output.err
+    assert run([*flags, "--speed", str(capacity["speed"] * 1.05)]) == 0
+    assert json.loads(capsys.readouterr().out)["tpot_ms"]["p90"] > 12
+
+
+def test_the_pareto_curve_has_a_point_for_each_load(tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    assert run([*SYNTHETIC, "--pareto", str(picture), "--loads", "2,1", "--json", "-"]) == 0
+    points = json.loads(capsys.readouterr().out)["pareto"]
+    assert [point["speed"] for point in points] == [1, 2]
+    assert points[0]["tokens_per_s_per_user"] > points[1]["tokens_per_s_per_user"]
+    assert points[0]["tokens_per_s_per_gpu"] < points[1]["tokens_per_s_per_gpu"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [TRACE, *SYNTHETIC],
+        [*SYNTHETIC, "--rows", "3"],
+        ["--synthetic", "isl=500,osl=20,rate=20"],
+        ["--synthetic", "isl=500,osl=20,requests=0,rate=20"],
+        ["--synthetic", "isl=500,osl=20,requests=9,rate=20,turns=2"],
+        [TRACE, "--good", "ttft=soon"],
+        [TRACE, "--good", "itl=2s"],
+        [TRACE, "--capacity", "ttft_p42=2s"],
+        [TRACE, "--capacity", "ttft_p90=0"],
+        [TRACE, "--loads", "1,0"],
+    ],
+)
+def test_a_wrong_load_or_limit_is_rejected(wrong):
+    with pytest.raises(ConfigError):
+        run(wrong)
 
 
 @pytest.mark.parametrize(

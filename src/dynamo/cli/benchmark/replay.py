@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.cli.benchmark.report import ReplayProgress, format_replay_result
-from dynamo.cli.parsing import Parser, check_writable, write_file
+from dynamo.cli.benchmark.replay_flags import parser
+from dynamo.cli.benchmark.report import (
+    ReplayProgress,
+    format_capacity_step,
+    format_replay_result,
+)
+from dynamo.cli.parsing import check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
-from dynamo.cli.settings_flags import add_settings_flags, load_settings
+from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings
 
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from dynamo.core.settings.schema_router import RouterSettings
     from dynamo.core.values import EngineInfo
     from dynamo.operations.replay.replay import ReplayPlan
+    from dynamo.operations.replay.request_log import ReplayLog
+    from dynamo.operations.replay.result import LoadPoint, ReplayResult
+    from dynamo.operations.replay.trace import TraceConversation
     from dynamo.scheduling.admission import SloLimits
 
 ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
@@ -40,101 +48,128 @@ UNSUPPORTED_SETTINGS = (
 SIMULATED_SETTINGS = ("router.", "engine.", "model.context_tokens")
 """Prefixes of the settings that have an effect on a replay."""
 
-EXAMPLES = """\
-  dynamo replay conversation.jsonl
-  dynamo replay conversation.jsonl.gz --router-mode kv --speed 3 --json a.json
-  dynamo replay agents.jsonl --trace-block-size 64 --workers 4 --num-blocks 8192 --plot a.png
-  dynamo replay trace.jsonl --timing constant:0.02,5 --eviction lru --decisions placed.jsonl
-  dynamo replay trace.jsonl --speed 3 --ttft-slo 2"""
 
+class ReplayRuns:
+    """Replays of one workload at several speeds. Each speed is replayed once."""
 
-def parser() -> Parser:
-    """Return the parser: the trace, the replay's flags, and the router and engine settings."""
-    parser = Parser(
-        "dynamo replay",
-        "Replay a trace on a cluster with the real router, caches and schedulers, simulated "
-        "engines and virtual time.\nEach line of a Mooncake trace is a request {timestamp (ms), "
-        "input_length, output_length, hash_ids}. Lines of the same session_id run one after the "
-        "other, each `delay` ms after the end of the previous one.\nDefaults: 8 workers and "
-        "blocks of 64 tokens.",
-        EXAMPLES,
-        usage="TRACE [FLAGS]",
-    )
-    parser.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
-    _add_arrival_flags(parser.add_argument_group("replay"))
-    _add_output_flags(parser.add_argument_group("output"))
-    add_settings_flags(parser, shown=("router", "engine"))
-    return parser
+    def __init__(self, args: argparse.Namespace, plan: ReplayPlan, bar: ProgressBar) -> None:
+        self._args = args
+        self._plan = plan
+        self._bar = bar
+        self._results: dict[float, tuple[ReplayResult, ReplayLog]] = {}
 
+    def replay_at(self, speed: float) -> tuple[ReplayResult, ReplayLog]:
+        """Return the result and log of the replay at `speed`."""
+        from dynamo.operations.replay.replay import Replay
 
-def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace-block-size",
-        type=_number(int),
-        default=512,
-        metavar="TOKENS",
-        help="tokens per hash id of the trace (default: 512)",
-    )
-    group.add_argument(
-        "--speed",
-        type=_number(float),
-        default=1.0,
-        metavar="X",
-        help="divide the trace's times by X (default: 1)",
-    )
-    group.add_argument(
-        "--smear",
-        type=_number(float, allow_zero=True),
-        default=0.0,
-        metavar="SECONDS",
-        help="delay each conversation by a random time up to this, in trace time",
-    )
-    rows = "only the first N lines"
-    group.add_argument("--rows", type=_number(int), default=0, metavar="N", help=rows)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+        if speed not in self._results:
+            conversations = self._read_conversations(speed)
+            total = sum(len(conversation.requests) for conversation in conversations)
+            progress = ReplayProgress(self._bar, total, f"speed {speed:.4g} ")
+            plan = replace(self._plan, settings={**self._plan.settings, "speed": speed})
+            self._results[speed] = Replay(plan, progress).run(conversations)
+        return self._results[speed]
 
+    def find_capacity(self) -> tuple[ReplayResult, ReplayLog]:
+        """Return the result and log of the highest speed within the limits of --capacity."""
+        from dynamo.operations.replay.capacity import find_capacity, keeps_limits
 
-def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", metavar="OUT", help="write the result as JSON (- prints it)")
-    group.add_argument(
-        "--decisions", metavar="FILE", help="write {request, worker, placed_ms} of each request"
-    )
-    group.add_argument("--plot", metavar="PNG", help="plot the result")
+        limits = self._args.capacity
+
+        def replay_at(speed: float) -> ReplayResult:
+            result, _ = self.replay_at(speed)
+            within_limits = keeps_limits(result, limits)
+            self._bar.write(
+                format_capacity_step(result, speed, limits, within_limits=within_limits) + "\n"
+            )
+            return result
+
+        speed, result = find_capacity(replay_at, limits, self.gpus, self._args.speed)
+        return result, self._results[speed][1]
+
+    def measure_pareto(self) -> Sequence[LoadPoint]:
+        """Return the points of the Pareto curve, one for each of --loads."""
+        from dynamo.operations.replay.capacity import measure_load_point
+
+        loads = sorted(self._args.loads)
+        return [measure_load_point(self.replay_at(load)[0], load, self.gpus) for load in loads]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the cluster; one for each engine unless --gpus says otherwise."""
+        workers = self._plan.workers
+        gpus: int = self._args.gpus or workers.count * workers.ranks
+        return gpus
+
+    def _read_conversations(self, speed: float) -> Sequence[TraceConversation]:
+        from dynamo.operations.replay.trace import (
+            ArrivalOptions,
+            make_synthetic_trace,
+            read_trace,
+        )
+
+        args = self._args
+        arrivals = ArrivalOptions(speed, args.smear, args.seed)
+        if args.synthetic is not None:
+            return make_synthetic_trace(args.synthetic, arrivals)
+        return read_trace(args.trace, arrivals, args.rows)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Replay a trace. Returns 1 if a request failed other than by rejection."""
     args = parser().parse(arguments)
     loaded = load_settings(args)
+    _check_source(args)
 
     from dynamo.operations.plotting import check_matplotlib
-    from dynamo.operations.replay.replay import Replay
-    from dynamo.operations.replay.replay_plot import draw_replay
-    from dynamo.operations.replay.trace import ArrivalOptions, read_trace
+    from dynamo.operations.replay.replay_plot import draw_pareto, draw_replay
 
-    if args.plot:
+    if args.plot or args.pareto:
         check_matplotlib()
-    check_writable(args.json, args.decisions, args.plot)
+    check_writable(args.json, args.decisions, args.plot, args.pareto)
     plan = _make_plan(args, loaded)
-    arrivals = ArrivalOptions(args.speed, args.smear, args.seed)
-    conversations = read_trace(args.trace, arrivals, args.rows)
-    total = sum(len(conversation.requests) for conversation in conversations)
     with ProgressBar(sys.stderr) as bar:
-        result, log = Replay(plan, ReplayProgress(bar, total)).run(conversations)
+        runs = ReplayRuns(args, plan, bar)
+        result, log = runs.find_capacity() if args.capacity else runs.replay_at(args.speed)
+        if args.pareto:
+            result = replace(result, pareto=runs.measure_pareto())
     if args.decisions:
         _write_lines(args.decisions, map(msgspec.json.encode, log.placements))
     if args.json:
         _write_lines(args.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
     if args.plot:
         draw_replay(result, log, args.plot)
+    if args.pareto:
+        draw_pareto({_cluster_name(result): result.pareto}, result.trace, args.pareto)
     if args.json != "-":
         print(format_replay_result(result))
     return 0 if result.completed + result.rejected == result.requests else 1
 
 
+def _check_source(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` unless there is one source of requests, with flags that it takes."""
+    if (args.trace is None) == (args.synthetic is None):
+        raise ConfigError("a replay needs one source", hint="TRACE or --synthetic LOAD")
+    if args.synthetic is not None and args.rows:
+        raise ConfigError("--rows has no effect on --synthetic", hint="use requests=N in the load")
+
+
+def _cluster_name(result: ReplayResult) -> str:
+    settings = result.settings
+    return f"{settings['workers']} workers, {settings['router_mode']}"
+
+
+def _trace_name(args: argparse.Namespace) -> str:
+    if args.synthetic is None:
+        return Path(args.trace).name
+    load = msgspec.structs.asdict(args.synthetic)
+    return "synthetic " + ",".join(f"{name}={value:g}" for name, value in load.items())
+
+
 def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     from dynamo.inference.mock.engine import make_mock_engine_info
     from dynamo.inference.mock.timing import parse_timing
+    from dynamo.operations.bench.workload import LatencyObjectives
     from dynamo.operations.replay.cluster import ReplayWorkers
     from dynamo.operations.replay.replay import ReplayPlan
 
@@ -152,12 +187,13 @@ def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
         prefix_caching=engine.prefix_caching,
     )
     return ReplayPlan(
-        trace=Path(args.trace).name,
+        trace=_trace_name(args),
         workers=workers,
         router_settings=routing,
-        trace_block_tokens=args.trace_block_size,
+        trace_block_tokens=args.trace_block_size if args.trace else info.block_tokens,
         seed=args.seed,
         slo=slo,
+        objectives=args.good or LatencyObjectives(),
         settings=_settings_summary(args, loaded, engine, info) | _router_summary(routing, slo),
     )
 
@@ -246,16 +282,3 @@ def _write_lines(path: str, lines: Iterable[bytes]) -> None:
         print(content.decode(), end="")
     else:
         write_file(path, content)
-
-
-def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers of `kind` that are positive, or 0 if allowed."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not 0 <= value < math.inf or not (value or allow_zero):
-            error = "must not be negative" if allow_zero else "must be above 0"
-            raise argparse.ArgumentTypeError(error)
-        return value
-
-    return number

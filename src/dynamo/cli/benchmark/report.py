@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from dynamo.operations.bench.compare import ResultDifference
     from dynamo.operations.bench.load_generator import LoadGenerator
     from dynamo.operations.bench.workload import LoadProfile
-    from dynamo.operations.replay.replay import ReplayResult
+    from dynamo.operations.replay.capacity import LatencyLimit
     from dynamo.operations.replay.request_log import ReplayLog
+    from dynamo.operations.replay.result import ReplayResult
 
 LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 class ReplayProgress:
-    """Shows the progress of a replay of `total` requests on `bar`."""
+    """Shows the progress of a replay of `total` requests on `bar`, after `label`."""
 
-    def __init__(self, bar: ProgressBar, total: int) -> None:
+    def __init__(self, bar: ProgressBar, total: int, label: str = "") -> None:
         self._bar = bar
+        self._label = label
         self._total = max(1, total)
 
     def __call__(self, log: ReplayLog) -> None:
@@ -32,9 +34,23 @@ class ReplayProgress:
             return
         share = log.completed / self._total
         self._bar.show(
-            f"{render_bar(share)} {share:.0%}  {log.completed} done  "
+            f"{self._label}{render_bar(share)} {share:.0%}  {log.completed} done  "
             f"{len(log.in_flight)} in flight  {log.clock.now():.0f} s of virtual time"
         )
+
+
+def format_capacity_step(
+    result: ReplayResult, speed: float, limits: Sequence[LatencyLimit], *, within_limits: bool
+) -> str:
+    """Format one replay of a search for the capacity."""
+    measured = ", ".join(
+        f"{limit.latency.removesuffix('_ms')} {limit.statistic} {limit.measured_ms(result):.1f} of "
+        f"{limit.limit_ms:g} ms"
+        for limit in limits
+    )
+    rate = result.requests / result.duration_s
+    verdict = "within the limits" if within_limits else "missed"
+    return f"speed {speed:<8.4g} {rate:7.2f} requests/s  {measured}: {verdict}"
 
 
 def format_replay_result(result: ReplayResult) -> str:
@@ -52,10 +68,32 @@ def format_replay_result(result: ReplayResult) -> str:
         *_latency_lines(result),
         f"{'rejected':<10}{result.rejected:>8}",
     ]
+    if result.good_share is not None:
+        lines.append(f"{'good':<10}{result.good_share:>8.1%}")
     others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
     lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
+    lines += _load_lines(result)
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)
+
+
+def _load_lines(result: ReplayResult) -> Iterator[str]:
+    """Yield what several loads showed."""
+    capacity = result.capacity
+    if capacity is not None:
+        yield (
+            f"\ncapacity: speed {capacity.speed:.4g}, {capacity.requests_per_s:.2f} requests/s, "
+            f"{capacity.output_tokens_per_s_per_gpu:.0f} output tokens/s/GPU"
+            if capacity.speed
+            else "\ncapacity: no speed keeps the limits"
+        )
+    if result.pareto:
+        yield f"\n{'speed':>8}{'tokens/s/GPU':>16}{'tokens/s/user':>16}{'TTFT p90 ms':>14}"
+    for point in result.pareto:
+        yield (
+            f"{point.speed:>8g}{point.tokens_per_s_per_gpu:>16.1f}"
+            f"{point.tokens_per_s_per_user:>16.1f}{point.ttft_ms_p90:>14.0f}"
+        )
 
 
 def _latency_lines(result: BenchResult | ReplayResult) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Replay of a trace on a simulated cluster, and its result."""
+"""Replay of a trace on a simulated cluster."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from random import Random
 
 import msgspec
@@ -15,9 +15,11 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
-from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
+from dynamo.operations.bench.workload import LatencyObjectives
+from dynamo.operations.latency_summary import summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster, ReplayWorkers
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
+from dynamo.operations.replay.result import PrefillCounts, ReplayResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.factory import KV
@@ -32,7 +34,7 @@ STOPS = StopConditions()
 
 class ReplayPlan(msgspec.Struct, frozen=True):
     """Everything that determines a replay but the conversations. There is no admission if `slo` is
-    None. `settings` is copied into the result."""
+    None. `objectives` decide which requests are good. `settings` is copied into the result."""
 
     trace: str
     workers: ReplayWorkers
@@ -40,35 +42,8 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     trace_block_tokens: int = 512
     seed: int = 0
     slo: SloLimits | None = None
+    objectives: LatencyObjectives = LatencyObjectives()
     settings: Mapping[str, object] = {}
-
-
-class ReplayResult(msgspec.Struct, frozen=True):
-    """The result file of a replay. Latencies are those of completed requests. `rejected` counts the
-    `errors` of code `overloaded`. `reuse_first_admission` is the share of prompt tokens that a
-    cache held when their request was first admitted. `tpot_ms` is each request's mean time between
-    tokens, `itl_ms` every single one. `duration_s` is virtual time; `wall_s` and `cpu_s` are what
-    the replay took. `requests_per_worker` has an entry for each data-parallel rank of each
-    worker."""
-
-    trace: str
-    settings: Mapping[str, object]
-    requests: int
-    completed: int
-    rejected: int
-    reuse_first_admission: float
-    ttft_ms: LatencySummary
-    tpot_ms: LatencySummary
-    itl_ms: LatencySummary
-    e2e_ms: LatencySummary
-    output_tokens_per_s: float
-    duration_s: float
-    preemptions: int
-    evictions: int
-    requests_per_worker: Sequence[int]
-    errors: Mapping[str, int]
-    wall_s: float
-    cpu_s: float
 
 
 class Replay:
@@ -90,9 +65,8 @@ class Replay:
     ) -> ReplayLog:
         plan = self._plan
         block_tokens = plan.workers.engine.block_tokens
-        log = ReplayLog(
-            clock, TraceBlockConverter(plan.trace_block_tokens, block_tokens), block_tokens
-        )
+        blocks = TraceBlockConverter(plan.trace_block_tokens, block_tokens)
+        log = ReplayLog(clock, blocks, block_tokens, plan.objectives)
         rng = Random(plan.seed)
         async with (
             ReplayCluster(plan.workers, plan.router_settings, log, clock, rng, plan.slo) as cluster,
@@ -161,7 +135,10 @@ class Replay:
             preemptions=self._preemptions,
             evictions=self._evictions,
             requests_per_worker=[log.count_requests(engine) for engine in range(engines)],
+            prefills=PrefillCounts(log.completed, 0),
+            kv_bytes_moved=0,
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),
+            good_share=log.good / max(1, log.requests) if plan.objectives.any_set else None,
         )

@@ -1,16 +1,21 @@
-"""Plot of one replay."""
+"""Plots of replays."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.operations.plotting import check_matplotlib, make_panels, plot_distribution
-from dynamo.operations.replay.replay import ReplayResult
+from dynamo.operations.plotting import (
+    check_matplotlib,
+    make_panels,
+    plot_distribution,
+)
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.result import LoadPoint, ReplayResult
 
 MEAN_REQUESTS = 100
+PARETO_INCHES = (8.0, 5.0)
 
 
 def draw_replay(result: ReplayResult, log: ReplayLog, path: str) -> None:
@@ -23,6 +28,26 @@ def draw_replay(result: ReplayResult, log: ReplayLog, path: str) -> None:
     plot_distribution(panels[2], "end-to-end latency", [("", result.e2e_ms)], xscale="log")
     _plot_requests_per_worker(panels[3], result.requests_per_worker)
     figure.suptitle(_headline(result), fontsize=10)
+    figure.savefig(path, format="png")
+
+
+def draw_pareto(curves: Mapping[str, Sequence[LoadPoint]], title: str, path: str) -> None:
+    """Draw tokens per second and GPU over tokens per second and user into one PNG file, a curve for
+    each cluster. A label at each point is its speed. Raises `Unsupported` without matplotlib.
+    Blocks."""
+    check_matplotlib()
+    figure, (panel,) = make_panels(1, 1, PARETO_INCHES)
+    for name, points in curves.items():
+        users = [point.tokens_per_s_per_user for point in points]
+        gpus = [point.tokens_per_s_per_gpu for point in points]
+        panel.plot(users, gpus, "o-", label=name)
+        for point, user, gpu in zip(points, users, gpus, strict=True):
+            panel.annotate(f"{point.speed:g}x", (user, gpu), (6, 4), textcoords="offset points")
+    panel.margins(0.1)
+    panel.set(title=title, xlabel="output tokens/s/user (1 / mean TPOT)", xlim=(0, None))
+    panel.set(ylabel="output tokens/s/GPU", ylim=(0, None))
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize=8)
     figure.savefig(path, format="png")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -14,11 +15,13 @@ from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.mock.simulated_engine import HashContent
 from dynamo.inference.sequence import SequenceContent
+from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.scheduling.router.prompt import Prompt
 
 FIRST_UNIQUE_BLOCK = 1 << 62
+NO_OBJECTIVES = LatencyObjectives()
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):
@@ -74,7 +77,13 @@ class ReplayRequest(Reply):
 class ReplayLog:
     """All requests of a replay: those in flight by id, and totals and latencies of the others."""
 
-    def __init__(self, clock: Clock, blocks: TraceBlockConverter, block_tokens: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        blocks: TraceBlockConverter,
+        block_tokens: int,
+        objectives: LatencyObjectives = NO_OBJECTIVES,
+    ) -> None:
         self.clock = clock
         self.inter_token = LatencyHistogram()
         self.in_flight: dict[str, ReplayRequest] = {}
@@ -87,7 +96,11 @@ class ReplayLog:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.requests = 0
         self.completed = 0
+        self.good = 0
+        """Completed requests that met the objectives."""
         self.errors: dict[str, int] = {}
+        self._max_ttft_s = objectives.ttft_ms / 1e3 or math.inf
+        self._max_tpot_s = objectives.itl_ms / 1e3 or math.inf
         self._block_converter = blocks
         self._block_tokens = block_tokens
         self._last_unique_block = FIRST_UNIQUE_BLOCK
@@ -164,10 +177,13 @@ class ReplayLog:
         """Add the measurements of a completed request whose last token came at `now`."""
         self.completed += 1
         self.arrived_s.append(request.arrived_s)
-        self.ttft_s.append(request.first_token_s - request.arrived_s)
+        ttft_s, tpot_s = request.first_token_s - request.arrived_s, 0.0
+        self.ttft_s.append(ttft_s)
         self.e2e_s.append(now - request.arrived_s)
         if request.output_tokens > 1:
-            self.tpot_s.append((now - request.first_token_s) / (request.output_tokens - 1))
+            tpot_s = (now - request.first_token_s) / (request.output_tokens - 1)
+            self.tpot_s.append(tpot_s)
+        self.good += ttft_s <= self._max_ttft_s and tpot_s <= self._max_tpot_s
         self.prompt_tokens += request.trace_request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.output_tokens += request.output_tokens

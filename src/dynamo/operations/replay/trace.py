@@ -39,6 +39,16 @@ class ArrivalOptions(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
+class SyntheticLoad(msgspec.Struct, frozen=True):
+    """Requests that share nothing and arrive as a Poisson process of `rate` requests per second.
+    Lengths are uniform within 20 % of `isl` prompt tokens and `osl` output tokens."""
+
+    isl: int
+    osl: int
+    requests: int
+    rate: float
+
+
 class PrefixBlockIds:
     """Assigns a number to every chain of trace blocks. Equal numbers mean equal prompts."""
 
@@ -97,6 +107,23 @@ def read_trace(path: str, arrivals: ArrivalOptions, rows: int = 0) -> list[Trace
         _make_conversation(session, begin_ms, block_ids, arrivals, rng) for session in sessions
     ]
     return sorted(conversations, key=lambda conversation: conversation.start_s)
+
+
+def make_synthetic_trace(load: SyntheticLoad, arrivals: ArrivalOptions) -> list[TraceConversation]:
+    """Return the conversations of a synthetic load, one request each, ordered by start."""
+    rng = Random(arrivals.seed)
+    conversations, time_s = [], 0.0
+    for row in range(load.requests):
+        time_s += rng.expovariate(load.rate)
+        start_s = time_s + (rng.random() * arrivals.jitter_s if arrivals.jitter_s else 0.0)
+        request = TraceRequest(row, _vary(load.isl, rng), _vary(load.osl, rng))
+        conversations.append(TraceConversation(start_s / arrivals.speed, [request]))
+    return sorted(conversations, key=lambda conversation: conversation.start_s)
+
+
+def _vary(length: int, rng: Random) -> int:
+    """Return a length that is uniform within 20 % of `length`."""
+    return rng.randint(-(-length * 4 // 5), length * 6 // 5)
 
 
 def _make_conversation(

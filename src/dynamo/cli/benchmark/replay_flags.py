@@ -1,0 +1,200 @@
+"""The flags of `dynamo replay`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags
+from dynamo.core.settings.units import parse_seconds
+
+if TYPE_CHECKING:
+    from dynamo.operations.bench.workload import LatencyObjectives
+    from dynamo.operations.replay.capacity import LatencyLimit
+    from dynamo.operations.replay.trace import SyntheticLoad
+
+LATENCIES = ("ttft", "tpot", "itl", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p999", "max")
+PARETO_LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Default loads of a Pareto curve, as factors of the trace's rate."""
+
+EXAMPLES = """\
+  dynamo replay conversation.jsonl
+  dynamo replay conversation.jsonl.gz --router-mode kv --speed 3 --json a.json
+  dynamo replay agents.jsonl --trace-block-size 64 --workers 4 --num-blocks 8192 --plot a.png
+  dynamo replay trace.jsonl --timing constant:0.02,5 --eviction lru --decisions placed.jsonl
+  dynamo replay trace.jsonl --speed 3 --ttft-slo 2
+  dynamo replay --synthetic isl=3000,osl=150,requests=3000,rate=40 --good ttft=2s,tpot=25ms
+  dynamo replay trace.jsonl --smear 3 --capacity ttft_p90=1s,itl_p99=25ms --pareto a.png"""
+
+
+def parser() -> Parser:
+    """Return the parser: the trace, the replay's flags, and the router and engine settings."""
+    parser = Parser(
+        "dynamo replay",
+        "Replay a trace on a cluster with the real router, caches and schedulers, simulated "
+        "engines and virtual time.\nEach line of a Mooncake trace is a request {timestamp (ms), "
+        "input_length, output_length, hash_ids}. Lines of the same session_id run one after the "
+        "other, each `delay` ms after the end of the previous one.\nDefaults: 8 workers and "
+        "blocks of 64 tokens.",
+        EXAMPLES,
+        usage="TRACE | --synthetic LOAD [FLAGS]",
+    )
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, plain or .gz")
+    _add_arrival_flags(parser.add_argument_group("replay"))
+    _add_load_flags(parser.add_argument_group("several loads"))
+    _add_output_flags(parser.add_argument_group("output"))
+    add_settings_flags(parser, shown=("router", "engine"))
+    return parser
+
+
+def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--synthetic",
+        type=_parse_synthetic,
+        metavar="LOAD",
+        help="instead of a trace: isl=3000,osl=150,requests=3000,rate=40 are Poisson arrivals of "
+        "40 requests/s that share nothing, with lengths within 20 %% of isl and osl",
+    )
+    group.add_argument(
+        "--trace-block-size",
+        type=_number(int),
+        default=512,
+        metavar="TOKENS",
+        help="tokens per hash id of the trace (default: 512)",
+    )
+    group.add_argument(
+        "--speed",
+        type=_number(float),
+        default=1.0,
+        metavar="X",
+        help="divide the trace's times by X (default: 1)",
+    )
+    group.add_argument(
+        "--smear",
+        type=_number(float, allow_zero=True),
+        default=0.0,
+        metavar="SECONDS",
+        help="delay each conversation by a random time up to this, in trace time",
+    )
+    rows = "only the first N lines"
+    group.add_argument("--rows", type=_number(int), default=0, metavar="N", help=rows)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    loads = ",".join(f"{load:g}" for load in PARETO_LOADS)
+    group.add_argument(
+        "--capacity",
+        type=_parse_limits,
+        metavar="LIMITS",
+        help="find the highest --speed that keeps limits such as ttft_p90=1s,itl_p99=25ms",
+    )
+    group.add_argument(
+        "--pareto", metavar="PNG", help="plot tokens/s/GPU over tokens/s/user at all of --loads"
+    )
+    group.add_argument(
+        "--loads",
+        type=_parse_loads,
+        default=PARETO_LOADS,
+        metavar="X,X,...",
+        help=f"values of --speed for --pareto (default: {loads})",
+    )
+    group.add_argument(
+        "--gpus",
+        type=_number(int),
+        metavar="N",
+        help="GPUs of the cluster (default: one an engine)",
+    )
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--good",
+        type=_parse_objectives,
+        metavar="LIMITS",
+        help="report the share of requests within limits such as ttft=2s,tpot=25ms",
+    )
+    group.add_argument("--json", metavar="OUT", help="write the result as JSON (- prints it)")
+    group.add_argument(
+        "--decisions", metavar="FILE", help="write {request, worker, placed_ms} of each request"
+    )
+    group.add_argument("--plot", metavar="PNG", help="plot the result")
+
+
+def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:
+    """Return a parser of finite numbers of `kind` that are positive, or 0 if allowed."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 <= value < math.inf or not (value or allow_zero):
+            error = "must not be negative" if allow_zero else "must be above 0"
+            raise argparse.ArgumentTypeError(error)
+        return value
+
+    return number
+
+
+def _split_pairs(text: str, names: Sequence[str]) -> Mapping[str, str]:
+    """Split `name=value,name=value`. Raises `ArgumentTypeError` for other names."""
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    for name, value in pairs:
+        if name not in names or not value:
+            raise argparse.ArgumentTypeError(
+                f"{name}={value}: use NAME=VALUE,... with names of {', '.join(names)}"
+            )
+    return dict(pairs)
+
+
+def _parse_synthetic(text: str) -> SyntheticLoad:
+    from dynamo.operations.replay.trace import SyntheticLoad
+
+    values = _split_pairs(text, SyntheticLoad.__struct_fields__)
+    missing = [name for name in SyntheticLoad.__struct_fields__ if name not in values]
+    if missing:
+        raise argparse.ArgumentTypeError(f"{', '.join(missing)} missing")
+    integer = _number(int)
+    return SyntheticLoad(
+        isl=int(integer(values["isl"])),
+        osl=int(integer(values["osl"])),
+        requests=int(integer(values["requests"])),
+        rate=_number(float)(values["rate"]),
+    )
+
+
+def _parse_objectives(text: str) -> LatencyObjectives:
+    from dynamo.operations.bench.workload import LatencyObjectives
+
+    limits = {
+        name: _milliseconds(time) for name, time in _split_pairs(text, ("ttft", "tpot")).items()
+    }
+    return LatencyObjectives(limits.get("ttft", 0.0), limits.get("tpot", 0.0))
+
+
+def _parse_limits(text: str) -> Sequence[LatencyLimit]:
+    from dynamo.operations.replay.capacity import LatencyLimit
+
+    names = [f"{latency}_{statistic}" for latency in LATENCIES for statistic in STATISTICS]
+    limits = []
+    for name, time in _split_pairs(text, names).items():
+        latency, _, statistic = name.partition("_")
+        limits.append(LatencyLimit(f"{latency}_ms", statistic, _milliseconds(time)))
+    return limits
+
+
+def _parse_loads(text: str) -> Sequence[float]:
+    return [_number(float)(load) for load in text.split(",")]
+
+
+def _milliseconds(text: str) -> float:
+    """Parse a time above 0; a number without a unit is seconds."""
+    try:
+        seconds = parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0")
+    return seconds * 1e3
