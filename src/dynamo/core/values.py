@@ -122,11 +122,17 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int | None = None
 
 
+BOTH_ROLES = ("prefill", "decode")
+"""The roles of a worker that computes prompts and answers."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Properties of an engine that are fixed after its start.
 
     `data_parallel` is the number of ranks. Ranks share `num_blocks` and `max_num_seqs` equally, and
-    each computes its own steps. `prefix_caching`: prompts reuse the blocks of other prompts.
+    each computes its own steps. `roles`: a worker without decode only computes prompts for others,
+    a worker without prefill only its own. `prefix_caching`: prompts reuse the blocks of other
+    prompts.
     """
 
     engine: str
@@ -136,7 +142,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     vocab_size: int = 0
-    roles: tuple[str, ...] = ("prefill", "decode")
+    roles: tuple[str, ...] = BOTH_ROLES
     data_parallel: int = 1
     prefix_caching: bool = True
 

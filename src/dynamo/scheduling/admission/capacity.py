@@ -10,7 +10,8 @@ from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.durations import DurationModel
 from dynamo.scheduling.router.data_parallel import engine_info
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.router.placed_request import PlacedRequest
+from dynamo.scheduling.router.worker_state import WorkerState
 
 DEFAULT_MAX_REQUESTS = 1 << 20
 """Slots of a worker that announces no engine."""

@@ -3,7 +3,7 @@ the worker will be free. Worker reports are not needed, since they always arrive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -16,8 +16,7 @@ from dynamo.scheduling.router.data_parallel import (
     per_rank_engine_info,
 )
 from dynamo.scheduling.router.latency_model import WorkerLatencyModel, WorkerSlowdown
-from dynamo.scheduling.router.placement_handle import Placement
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.placed_request import PlacedRequest
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
@@ -38,43 +37,6 @@ STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
 
 
-class PlacedRequest(Placement):
-    """A request on its worker, until it ends. `updates_model`: whether measured times update the
-    latency model. The callbacks receive this object."""
-
-    __slots__ = (
-        "end_callback",
-        "expected_first_token_s",
-        "first_token_callback",
-        "placed_s",
-        "prefill_ms_at_first_token",
-        "updates_model",
-        "worker",
-    )
-
-    def __init__(
-        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
-    ) -> None:
-        super().__init__(request_key, prompt, new_tokens)
-        self.worker = worker
-        self.placed_s = now
-        self.expected_first_token_s = now
-        self.prefill_ms_at_first_token = 0.0
-        self.updates_model = True
-        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
-        self.end_callback: Callable[[PlacedRequest], None] = _ignore
-
-    def on_first_token(self) -> None:
-        self.first_token_callback(self)
-
-    def end(self) -> None:
-        self.end_callback(self)
-
-
-def _ignore(placed: PlacedRequest) -> None:
-    del placed
-
-
 class PrefillGroup(msgspec.Struct):
     """Prompts whose first tokens came together, from one or more steps. `context` is the number of
     context tokens decoded meanwhile."""
@@ -92,12 +54,13 @@ class WorkerState:
     of the last of them. `decode_context_tokens`: context of all decoding requests.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
     last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
-    sent."""
+    sent. `arriving_tokens`: prompts that other workers compute for this one."""
 
     __slots__ = (
         "_prefill_group",
         "_refreshed_s",
         "active",
+        "arriving_tokens",
         "decode_context_tokens",
         "engine_info",
         "external_prefill_tokens",
@@ -130,6 +93,7 @@ class WorkerState:
         self.pending_prefills = 0
         self.prefill_free_s = 0.0
         self.total_prefill_ms = 0.0
+        self.arriving_tokens = 0
         self.decode_context_tokens = 0
         self.stall_sensitivity = 0.0
         self.load: Load | None = None
@@ -221,6 +185,26 @@ class WorkerState:
         self.active[placed.id] = placed
         self._refreshed_s = float("-inf")
 
+    def place_pair(self, placed: PlacedRequest, decode_worker: WorkerState, now: float) -> None:
+        """Add a request whose prompt is computed here for `decode_worker`."""
+        self.place(placed, now)
+        placed.decode_worker = decode_worker
+        decode_worker.arriving_tokens += placed.prompt_tokens
+
+    def hand_over(self, placed: PlacedRequest) -> None:
+        """Move a request with its first token to the worker that decodes it."""
+        target = placed.decode_worker
+        if target is None or self.active.pop(placed.id, None) is None:
+            return
+        self.stall_sensitivity = max(0.0, self.stall_sensitivity - 1.0 / STALL_HALVING_TOKENS)
+        self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
+        placed.worker, placed.decode_worker = target, None
+        target.arriving_tokens -= placed.prompt_tokens
+        target.active[placed.id] = placed
+        target.decode_context_tokens += placed.prompt_tokens
+        target.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
+        placed.prefill_ms_at_first_token = target.total_prefill_ms
+
     def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
         if placed.first_token_s is None and placed.id in self.active:
@@ -243,6 +227,8 @@ class WorkerState:
         """Remove a request that left the worker; unknown requests are ignored."""
         if self.active.pop(placed.id, None) is None:
             return
+        if placed.decode_worker is not None:
+            placed.decode_worker.arriving_tokens -= placed.prompt_tokens
         self.stall_sensitivity = max(
             0.0, self.stall_sensitivity - 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
         )

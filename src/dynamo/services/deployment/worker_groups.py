@@ -43,7 +43,7 @@ def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
 
 
 def role_groups(settings: Settings, role: str) -> Iterator[ReplicaGroup]:
-    """Yield the groups of workers with only that role. A group of a list has at least one process."""
+    """Yield the groups of workers with only that role. A group of a list is not empty."""
     groups_by_role: Mapping[str, Sequence[WorkerGroupSettings]] = {
         "prefill": (settings.workers.prefill, *settings.prefill_workers),
         "decode": (settings.workers.decode, *settings.decode_workers),
