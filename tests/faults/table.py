@@ -64,6 +64,22 @@ async def all_killed(cluster: Cluster) -> str:
     return await cluster.assert_unaffected(inject, streams=12, pause_s=15.0)
 
 
+async def only_worker_killed(cluster: Cluster) -> str:
+    """Send new requests during the restart of the only worker, and after it was drained."""
+    new: list[Answer] = []
+
+    async def inject() -> None:
+        cluster.kill("worker")
+        new.extend(await cluster.ask_all(range(16), 20))
+
+    summary = await cluster.assert_unaffected(inject, streams=8, pause_s=15.0)
+    assert_complete(new)
+    waited_s = max(answer.first_s for answer in new)
+    await cluster.command("scale", "worker=0")
+    assert "none is registered" in (await ask(cluster.port, 0, timeout_s=5)).error
+    return f"{summary}; 16 of 16 new requests waited up to {waited_s:.1f} s; 503 once it is drained"
+
+
 async def frozen(cluster: Cluster) -> str:
     """Stop a worker for less than the 5 s after which its supervisor replaces it."""
     texts = await cluster.texts(range(24), 100)
@@ -368,6 +384,7 @@ TABLE = (
     Fault("a worker is slow (stopped 4/5 of the time)", "no worker is ejected, every stream is complete", slow),
     Fault("four times as many streams as slots", "no worker is ejected; every stream is complete or refused at once", overloaded, flags=("--max-num-seqs", "4")),
     Fault("every worker is killed at once", "every stream waits for the new workers and continues", all_killed),
+    Fault("the only worker is killed; then it is drained", "new requests wait for its restart; after the drain they get 503 at once", only_worker_killed, quick=True, workers=1),
     Fault("a worker is drained, another one is added", "its streams migrate at once", drained, quick=True),
     Fault("all workers and frontends are replaced under load", "no request fails", rolled),
     Fault("one of two frontends is killed", "only its clients' connections end", frontend_killed, frontends=2),

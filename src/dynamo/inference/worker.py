@@ -27,6 +27,7 @@ from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
+from dynamo.runtime.supervisors import SUPERVISOR_KEY
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -102,6 +103,7 @@ class EngineWorker:
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
             LABELS_KEY: parse_labels(runtime.settings.engine.labels),
+            SUPERVISOR_KEY: runtime.supervisor,
         }
         add(await endpoint("generate").serve(self._generate, capabilities=capabilities))
         add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))

@@ -42,9 +42,10 @@ ShutdownHook = Callable[[float], Coroutine[Any, Any, None]]
 class DistributedRuntime:
     """The planes, clients and endpoints of a process, from `create` to `shutdown`. `stopping` is
     cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
-    component that listens there sets it. `supervised` means that a supervisor reserves that port,
-    which is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event
-    loop; a component may call it before the process is ready. `shutdown` closes the `clients`."""
+    component that listens there sets it. `supervisor` names the supervisor and this kind of
+    process, or is empty; the supervisor reserves the HTTP port, which is then shared with
+    SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop; a component may
+    call it before the process is ready. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -78,7 +79,7 @@ class DistributedRuntime:
         self.stopping = stopping or CancellationToken()
         self.failure: DynamoError | None = None
         self.public_address = ""
-        self.supervised = False
+        self.supervisor = ""
         self.on_serving: Callable[[], None] = lambda: None
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()

@@ -57,10 +57,10 @@ class FrontendService:
             gateway.on_change(lambda: self._set_body_limit(http, gateway))
         host = server.http_host
         self._model_watcher.start()
-        if runtime.supervised:  # other frontends on this port may serve the models already
+        if runtime.supervisor:  # other frontends on this port may serve the models already
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
-        port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
+        port = await http.start(host, server.http_port, reuse_port=bool(runtime.supervisor))
         runtime.add_shutdown_hook(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         ServiceModelWatcher(runtime, gateway).start()

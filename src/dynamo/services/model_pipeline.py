@@ -22,7 +22,8 @@ from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.runtime.supervisors import SupervisorView
+from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.migration import Migration
@@ -55,6 +56,7 @@ class ModelPipeline:
     client: Client
     health: WorkerHealth
     policy: Policy
+    starts: WorkerStarts
     admission: Admission
     loads: LoadView
     migration: Migration
@@ -194,10 +196,18 @@ async def _open_replica_sync(pipeline: ModelPipeline) -> None:
         await replica_sync.start(runtime.events, pipeline.routing_subject)
 
 
+async def _open_starts(pipeline: ModelPipeline) -> None:
+    runtime = pipeline.runtime
+    view = SupervisorView(runtime.discovery, runtime.clock)
+    pipeline.starts = WorkerStarts(pipeline.client, view, runtime.clock)
+    pipeline.resources.push_async_callback(pipeline.starts.close)
+    pipeline.starts.start()
+
+
 async def _open_admission(pipeline: ModelPipeline) -> None:
     runtime, limits = pipeline.runtime, SloLimits.from_settings(pipeline.settings)
     pipeline.admission = admission = Admission(
-        pipeline.client, pipeline.policy, runtime.clock, limits, runtime.metrics
+        pipeline.client, pipeline.policy, runtime.clock, limits, runtime.metrics, pipeline.starts
     )
     pipeline.resources.callback(admission.close)
     pipeline.resources.callback(
@@ -251,6 +261,7 @@ STAGES = (
     Stage("client", _open_client, "connects to the workers that agree with the model's card"),
     Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
     Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
+    Stage("starts", _open_starts, "predicts when a supervisor will have started a lost worker"),
     Stage("admission", _open_admission, "queues or rejects requests by SLO and worker capacity"),
     Stage("loads", _open_loads, "passes the workers' load reports to policy and admission"),
     Stage("migration", _open_migration, "continues an answer on another worker after a failure"),

@@ -22,15 +22,19 @@ from dynamo.core.values import (
 )
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
+from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
 from dynamo.scheduling.router.labels import LABELS_KEY, excluded_workers
 from dynamo.telemetry import Registry
 from dynamo.testing.fakes import CollectedReply
 
+SUPERVISOR = "s1"
+
 
 def make_worker(name: str, slots: int, **labels: str) -> Instance:
     info = msgspec.to_builtins(EngineInfo("mock", 16, 4096, 65_536, slots, 8192))
-    return Instance(name, f"memory:{name}", "n", "c", "e", {"engine": info, LABELS_KEY: labels})
+    capabilities = {"engine": info, LABELS_KEY: labels, SUPERVISOR_KEY: SUPERVISOR + "/worker"}
+    return Instance(name, f"memory:{name}", "n", "c", "e", capabilities)
 
 
 class FakeCluster:
@@ -38,7 +42,8 @@ class FakeCluster:
 
     The router sends a request to the first worker that is not avoided, which takes `duration_s`.
     Until `hold` is set the router chooses no worker. With `error` it fails before the choice.
-    `attempts` lists (request id, worker) in order.
+    `attempts` lists (request id, worker) in order. `announce` sets the record of the workers'
+    supervisor.
     """
 
     def __init__(
@@ -58,16 +63,36 @@ class FakeCluster:
         self.contexts: list[Context] = []
         self.metrics = Registry()
         client: Any = self
-        self.admission = Admission(client, None, clock, limits, self.metrics)
+        self.view = self
+        self.removal_listeners: list[Callable[[Instance], object]] = []
+        self.supervisors = SupervisorView(client, clock)
+        self.starts = WorkerStarts(client, self.supervisors, clock)
+        self.admission = Admission(client, None, clock, limits, self.metrics, self.starts)
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         self.listeners.append(callback)
         return lambda: self.listeners.remove(callback)
 
+    def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
+        self.removal_listeners.append(callback)
+        return lambda: self.removal_listeners.remove(callback)
+
+    def announce(
+        self, desired: int, start_s: float | None = None, failing: str = "", kind: str = "worker"
+    ) -> None:
+        self.supervisors.records[SUPERVISOR] = SupervisorRecord(
+            {kind: desired} if desired else {},
+            {kind: start_s} if start_s else {},
+            {kind: failing} if failing else {},
+        )
+
     def set_instances(self, **instances: Instance) -> None:
-        self.instances = instances
+        before, self.instances = self.instances, instances
         for listener in self.listeners:
             listener()
+        for name in before.keys() - instances.keys():
+            for removed in self.removal_listeners:
+                removed(before[name])
 
     async def route(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         self.contexts.append(context)

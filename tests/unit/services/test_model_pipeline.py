@@ -10,14 +10,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.unit.processes import Open, Processes
 
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, NoWorkers
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.worker import EngineWorker
@@ -25,6 +27,7 @@ from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 from dynamo.services.model_pipeline import (
     REQUEST_ORDER,
     ROUTER_PROCESS_STAGES,
@@ -61,7 +64,10 @@ def card(tmp_path: Path) -> ModelCard:
     return ModelCard(names=("m",), context_tokens=4096, vocab_size=1000, tokenizer=file)
 
 
-async def start_worker(runtime: DistributedRuntime, card: ModelCard) -> EngineWorker:
+async def start_worker(
+    runtime: DistributedRuntime, card: ModelCard, supervisor: str = ""
+) -> EngineWorker:
+    runtime.supervisor = supervisor
     settings = EngineSettings(kind="mock", speedup_ratio=1000)
     engine = make_mock_engine(settings, range(100, 900), runtime.clock, context_tokens=4096)
     worker = EngineWorker(engine, card)
@@ -105,6 +111,35 @@ async def test_a_request_passes_the_stages_of_request_order(
     assert await passed_stages(pipeline) == list(REQUEST_ORDER)
     await pipeline.close()
     await worker.close()
+
+
+async def test_requests_wait_for_a_worker_that_a_supervisor_in_discovery_starts(
+    open_runtime: Open, card: ModelCard
+) -> None:
+    supervisor = (await open_runtime()).discovery
+    record = msgspec.json.encode(SupervisorRecord({"worker": 1}, {"worker": 5.0}))
+    await supervisor.put(supervisor_record_key("s"), record)
+    await start_worker(first := await open_runtime(), card, "s/worker")
+    runtime = await open_runtime()
+    detector = failure_detector(runtime)
+    pipeline = await open_model_pipeline(runtime, detector, ProcessRouting(runtime), card)
+    await first.shutdown(0)
+    replies = [CollectedReply() for _ in range(16)]
+    async with BackgroundTasks() as tasks:
+        for number, reply in enumerate(replies):
+            request = replace(REQUEST, choice=number)
+            tasks.start(pipeline.send(request, Context("r"), reply))
+        await asyncio.sleep(0.02)
+        assert not any(reply.ids for reply in replies)
+        worker = await start_worker(await open_runtime(), card, "s/worker")
+        await tasks.join()
+    assert all(len(reply.ids) == 3 for reply in replies)
+
+    await supervisor.put(supervisor_record_key("s"), msgspec.json.encode(SupervisorRecord()))
+    await worker.close()
+    with pytest.raises(NoWorkers, match="no worker serves this model now"):
+        await pipeline.send(REQUEST, Context("r"), CollectedReply())
+    await pipeline.close()
 
 
 async def test_each_row_opens_the_stage_of_its_name(open_process: Open, card: ModelCard) -> None:

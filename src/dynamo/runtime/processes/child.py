@@ -89,7 +89,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ChildProcess:
     """Keeps a process alive until it is stopped. `report` is its last report. `crash_loop_reason`
     is empty unless the process is in a crash loop. `restarts` counts its deaths, the last with
-    `last_exit`."""
+    `last_exit`. `start_s` is the duration of the last start, 0 before the first was complete."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class ChildProcess:
         on_change: Callable[[ChildProcess], None],
         on_death: Callable[[ChildProcess], None],
         state_root: Path,
+        supervisor_id: str = "",
     ) -> None:
         self.spec = spec
         self.report = ChildReport()
@@ -108,6 +109,8 @@ class ChildProcess:
         self.crash_loop_reason = ""
         self.restarts = 0
         self.last_exit = ""
+        self.start_s = 0.0
+        self._supervisor_id = supervisor_id
         self._watchdog = Watchdog()
         self._clock = clock
         self._on_line = on_line
@@ -117,6 +120,7 @@ class ChildProcess:
         self._backoff = RestartBackoff()
         self._stopping = asyncio.Event()
         self._peak_rss_bytes = 0
+        self._started_at = 0.0
         self._ready_at: float | None = None
         self._notice = ChildNotice()
         self._stdin_writer: asyncio.StreamWriter | None = None
@@ -158,9 +162,15 @@ class ChildProcess:
             self.report = ChildReport()
             await self._wait_before_restart(exit_text, self._backoff.next_delay_s(served_s))
 
+    @property
+    def desired(self) -> bool:
+        """Whether the process is to run and to be restarted after its death."""
+        return not self._stopping.is_set()
+
     def stop_restarting(self) -> None:
         """Do not restart the process after its next death."""
         self._stopping.set()
+        self._on_change(self)
 
     def notify_preparing(self, preparing: str) -> None:
         """Tell the process, now and after each restart, what the deployment waits for."""
@@ -210,6 +220,7 @@ class ChildProcess:
             self.crash_loop_reason = f"died {deaths} times before it served, last by {exit_text}"
             text = "process is in a crash loop: it dies before it serves"
             log.error(text, extra={"fields": fields | {"deaths": deaths}})
+            self._on_change(self)
         else:
             log.warning("process died", extra={"fields": fields})
         await wait_at_most(self._stopping.wait(), wait_s)
@@ -217,6 +228,7 @@ class ChildProcess:
     async def _run_once(self) -> str:
         """Run the process until its death. Returns a description of its exit."""
         self._ready_at = None
+        self._started_at = self._clock.now()
         self._watchdog = Watchdog()
         kills_before = count_oom_kills()
         try:
@@ -251,7 +263,8 @@ class ChildProcess:
 
     async def _supervise(self, process: subprocess.Popen[bytes], parent_end: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=parent_end)
-        start = ChildStart(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
+        spec = self.spec
+        start = ChildStart(spec.settings, spec.name, os.getpid(), spec.task, self._supervisor_id)
         writer.write(msgspec.json.encode(start) + b"\n")
         self._stdin_writer = writer
         if self._notice.preparing:
@@ -285,6 +298,7 @@ class ChildProcess:
                     continue
                 if self.report.state == "ready" and self._ready_at is None:
                     self._ready_at = self._clock.now()
+                    self.start_s = self._ready_at - self._started_at
                     self.crash_loop_reason = ""
                 self._on_change(self)
 

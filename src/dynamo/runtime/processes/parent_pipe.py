@@ -30,13 +30,14 @@ SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run
 
 
 class ChildStart(msgspec.Struct, frozen=True):
-    """The first message to a child. `supervisor` is the pid of the sender. `task` is what the
-    child's role needs beside the settings."""
+    """The first message to a child. `supervisor` is the pid of the sender, and `supervisor_id` its
+    instance id in discovery. `task` is what the child's role needs beside the settings."""
 
     settings: Settings
     name: str
     supervisor: int
     task: dict[str, Any] = {}
+    supervisor_id: str = ""
 
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):

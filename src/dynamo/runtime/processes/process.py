@@ -27,8 +27,10 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
+from dynamo.runtime.processes.process_group import kind_of_process
 from dynamo.runtime.processes.process_record import ProcessRecordWriter
 from dynamo.runtime.processes.status import status_server_of
+from dynamo.runtime.supervisors import supervised_kind
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import configure_logging, set_levels
 from dynamo.telemetry.stderr import unblock_stdout
@@ -167,10 +169,11 @@ class ProcessRunner:
     async def run(self, main: ProcessMain) -> None:
         """Run until drained. Raises errors of `main` and the runtime's `failure`."""
         runtime = self._runtime
-        runtime.supervised = self._parent is not None
         runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
+            start = self._parent.start_message
+            runtime.supervisor = supervised_kind(start.supervisor_id, kind_of_process(start.name))
             self._parent.on_notice(self._on_notice)
             runtime.on_serving = self._parent.answer_pings
         await self._status.start()

@@ -1,24 +1,28 @@
 """Records of processes: written to the deployment's folder while a process lives, and deleted from
-discovery after its death. A server would otherwise list them until leases expire."""
+discovery after its death. A server would otherwise list them until leases expire. The supervisor
+announces in discovery which processes it keeps running."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from dynamo.communication.discovery import open_discovery
+from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.core.clock import Clock
-from dynamo.core.errors import ConfigError, PlaneUnavailable
+from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.planes import Planes, planes_of
+from dynamo.runtime.planes import planes_of
+from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 
 log = logging.getLogger(__name__)
 
@@ -85,36 +89,75 @@ class ProcessRecordWriter:
             self._deployment.remove_record(self.record)
 
 
-class DeadRecords:
-    """Deletes the records of dead children one after the other, on a thread of its own."""
+class SupervisorDiscovery:
+    """Announces in discovery which processes a supervisor keeps running, and deletes the records of
+    dead ones there. The connection has a thread of its own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, supervisor: str) -> None:
         self._settings = settings
+        self._key = supervisor_record_key(supervisor)
         self._background: ThreadBackground | None = None
-        self._lock = asyncio.Lock()
+        self._plane: Discovery | None = None
+        self._record: SupervisorRecord | None = None
+        self._open_lock, self._put_lock = asyncio.Lock(), asyncio.Lock()
+
+    def announce(self, record: SupervisorRecord) -> None:
+        """Put the supervisor's record if it changed."""
+        if record != self._record:
+            self._record = record
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Put the last record again, since its lease may be lost."""
+        if self._record is not None:
+            self._submit(self._put)
 
     def delete(self, key: str) -> None:
         """Delete the record `key` of a dead process and all records under the same lease, as soon
         as the server is reachable. An empty key is ignored."""
-        planes = planes_of(self._settings)
-        if not key or planes.discovery.startswith(SELF_EXPIRING_PLANES):
-            return
-        if self._background is None:
-            self._background = ThreadBackground("dynamo-dead-records")
-        self._background.submit(self._delete(planes, key))
+        if key and not planes_of(self._settings).discovery.startswith(SELF_EXPIRING_PLANES):
+            self._submit(partial(self._delete, key))
 
     async def close(self) -> None:
-        """Stop. Records that could not be deleted expire with their leases."""
+        """Withdraw the record. Records that could not be deleted expire with their leases."""
+        self._record = None
         if self._background is not None:
+            await self._background.run(self._close_plane())
             await self._background.close()
 
-    async def _delete(self, planes: Planes, key: str) -> None:
-        async with self._lock:
-            plane = await open_discovery(planes.discovery, planes.discovery_options)
-            try:
-                await plane.revoke_lease_of(key)
-            except PlaneUnavailable as error:
-                fields = {"key": key, "error": error.message}
-                log.warning("the record of a dead process stays", extra={"fields": fields})
-            finally:
-                await plane.close()
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if planes_of(self._settings).discovery.startswith("memory:"):
+            return  # other processes cannot read it
+        if self._background is None:
+            self._background = ThreadBackground("dynamo-supervisor-discovery")
+        self._background.submit(work())
+
+    async def _open(self) -> Discovery:
+        async with self._open_lock:
+            if self._plane is None:
+                planes = planes_of(self._settings)
+                self._plane = await open_discovery(planes.discovery, planes.discovery_options)
+            return self._plane
+
+    async def _put(self) -> None:
+        try:
+            plane = await self._open()
+            async with self._put_lock:
+                if self._record is not None:
+                    await plane.put(self._key, msgspec.json.encode(self._record))
+        except (DynamoError, OSError) as error:
+            text = "the supervisor's record was not written; requests do not wait for restarts"
+            log.warning(text, extra={"fields": {"error": str(error)}})
+
+    async def _close_plane(self) -> None:
+        if self._plane is not None:
+            async with self._put_lock:  # a later write would take a new lease
+                await self._plane.close()
+
+    async def _delete(self, key: str) -> None:
+        try:
+            plane = await self._open()
+            await plane.revoke_lease_of(key)
+        except DynamoError as error:
+            fields = {"key": key, "error": error.message}
+            log.warning("the record of a dead process stays", extra={"fields": fields})

@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -29,11 +30,12 @@ from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
-from dynamo.runtime.processes.process_group import ProcessGroup
-from dynamo.runtime.processes.process_record import DeadRecords, ProcessRecordWriter
+from dynamo.runtime.processes.process_group import ProcessGroup, kind_of_process
+from dynamo.runtime.processes.process_record import ProcessRecordWriter, SupervisorDiscovery
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
+from dynamo.runtime.supervisors import SupervisorRecord
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream, escape_unprintable
 
@@ -125,7 +127,8 @@ class Supervisor:
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
-        self._dead_records = DeadRecords(settings)
+        self._discovery = SupervisorDiscovery(settings, record.instance)
+        self._start_s: dict[str, float] = {}
         self._drain_s = settings.runtime.drain_s
         self._group = self._create_group(specs)
         self._control = ControlServer(self._group, deployment.folder)
@@ -144,10 +147,11 @@ class Supervisor:
         try:
             async with self._tasks as tasks:
                 self._group.start()
+                self._announce_processes()
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)
                 await self._control.start()
-                refresh = self._record_writer.keep_alive(self._control.refresh_socket)
+                refresh = self._record_writer.keep_alive(self._refresh_announcements)
                 side_tasks = [
                     preparation,
                     tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
@@ -168,7 +172,7 @@ class Supervisor:
                 await tasks.join()
         finally:
             await self._status.stop()
-            await self._dead_records.close()
+            await self._discovery.close()
             await self._record_writer.remove()
             await self._clock.offload(self._disk_space.close)
             await self._clock.offload(self._deployment.remove_if_unused)
@@ -202,7 +206,7 @@ class Supervisor:
         if not self._stop_requested.is_set():
             await child.run()
         if not self._stop_requested.is_set():
-            self._dead_records.delete(child.report.key)
+            self._discovery.delete(child.report.key)
 
     async def _run_preparation(self) -> None:
         try:
@@ -281,14 +285,16 @@ class Supervisor:
             on_change=self._on_child_change,
             on_death=self._on_child_death,
             state_root=self._deployment.folder.parent,
+            supervisor_id=self._record_writer.record.instance,
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
         return self._tasks.start(self._run_child(child), child.spec.name)
 
     def _on_child_death(self, child: ChildProcess) -> None:
-        self._dead_records.delete(child.report.key)
+        self._discovery.delete(child.report.key)
         self._group.on_child_change()
+        self._announce_processes()
         self._restarts.labels(child.spec.name).inc()
 
     def _on_child_change(self, child: ChildProcess) -> None:
@@ -301,6 +307,27 @@ class Supervisor:
         if all(child.ready for child in self.children):
             self.ready.set()
         self._record_child_status()
+        self._announce_processes()
+
+    def _announce_processes(self) -> None:
+        """Announce in discovery which processes this supervisor keeps running."""
+        desired = Counter[str]()
+        failing = {}
+        for child in self.children:
+            kind = kind_of_process(child.spec.name)
+            self._start_s[kind] = child.start_s or self._start_s.get(kind, 0.0)
+            if not child.desired:
+                continue
+            if child.crash_loop_reason:
+                failing[kind] = f"{child.spec.name} {child.crash_loop_reason}"
+            else:
+                desired[kind] += 1
+        start_s = {kind: round(seconds, 1) for kind, seconds in self._start_s.items() if seconds}
+        self._discovery.announce(SupervisorRecord(dict(desired), start_s, failing))
+
+    async def _refresh_announcements(self) -> None:
+        self._discovery.refresh()
+        await self._control.refresh_socket()
 
     def _record_child_status(self) -> None:
         """Write which children hang and how often each was restarted, for `dynamo ps`."""

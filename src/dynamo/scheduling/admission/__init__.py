@@ -1,5 +1,6 @@
 """Admission: whether a request is accepted, and when it is sent to a worker."""
 
 from dynamo.scheduling.admission.admission import Admission, SloLimits
+from dynamo.scheduling.admission.worker_starts import WorkerStarts
 
-__all__ = ["Admission", "SloLimits"]
+__all__ = ["Admission", "SloLimits", "WorkerStarts"]

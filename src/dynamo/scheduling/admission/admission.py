@@ -26,9 +26,9 @@ from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.admission.durations import DequeueRate
 from dynamo.scheduling.admission.in_flight import InFlight
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
+from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.placement.queue import QueueOrderKey
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.worker_state import WorkerStates
 from dynamo.telemetry import Registry
@@ -85,9 +85,11 @@ class Admission(Operator):
         clock: Clock,
         limits: SloLimits | None = None,
         metrics: Registry | None = None,
+        starts: WorkerStarts | None = None,
     ) -> None:
         self.limits = limits or SloLimits()
         self._client = client
+        self._starts = starts
         self._clock = clock
         self.capacity = ClusterCapacity(self.limits.max_worker_requests, clock.now)
         states = policy.worker_states if policy is not None else None
@@ -153,13 +155,19 @@ class Admission(Operator):
             if not full:
                 return await call_next(request, context, reply)
             try:  # prefer workers with a free slot; without those, use any worker
-                await call_next(request, replace(context, avoid=(*context.avoid, *full)), reply)
+                return await call_next(
+                    request, replace(context, avoid=(*context.avoid, *full)), reply
+                )
             except NoWorkers:
-                await call_next(request, context, reply)
+                return await call_next(request, context, reply)
+        except NoWorkers:
+            if self._client.instances or self._starts is None or not self._starts.is_expected:
+                raise
         finally:
             if key in self._dispatching:
                 del self._dispatching[key]
                 self._dequeue_ready()
+        return await self.send(request, context, reply, call_next)  # the last worker died
 
     def track_attempt(self, instance: Instance, request: GenerateRequest) -> AttemptListener:
         """Reserve a slot for an attempt and return its listener (a `ListenerFactory`)."""
@@ -185,11 +193,13 @@ class Admission(Operator):
         queued = QueuedRequest(request, self._clock.now(), limit_s, context.metadata)
         if context.metadata:
             queued.excluded_workers = excluded_workers(self._client.instances, context)
+        prompt_tokens = len(request.token_ids) // TOKEN_BYTES
         if not self._client.instances:
-            return queued  # the router raises the error
+            self._hold_for_start(queued, prompt_tokens)
+            return queued  # the router raises the error of a request that is not held
         if len(self._queue):
             self._dequeue_ready()
-        prompt_tokens, taken = len(request.token_ids) // TOKEN_BYTES, len(self._dispatching)
+        taken = len(self._dispatching)
         predict_prefill_s = self._in_flight.predict_prefill_s
         if not self._has_free_slot(queued):
             queued.predicted_prefill_s = predict_prefill_s(prompt_tokens, taken)
@@ -200,12 +210,22 @@ class Admission(Operator):
             self._reject_over_limit(queued, 0.0, predict_prefill_s(prompt_tokens, taken, limit_s))
         return queued
 
+    def _hold_for_start(self, queued: QueuedRequest, prompt_tokens: int) -> None:
+        """Queue a request if a supervisor is expected to start a worker in time. Raises `NoWorkers`
+        if that takes longer than the request may wait, or if the workers are in a crash loop."""
+        limit_s = queued.ttft_limit_s
+        if self.limits.ttft_s == inf:
+            limit_s = min(limit_s, self.limits.max_queue_wait_s)
+        if self._starts is not None and self._starts.is_expected_within(limit_s):
+            queued.awaits_start = True
+            queued.set_order_key(prompt_tokens)
+            self._push(queued, queued.arrived_s + limit_s)
+
     def _enqueue(self, queued: QueuedRequest, prompt_tokens: int) -> None:
-        request, now = queued.request, queued.arrived_s
-        due_s = now + queued.ttft_limit_s
-        queued.order_key = QueueOrderKey(now, prompt_tokens, request.priority, due_s)
+        now = queued.arrived_s
+        queued.set_order_key(prompt_tokens)
         ahead = self._queue.count_ahead(queued) + len(self._dispatching)
-        max_tokens, excluded = request.stops.max_tokens, queued.excluded_workers
+        max_tokens, excluded = queued.request.stops.max_tokens, queued.excluded_workers
         wait_s = self.capacity.predict_wait_s(ahead, max_tokens, excluded)
         if self.capacity.has_foreign_requests:
             wait_s = max(wait_s, self._dequeue_rate.predict_wait_s(ahead))
@@ -213,16 +233,20 @@ class Admission(Operator):
         predicted_s = wait_s + queued.predicted_prefill_s
         self._reject_over_limit(queued, wait_s, predicted_s + margin_s)
         queued.predicted_first_token_s = now + predicted_s
+        if self._ttft_limit_s < inf:
+            shed_at_s = now + self._ttft_limit_s - queued.predicted_prefill_s
+        else:
+            shed_at_s = now + self.limits.max_queue_wait_s * QUEUE_TIMEOUT_FACTOR
+        self._push(queued, shed_at_s)
+
+    def _push(self, queued: QueuedRequest, shed_at_s: float) -> None:
+        """Add a request to the queue until `shed_at_s`. Raises `Overloaded` if it is full."""
         try:
             self._queue.push(queued)
         except Overloaded:
             self._rejection_counter.labels("queue_full").inc()
             raise
         queued.slot_ready = asyncio.get_running_loop().create_future()
-        if self._ttft_limit_s < inf:
-            shed_at_s = now + self._ttft_limit_s - queued.predicted_prefill_s
-        else:
-            shed_at_s = now + self.limits.max_queue_wait_s * QUEUE_TIMEOUT_FACTOR
         queued.cancel_timer = self._clock.call_at(shed_at_s, lambda: self._shed_overdue(queued))
         self._waiting_gauge.inc()
         self._schedule_recheck()
@@ -287,6 +311,9 @@ class Admission(Operator):
             self._in_flight.record_prediction_error(
                 queued.predicted_first_token_s, now + queued.predicted_prefill_s
             )
+        if queued.awaits_start and self._starts is not None and not self._client.instances:
+            slot_ready.set_exception(self._starts.late_error(now - queued.arrived_s))
+            return
         slot_ready.set_exception(
             Overloaded(
                 f"no worker became free in {now - queued.arrived_s:.3g} s",
@@ -351,16 +378,20 @@ class Admission(Operator):
     def _recheck(self) -> None:
         self._cancel_recheck = None
         since_s = self._no_workers_since_s
-        if since_s is not None and self._clock.now() - since_s >= NO_WORKERS_TIMEOUT_S:
-            self._release_all()
+        if since_s is not None and not (self._starts is not None and self._starts.is_expected):
+            no_timeout = self._clock.now() - since_s < NO_WORKERS_TIMEOUT_S
+            self._release_queued(only_held=no_timeout)
         if len(self._queue):
             self.capacity.refresh()
             self._dequeue_ready()
             self._schedule_recheck()
 
-    def _release_all(self) -> None:
-        """Release every queued request to the router, which raises `NoWorkers`."""
+    def _release_queued(self, *, only_held: bool) -> None:
+        """Release queued requests to the router, which raises `NoWorkers`. `only_held`: only those
+        that wait for a supervisor to start a worker."""
         for queued in self._queue:
+            if only_held and not queued.awaits_start:
+                continue
             self._queue.pop(queued)
             if queued.slot_ready is not None and not queued.slot_ready.done():
                 queued.slot_ready.set_result(None)

@@ -25,6 +25,7 @@ class QueuedRequest:
 
     Its first token is due `ttft_limit_s` after `arrived_s`. `slot_ready` is set while the request
     is in the queue; its result is set at dequeue. `cancel_timer` cancels the queue's time limit.
+    `awaits_start`: there was no worker at its arrival, and a supervisor is expected to start one.
     """
 
     def __init__(
@@ -44,8 +45,14 @@ class QueuedRequest:
         self.queue_number = 0
         self.predicted_prefill_s = 0.0
         self.predicted_first_token_s: float | None = None
+        self.awaits_start = False
         self.slot_ready: asyncio.Future[None] | None = None
         self.cancel_timer: Callable[[], None] | None = None
+
+    def set_order_key(self, prompt_tokens: int) -> None:
+        """Set the key of the queue's order for a prompt of this length."""
+        priority, due_s = self.request.priority, self.arrived_s + self.ttft_limit_s
+        self.order_key = QueueOrderKey(self.arrived_s, prompt_tokens, priority, due_s)
 
 
 class LabelQueues:

@@ -1,0 +1,77 @@
+"""Records of supervisors in discovery: the processes that each of them keeps running."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo.communication.discovery import Discovery, RecordChange
+from dynamo.core.clock import Clock
+from dynamo.core.errors import DECODE_ERRORS
+
+log = logging.getLogger(__name__)
+
+SUPERVISORS_PREFIX = "/_supervisors/"
+SUPERVISOR_KEY = "supervisor"
+"""The capability of an instance that names its supervisor and its kind of process."""
+WATCH_RETRY_S = 0.5
+
+
+class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The record of a live supervisor, by kind of process such as `worker`.
+
+    `desired` counts the processes that the supervisor keeps running, without those that stop on
+    purpose. `start_s` is the duration of the last start. `failing` says why no process of a kind
+    can be expected to serve.
+    """
+
+    desired: dict[str, int] = {}
+    start_s: dict[str, float] = {}
+    failing: dict[str, str] = {}
+
+
+def supervisor_record_key(supervisor: str) -> str:
+    """Return the discovery key of the supervisor with this instance id."""
+    return SUPERVISORS_PREFIX + supervisor
+
+
+def supervised_kind(supervisor: str, kind: str) -> str:
+    """Return the value of the capability `SUPERVISOR_KEY`."""
+    return f"{supervisor}/{kind}"
+
+
+class SupervisorView:
+    """The records of all supervisors in discovery, by instance id."""
+
+    def __init__(self, discovery: Discovery, clock: Clock) -> None:
+        self._discovery = discovery
+        self._clock = clock
+        self.records: dict[str, SupervisorRecord] = {}
+
+    async def follow(self) -> None:
+        """Follow the records until cancelled."""
+        while True:
+            try:
+                async with self._discovery.watch(SUPERVISORS_PREFIX) as changes:
+                    self.records.clear()
+                    async for batch in changes:
+                        self._apply(batch)
+            except Exception as error:  # noqa: BLE001 - the records stay until it works again
+                fields = {"error": str(error)}
+                log.warning("the watch of supervisors failed", extra={"fields": fields})
+            await self._clock.sleep(WATCH_RETRY_S)
+
+    def _apply(self, batch: Sequence[RecordChange]) -> None:
+        for change in batch:
+            supervisor = change.key.removeprefix(SUPERVISORS_PREFIX)
+            self.records.pop(supervisor, None)
+            if change.value is None:
+                continue
+            try:
+                record = msgspec.json.decode(change.value, type=SupervisorRecord)
+                self.records[supervisor] = record
+            except DECODE_ERRORS as error:
+                fields = {"key": change.key, "error": str(error)}
+                log.warning("invalid record of a supervisor", extra={"fields": fields})

@@ -1,0 +1,118 @@
+"""Predicts when the supervisor of a model's lost workers will have started one again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from dynamo.core.clock import Clock
+from dynamo.core.errors import NoWorkers
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
+
+UNKNOWN_START_S = 5.0
+"""The predicted duration of a start before a supervisor has measured one."""
+MIN_PREDICTION_S = 0.5
+CRASH_LOOP_RETRY_S = 10.0
+
+
+class WorkerStarts:
+    """Remembers which supervisors ran the workers of one client, and follows their records.
+
+    A worker is expected while the client has no instance and one of these supervisors keeps
+    processes of that kind running. Workers that were drained or scaled to zero are not expected,
+    and neither are workers that no supervisor started.
+    """
+
+    def __init__(self, client: Client, view: SupervisorView, clock: Clock) -> None:
+        self._client = client
+        self._view = view
+        self._clock = clock
+        self._kinds: set[str] = set()
+        self._lost_at_s = clock.now()
+        self._last_instances: Mapping[str, Instance] = client.instances
+        self._tasks = BackgroundTasks()
+        self._unsubscribe = [
+            client.on_change(self._on_instances_changed),
+            client.view.on_instance_removed(lambda instance: self._remember([instance])),
+        ]
+
+    def start(self) -> None:
+        """Start to follow the supervisors."""
+        self._tasks.start(self._view.follow(), "watch supervisors")
+
+    async def close(self) -> None:
+        """Stop following instances and supervisors."""
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        await self._tasks.close()
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether a supervisor keeps a worker of this client running."""
+        return any(record.desired.get(kind) for kind, record in self._records())
+
+    def is_expected_within(self, limit_s: float) -> bool:
+        """Whether a worker is expected, at the latest in `limit_s`. Raises `NoWorkers` if it is
+        expected later, or if the workers are in a crash loop."""
+        if self.is_expected:
+            if self.predict_s() > limit_s:
+                raise self.late_error(limit_s)
+            return True
+        if reason := self.describe():
+            raise NoWorkers(
+                f"no worker serves this model now: {reason}",
+                hint="the supervisor goes on trying; see the log of the worker",
+                retry_after_s=CRASH_LOOP_RETRY_S,
+            )
+        return False
+
+    def predict_s(self) -> float:
+        """Return the predicted seconds until an expected worker serves.
+
+        A start that is overdue is predicted to take as long again as it is overdue.
+        """
+        durations_s = [
+            record.start_s.get(kind, UNKNOWN_START_S)
+            for kind, record in self._records()
+            if record.desired.get(kind)
+        ]
+        left_s = min(durations_s, default=0.0) - (self._clock.now() - self._lost_at_s)
+        return max(abs(left_s), MIN_PREDICTION_S)
+
+    def describe(self) -> str:
+        """Return why no worker serves at present, as far as a supervisor knows, or ""."""
+        if self.is_expected:
+            return f"its supervisor starts one, expected in {self.predict_s():.1f} s"
+        reasons = (record.failing.get(kind) for kind, record in self._records())
+        return next((f"crash loop: {reason}" for reason in reasons if reason), "")
+
+    def late_error(self, limit_s: float) -> NoWorkers:
+        """Return the error of a request that waits at most `limit_s` for an expected worker."""
+        return NoWorkers(
+            f"no worker serves this model now: {self.describe()}; this request may wait "
+            f"{limit_s:.1f} s",
+            hint="send it again then; router.max_queue_wait, router.ttft_slo and the request's own "
+            "timeout limit the wait",
+            retry_after_s=self.predict_s(),
+        )
+
+    def _records(self) -> Iterator[tuple[str, SupervisorRecord]]:
+        for value in self._kinds:
+            supervisor, _, kind = value.partition("/")
+            if (record := self._view.records.get(supervisor)) is not None:
+                yield kind, record
+
+    def _on_instances_changed(self) -> None:
+        live = self._client.instances
+        if not live and self._last_instances:
+            self._lost_at_s = self._clock.now()
+            self._remember(self._last_instances.values())
+        self._last_instances = live
+
+    def _remember(self, lost: Iterable[Instance]) -> None:
+        """Add the supervisors of lost instances, and drop supervisors that are gone."""
+        values = {instance.capabilities.get(SUPERVISOR_KEY) for instance in lost}
+        live = {kind for kind in self._kinds if kind.partition("/")[0] in self._view.records}
+        self._kinds = live | {value for value in values if value and isinstance(value, str)}
