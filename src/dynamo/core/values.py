@@ -124,6 +124,8 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
 
 BOTH_ROLES = ("prefill", "decode")
 """The roles of a worker that computes prompts and answers."""
+ROLES_BY_NAME = {"both": BOTH_ROLES, "prefill": ("prefill",), "decode": ("decode",)}
+"""The roles that a worker can have, by the name of `engine.role`."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -20,6 +20,7 @@ from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.core.values import ROLES_BY_NAME
 from dynamo.inference.data_parallel import engines_by_rank
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
@@ -80,7 +81,8 @@ class EngineWorker:
         """Start the engine, serve its endpoints and announce the card, which is returned. Raises
         `ModelUnavailable` or `ConfigError`."""
         self._runtime = runtime
-        info = await self._engine.start()
+        roles = ROLES_BY_NAME[runtime.settings.engine.role]
+        info = msgspec.structs.replace(await self._engine.start(), roles=roles)
         self._card = card = msgspec.structs.replace(
             self._card,
             engine=info,

@@ -36,6 +36,7 @@ from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, r
 from dynamo.scheduling.router.prompt import make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
+from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.sdk.decorators import spec_of
 from dynamo.services.cache_views import open_cache_view
@@ -54,6 +55,7 @@ class ModelPipeline:
     """
 
     client: Client
+    prefill_client: Client
     health: WorkerHealth
     policy: Policy
     starts: WorkerStarts
@@ -113,8 +115,14 @@ class ModelPipeline:
 async def _open_client(pipeline: ModelPipeline) -> None:
     accepts = CardCompatibility(pipeline.card).accepts
     endpoint = pipeline.runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
-    pipeline.client = await endpoint.client(accepts)
+    pipeline.client = await endpoint.client(
+        lambda instance: decodes(instance) and accepts(instance)
+    )
     pipeline.resources.push_async_callback(pipeline.client.close)
+    pipeline.prefill_client = await endpoint.client(
+        lambda instance: only_prefills(instance) and accepts(instance)
+    )
+    pipeline.resources.push_async_callback(pipeline.prefill_client.close)
 
 
 async def _open_health(pipeline: ModelPipeline) -> None:
@@ -162,6 +170,7 @@ async def _local_policy(pipeline: ModelPipeline) -> Policy:
             block_tokens=block_tokens,
             read_prompt=None if pipeline.sends_requests else read_query_prompt,
             view=pipeline.cache_view,
+            prefill_client=pipeline.prefill_client,
         )
     )
 
@@ -180,6 +189,7 @@ async def _remote_policy(pipeline: ModelPipeline) -> Policy:
         runtime.clock,
         block_tokens=block_tokens,
         metrics=runtime.metrics,
+        prefill_client=pipeline.prefill_client,
     )
 
 

@@ -102,6 +102,12 @@ class DisaggregationSettings(SettingsSection, frozen=True):
         10, "thresholds: waiting prompts at which decode workers compute theirs", ge=0, reload=True
     )
 
+    @property
+    def effective_mode(self) -> str:
+        """The mode, with `enable_conditional_disagg` applied."""
+        unconditional = self.mode == "auto" and not self.enable_conditional_disagg
+        return "always" if unconditional else self.mode
+
 
 class RouterSettings(SettingsSection, frozen=True):
     """The choice of a worker for each request."""

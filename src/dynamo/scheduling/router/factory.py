@@ -14,12 +14,14 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policies.prefill import PrefillPolicy
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
@@ -36,7 +38,7 @@ QUEUE_STARVATION_S = 10.0
 class PolicyInputs(msgspec.Struct, frozen=True):
     """The arguments of every router mode. The policy chooses among the instances of `client`, whose
     workers have blocks of `block_tokens` tokens. `read_prompt` and `view` replace the prompt reader
-    and the cache view of mode kv."""
+    and the cache view of mode kv. `prefill_client`: the workers that only compute prompts."""
 
     settings: RouterSettings
     client: Client
@@ -45,6 +47,7 @@ class PolicyInputs(msgspec.Struct, frozen=True):
     block_tokens: int
     read_prompt: PromptReader | None = None
     view: CacheView | None = None
+    prefill_client: Client | None = None
 
     @property
     def component(self) -> str:
@@ -88,7 +91,9 @@ async def open_policy(inputs: PolicyInputs) -> Policy:
     mode = inputs.settings.mode
     name = mode if mode in ROUTER_MODES else resolve_mode_alias(mode)
     policy: Policy = await ROUTER_MODES.load(name)(inputs)
-    return policy
+    if inputs.prefill_client is None or isinstance(policy, KvPolicy):
+        return policy
+    return PrefillPolicy(policy, inputs.prefill_client, inputs.settings)
 
 
 async def open_basic_policy(inputs: PolicyInputs) -> Policy:
@@ -117,6 +122,8 @@ async def open_kv_policy(inputs: PolicyInputs) -> Policy:
         clock,
         block_tokens=inputs.block_tokens,
         name=settings.policy,
+        pair_cost=PairCost(settings.disaggregation),
+        prefill_client=inputs.prefill_client,
     )
     policy.on_close = view.close
     if view.remote_match is not None:

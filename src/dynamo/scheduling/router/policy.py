@@ -42,7 +42,7 @@ class Decision(msgspec.Struct, frozen=True):
     leading blocks of the prompt that the instance should hold. `waited_s`: time held in the router.
     `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
     look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
-    still held in the router."""
+    still held in the router. `prefill`: the instance that computes the prompt, if another one."""
 
     instance: Instance
     mode: str
@@ -57,6 +57,7 @@ class Decision(msgspec.Struct, frozen=True):
     placement: Placement | None = None
     rank: int | None = None
     queue_length: int = 0
+    prefill: Instance | None = None
 
     @property
     def worker(self) -> str:

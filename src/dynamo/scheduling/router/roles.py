@@ -39,10 +39,11 @@ class QueueStatus(msgspec.Struct, frozen=True):
 
 
 class DisaggregationRouter:
-    """Decide for one request whether a prefill worker computes its prompt, by two thresholds: it
-    does if the prompt has more uncached tokens than `prefill_length_threshold` and fewer than
-    `queue_size_threshold` prompts are pending. `hit_length(request)` returns the prompt tokens that
-    the decode worker has cached."""
+    """Decide by two thresholds whether a prefill worker computes a prompt.
+
+    The prompt must have more uncached tokens than `prefill_length_threshold`, and fewer than
+    `queue_size_threshold` prompts may be pending. `hit_length(request)` returns the prompt tokens
+    that the decode worker has cached."""
 
     def __init__(
         self,

@@ -63,8 +63,10 @@ class WorkerRouter:
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
-            rank = decision.rank
+            rank, prefill = decision.rank, decision.prefill
             sent = request if rank is None else replace(request, rank=rank)
+            if prefill is not None:
+                sent = replace(sent, prefill=prefill.id)
             if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
             attempt = self._start_attempt(decision, sent, reply)

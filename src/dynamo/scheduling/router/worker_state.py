@@ -4,11 +4,12 @@ the worker will be free. Worker reports are not needed, since they always arrive
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import exp, inf
 
 import msgspec
 
 from dynamo.core.kv_events import worker_name
-from dynamo.core.values import Load
+from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.data_parallel import (
     data_parallel_ranks,
@@ -32,6 +33,9 @@ REFRESHES_PER_CALL = 16
 
 SAME_STEP_S = 0.001
 """First tokens closer together than this came from one step."""
+
+PREFILL_SHARE_S = 3.0
+"""Time over which the share of prefill is measured. A longer one would keep workers apart late."""
 
 STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
@@ -58,20 +62,24 @@ class WorkerState:
 
     __slots__ = (
         "_prefill_group",
+        "_prefilled",
         "_refreshed_s",
         "active",
         "arriving_tokens",
         "decode_context_tokens",
+        "decodes",
         "engine_info",
         "external_prefill_tokens",
         "external_requests",
         "instance",
+        "kv_capacity_tokens",
         "latency_model",
         "load",
         "name",
         "pending_prefill_tokens",
         "pending_prefills",
         "prefill_free_s",
+        "prefills",
         "rank",
         "slowdown",
         "stall_sensitivity",
@@ -101,6 +109,7 @@ class WorkerState:
         self.external_requests = 0
         self._refreshed_s = float("-inf")
         self._prefill_group = PrefillGroup(0.0, 0.0, 0, 0)
+        self._prefilled = (0.0, 0.0)
         self._update_step_times()
         self.update_instance(instance)
 
@@ -111,6 +120,9 @@ class WorkerState:
         if info is not None and self.rank is not None:
             info = per_rank_engine_info(info)
         self.engine_info = info
+        roles = info.roles if info else BOTH_ROLES
+        self.prefills, self.decodes = "prefill" in roles, "decode" in roles
+        self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
         self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
 
     def refresh(self, now: float) -> None:
@@ -138,6 +150,13 @@ class WorkerState:
         """Return the remaining time of all pending prefills. A late prefill counts for as long
         again as it is late, since it is not done whatever was predicted."""
         return abs(self.prefill_free_s - now) * 1e3 if self.pending_prefills else 0.0
+
+    def prefill_share(self, now: float) -> float:
+        """Return the share of its time that the worker spends on prompts, 0 to 1: of the last
+        PREFILL_SHARE_S seconds, with the pending prompts."""
+        busy_s, at_s = self._prefilled
+        busy_s = busy_s * exp((at_s - now) / PREFILL_SHARE_S) + self.backlog_ms(now) * 1e-3
+        return min(1.0, busy_s / PREFILL_SHARE_S)
 
     def kv_cache_usage(self) -> float:
         """Return the used share of KV memory, 0 to 1: the last report plus pending prompts.
@@ -287,6 +306,9 @@ class WorkerState:
         decode_ms = steps * model.decode.predict(1.0, context) if context else 0.0
         expected_ms = model.prefill.predict(steps, tokens)
         self.total_prefill_ms += expected_ms * factor
+        busy_s, at_s = self._prefilled
+        busy_s *= exp((at_s - group.end_s) / PREFILL_SHARE_S)
+        self._prefilled = busy_s + expected_ms * factor * 1e-3, group.end_s
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
         self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 

@@ -83,6 +83,11 @@ class CostMatrix:
         except ValueError:
             return None
 
+    def decode_index(self, request: PendingRequest, index: int) -> int:
+        """Return the index of the worker that decodes if worker `index` computes the prompt."""
+        del request
+        return index
+
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
     ) -> Sequence[Candidate]:

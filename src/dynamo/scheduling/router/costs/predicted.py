@@ -29,9 +29,12 @@ class PredictedCost(Cost):
     causes."""
 
     joint = True
+    harm_weight = HARM_WEIGHT
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
-        return predicted_terms(worker_rate(worker, now), request.uncached_tokens(worker.name))
+        return predicted_terms(
+            worker_rate(worker, now, self.harm_weight), request.uncached_tokens(worker.name)
+        )
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         return PredictedCostMatrix(self, workers, now)
@@ -52,11 +55,12 @@ class TtftCost(Cost):
 class PredictedCostMatrix(CostMatrix):
     """The matrix of `PredictedCost`, computed from one `WorkerRate` for each worker."""
 
-    def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
+    def __init__(self, cost: PredictedCost, workers: Sequence[WorkerState], now: float) -> None:
         self.workers = workers
         self._now = now
         self._cost = cost
-        self._rates = [worker_rate(worker, now) for worker in workers]
+        self._harm_weight = cost.harm_weight
+        self._rates = [worker_rate(worker, now, cost.harm_weight) for worker in workers]
 
     def row(self, request: PendingRequest) -> list[float]:
         tokens, size, eviction = request.prompt.tokens, request.block_tokens, EVICTION_WEIGHT
@@ -74,7 +78,7 @@ class PredictedCostMatrix(CostMatrix):
     def refresh_worker(self, worker: WorkerState) -> int | None:
         index = super().refresh_worker(worker)
         if index is not None:
-            self._rates[index] = worker_rate(worker, self._now)
+            self._rates[index] = worker_rate(worker, self._now, self._harm_weight)
         return index
 
     def column(self, requests: Sequence[PendingRequest], index: int) -> list[float]:
@@ -144,10 +148,10 @@ def _build_candidates(
     return sorted(candidates, key=lambda candidate: candidate.cost)
 
 
-def worker_rate(worker: WorkerState, now: float) -> WorkerRate:
+def worker_rate(worker: WorkerState, now: float, harm_weight: float = HARM_WEIGHT) -> WorkerRate:
     """Return the rate of `worker` at the time `now`. The wait is its `backlog_ms`, written out."""
     wait = abs(worker.prefill_free_s - now) * 1e3 if worker.pending_prefills else 0.0
-    weight = 1.0 + HARM_WEIGHT * worker.stall_sensitivity
+    weight = 1.0 + harm_weight * worker.stall_sensitivity
     return worker.name, worker.token_ms, worker.token_budget, worker.step_ms, weight, wait
 
 

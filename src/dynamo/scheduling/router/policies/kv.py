@@ -11,6 +11,7 @@ from dynamo.core.context import Context
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
+from dynamo.scheduling.router.costs.pair import FLEXIBLE, PairCost
 from dynamo.scheduling.router.labels import excluded_workers, read_constraints
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placed_request import PlacedRequest
@@ -38,10 +39,16 @@ class KvPolicy(Policy):
         *,
         block_tokens: int,
         name: str = "predicted",
+        pair_cost: PairCost | None = None,
+        prefill_client: Client | None = None,
     ) -> None:
-        """`name` is the mode in decisions. `replica_sync`, `prefetch` and `on_close` are optional
-        and set after construction."""
+        """`name` is the mode in decisions. `pair_cost` replaces the solver's cost while workers of
+        `prefill_client` compute prompts, or any worker may. `replica_sync`, `prefetch` and
+        `on_close` are optional and set after construction."""
         self.solver = solver
+        self._own_cost = solver.cost
+        self._pair_cost = pair_cost
+        self._prefill_client = prefill_client
         self.replica_sync: ReplicaSync | None = None
         self.prefetch: PrefetchOverlaps | None = None
         self.on_close: Callable[[], None] | None = None
@@ -53,7 +60,8 @@ class KvPolicy(Policy):
         self._placement_scheduled = False
         self._timer_due_s: float | None = None
         self._stop_timer: Callable[[], None] | None = None
-        self._stop_listening = client.on_change(self._on_instances_changed)
+        clients = [client] if prefill_client is None else [client, prefill_client]
+        self._stop_listening = [each.on_change(self._on_instances_changed) for each in clients]
         self._on_instances_changed()
 
     async def choose(
@@ -88,7 +96,8 @@ class KvPolicy(Policy):
             raise
 
     async def close(self) -> None:
-        self._stop_listening()
+        for stop in self._stop_listening:
+            stop()
         self.solver.worker_states.update_instances({})
         self._fail_unplaceable()
         if self._stop_timer is not None:
@@ -109,7 +118,10 @@ class KvPolicy(Policy):
         return {worker.name: view.get_mode(worker.name) for worker in workers}
 
     def update_settings(self, settings: RouterSettings) -> None:
-        self.solver.cost.update_settings(settings)
+        self._own_cost.update_settings(settings)
+        if self._pair_cost is not None:
+            self._pair_cost.update_settings(settings)
+            self._use_cost()
 
     def on_worker_freed(self) -> None:
         """Run a round soon, since a worker may have become free; another router may report it."""
@@ -118,11 +130,25 @@ class KvPolicy(Policy):
 
     def _on_instances_changed(self) -> None:
         states = self.solver.worker_states
-        states.update_instances(self._client.instances)
+        instances = self._client.instances
+        if self._prefill_client is not None and self._prefill_client.instances:
+            instances = {**instances, **self._prefill_client.instances}
+        states.update_instances(instances)
+        self._use_cost()
         self.solver.view.set_cacheless_workers(states.cacheless)
         self._fail_unplaceable()
         if len(self.solver):
             self._schedule_placement()
+
+    def _use_cost(self) -> None:
+        """Price pairs of workers where prompts may be computed elsewhere, else single workers."""
+        pair_cost, prefill_client = self._pair_cost, self._prefill_client
+        if pair_cost is not None and (
+            pair_cost.mode == FLEXIBLE or (prefill_client is not None and prefill_client.instances)
+        ):
+            self.solver.cost = pair_cost
+        else:
+            self.solver.cost = self._own_cost
 
     def _fail_unplaceable(self) -> None:
         for pending in self.solver.pop_unplaceable():
@@ -151,16 +177,18 @@ class KvPolicy(Policy):
         if future is None or future.done():
             self._on_ended(placed)
             return
-        worker = placed.worker
+        prefill_worker = placed.worker
+        worker = placed.decode_worker or prefill_worker
         if self.replica_sync is not None:
-            self.replica_sync.publish_routed(worker.name, placed)
+            prefill = "" if worker is prefill_worker else prefill_worker.name
+            self.replica_sync.publish_routed(worker.name, placed, prefill)
         future.set_result(
             Decision(
                 worker.instance,
                 self._name,
                 result.candidates,
                 result.cost_table,
-                overlap_blocks=pending.overlaps.get(worker.name, 0),
+                overlap_blocks=pending.overlaps.get(prefill_worker.name, 0),
                 prompt_blocks=len(pending.prompt.hashes),
                 best_overlap_blocks=max(pending.overlaps.values(), default=0),
                 predicted_ttft_s=placed.expected_first_token_s - now,
@@ -169,6 +197,7 @@ class KvPolicy(Policy):
                 placement=placed,
                 rank=worker.rank,
                 queue_length=waiting,
+                prefill=None if worker is prefill_worker else prefill_worker.instance,
             )
         )
 

@@ -69,8 +69,10 @@ class RemotePolicy(Policy):
         *,
         block_tokens: int,
         metrics: Registry | None = None,
+        prefill_client: Client | None = None,
     ) -> None:
         self._client = client
+        self._prefill_client = prefill_client
         self._routers = routers
         self._replica_sync = replicas
         self._read_prompt = read_prompt
@@ -101,7 +103,8 @@ class RemotePolicy(Policy):
         cached_tokens = decision.overlap_blocks * self._block_tokens
         new_tokens = max(1, prompt.tokens - cached_tokens)
         placement = RemotePlacement(key, prompt, new_tokens, self._replica_sync, self._clock)
-        self._replica_sync.publish_routed(decision.worker, placement)
+        prefill = "" if decision.prefill is None else decision.prefill.id
+        self._replica_sync.publish_routed(decision.worker, placement, prefill)
         return replace(decision, placement=placement)
 
     def router_states(self) -> dict[str, str]:
@@ -148,7 +151,9 @@ class RemotePolicy(Policy):
             self._failing.discard(router.id)
             instance = self._client.instances.get(reply.instance)
             if instance is not None:
-                decision = _decision(instance, reply)
+                decision = replace(
+                    _decision(instance, reply), prefill=self._find_prefill(reply.prefill)
+                )
                 if decision.view:
                     self._cache_views[decision.worker] = decision.view
                 return decision
@@ -156,6 +161,15 @@ class RemotePolicy(Policy):
                 return None
             tried = {*tried, reply.instance}  # not live in this process
         return None
+
+    def _find_prefill(self, instance_id: str) -> Instance | None:
+        """Return the instance that a router chose for the prompt; None if it is not live here."""
+        if not instance_id:
+            return None
+        instance = self._client.instances.get(instance_id)
+        if instance is None and self._prefill_client is not None:
+            instance = self._prefill_client.instances.get(instance_id)
+        return instance
 
     def _available_routers(self) -> AbstractSet[str]:
         """Return the routers that may be queried. A router that has answered nothing yet gets one

@@ -31,7 +31,8 @@ class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouteReply(msgspec.Struct, frozen=True, array_like=True):
-    """The decision without its cost table, which stays in the router's decision log."""
+    """The decision without its cost table, which stays in the router's decision log. `prefill` is
+    the id of the instance that computes the prompt, if another one."""
 
     instance: str
     mode: str
@@ -43,6 +44,7 @@ class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     waited_s: float
     cache_view: str
     rank: int | None = None
+    prefill: str = ""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -84,6 +86,7 @@ def encode_reply(decision: Decision) -> bytes:
             decision.waited_s,
             decision.view,
             decision.rank,
+            "" if decision.prefill is None else decision.prefill.id,
         )
     )
 

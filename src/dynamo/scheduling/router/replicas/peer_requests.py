@@ -11,6 +11,7 @@ from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.routing_events import RequestRouted
+from dynamo.scheduling.router.worker_state import WorkerState
 
 
 class PeerRequests:
@@ -51,7 +52,8 @@ class PeerRequests:
         if event.request_key in self._active[peer]:
             return
         placed = self._reserved.pop(event.request_key, None)
-        if placed is not None and placed.worker.name == event.worker:
+        names = event.prefill or event.worker, event.worker
+        if placed is not None and _worker_names(placed) == names:
             self._active[peer][event.request_key] = placed
             return
         if placed is not None:
@@ -66,8 +68,7 @@ class PeerRequests:
         if event.first_token_emitted:
             worker.add_decoding(placed, event.emitted, now)
         else:
-            worker.place(placed, now)
-            self._solver.view.on_request_routed(worker.name, prompt.hashes)
+            self._place(placed, self._solver.worker_states.get(event.prefill), now)
         self._solver.cost.on_placed(placed)
 
     def on_first_token(self, peer: str, request_key: str) -> None:
@@ -97,6 +98,23 @@ class PeerRequests:
             placed.updates_model = False
             self._end(placed)
 
+    def _place(self, placed: PlacedRequest, prefill: WorkerState | None, now: float) -> None:
+        """Add a prompt to its worker, or to the worker `prefill` that computes it."""
+        worker, view = placed.worker, self._solver.view
+        if prefill is None:
+            worker.place(placed, now)
+        else:
+            placed.worker = prefill
+            prefill.place_pair(placed, worker, now)
+            view.on_request_routed(prefill.name, placed.hashes)
+        view.on_request_routed(worker.name, placed.hashes)
+
     def _end(self, placed: PlacedRequest) -> None:
         self._solver.on_ended(placed, self._clock.now())
         self._on_change()
+
+
+def _worker_names(placed: PlacedRequest) -> tuple[str, str]:
+    """Return the names of the workers that compute the prompt and the answer."""
+    prefill = placed.worker.name
+    return prefill, prefill if placed.decode_worker is None else placed.decode_worker.name

@@ -9,7 +9,8 @@ import msgspec
 
 class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
     """A request was sent to a worker. `request_key` is unique per publisher; `hashes` are those of
-    the prompt's full blocks, packed u64; `emitted` is the number of tokens so far."""
+    the prompt's full blocks, packed u64; `emitted` is the number of tokens so far. `prefill`: the
+    worker that computes the prompt, if another one."""
 
     request_key: str
     worker: str
@@ -18,6 +19,7 @@ class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
     hashes: bytes = b""
     emitted: int = 0
     first_token_emitted: bool = False
+    prefill: str = ""
 
 
 class FirstTokenEmitted(msgspec.Struct, frozen=True, array_like=True, tag="first"):

@@ -34,7 +34,7 @@ TOKEN_REPORT_INTERVAL_S = 0.5
 """Interval between reports of token counts, which have little effect on costs."""
 
 
-def routed_event(worker: str, request: Placement) -> RequestRouted:
+def routed_event(worker: str, request: Placement, prefill: str = "") -> RequestRouted:
     """Return the event for a request. After the first token the hashes are left out, since the
     worker's KV events report its blocks."""
     first_token_emitted = request.first_token_s is not None
@@ -46,6 +46,7 @@ def routed_event(worker: str, request: Placement) -> RequestRouted:
         b"" if first_token_emitted else pack_hashes(request.hashes),
         request.emitted,
         first_token_emitted,
+        "" if first_token_emitted else prefill,
     )
 
 
@@ -60,7 +61,7 @@ class ReplicaSync:
         self._clock = clock
         self._publisher = publisher
         self._peer_requests = peer_requests
-        self._requests: dict[str, tuple[str, Placement]] = {}
+        self._requests: dict[str, tuple[str, Placement, str]] = {}
         self._reported_tokens: dict[str, int] = {}
         self._pending_events: list[RoutingEvent] = []
         self._flush_scheduled = False
@@ -85,11 +86,11 @@ class ReplicaSync:
         if self._source is not None:
             await self._source.close()
 
-    def publish_routed(self, worker: str, request: Placement) -> None:
-        """Publish that a request is sent to `worker`."""
-        self._requests[request.id] = worker, request
+    def publish_routed(self, worker: str, request: Placement, prefill: str = "") -> None:
+        """Publish that a request is sent to `worker`, its prompt to the worker `prefill`."""
+        self._requests[request.id] = worker, request, prefill
         if self.peers:
-            self._enqueue(routed_event(worker, request))
+            self._enqueue(routed_event(worker, request, prefill))
 
     def publish_first_token(self, request_key: str) -> None:
         """Publish that a request has its first token."""
@@ -120,14 +121,14 @@ class ReplicaSync:
         return [encode_routing_events(self._current_state())]
 
     def _current_state(self) -> list[RoutingEvent]:
-        return [routed_event(worker, request) for worker, request in self._requests.values()]
+        return [routed_event(*routed) for routed in self._requests.values()]
 
     async def _report_tokens(self) -> None:
         while True:
             await self._clock.sleep(TOKEN_REPORT_INTERVAL_S)
             if not self.peers:
                 continue
-            counts = {key: request.emitted for key, (_, request) in self._requests.items()}
+            counts = {key: request.emitted for key, (_, request, _) in self._requests.items()}
             before, self._reported_tokens = self._reported_tokens, counts
             changed = {key: count for key, count in counts.items() if count != before.get(key, 0)}
             if changed:

@@ -1,0 +1,214 @@
+"""The cost of a pair: a prefill worker that computes the prompt, and a worker that decodes.
+
+A pair costs what the prompt costs at the prefill worker, plus what the answer costs at the decode
+worker, plus the transfer between them. The parts are independent. So the best decode worker is the
+same for nearly every prefill worker, and a decision needs two passes over the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.scheduling.router.costs.interface import CostMatrix, best_indices
+from dynamo.scheduling.router.costs.predicted import (
+    PredictedCost,
+    PredictedCostMatrix,
+    predicted_terms,
+    worker_rate,
+)
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.router.worker_state import WorkerState
+
+OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
+"""Modes of disaggregation; all others compare both ways."""
+
+HARM = 50.0
+"""Price of a pause for answers, in the units of `predicted.HARM_WEIGHT`. Source: simulation of the
+conversation trace; lower mixes prefill into decode workers, higher parts them."""
+
+PREFILL_SHARE_WEIGHT = 40.0
+"""Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
+
+STEP_WEIGHT = 0.34
+"""Weight of a decode step in milliseconds, in units of the harm."""
+
+TRANSFER_WEIGHT = 0.2
+"""Share of a transfer that is not hidden behind the computing of later chunks."""
+
+MEMORY_LIMIT = 0.9
+"""Share of KV memory beyond which each token of a prompt costs `MEMORY_MS`."""
+MEMORY_MS = 1.0
+TOKEN_TRANSFER_MS = 131_072 / 8e9 * 1e3
+"""Time to move the KV of one token: 128 KiB at 8 GB/s."""
+
+
+class DecodePrice(NamedTuple):
+    """The price of an answer at one decode worker: `base`, `per_token` of its prompt, and the
+    prompt tokens that still fit into its memory."""
+
+    name: str
+    base: float
+    per_token: float
+    free_tokens: float
+
+
+class PairCost(PredictedCost):
+    """Predicted cost of a prompt at one worker and of its answer at another or the same."""
+
+    harm_weight = HARM
+
+    def __init__(self, settings: DisaggregationSettings) -> None:
+        self.thresholds = DisaggregationRouter(settings)
+        self.mode = settings.effective_mode
+
+    def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
+        return PairCostMatrix(self, workers, now)
+
+    def decode_price(self, worker: WorkerState, now: float) -> DecodePrice:
+        """Return the price of an answer at `worker`."""
+        harm = self.harm_weight
+        context = worker.decode_context_tokens + worker.arriving_tokens
+        model, factor = worker.latency_model.decode, worker.slowdown.factor
+        share = PREFILL_SHARE_WEIGHT * worker.prefill_share(now)
+        return DecodePrice(
+            worker.name,
+            harm * (share + STEP_WEIGHT * factor * model.predict(1.0, context)),
+            harm * STEP_WEIGHT * factor * model.slope * len(worker.active),
+            MEMORY_LIMIT * worker.kv_capacity_tokens - context,
+        )
+
+    def update_settings(self, settings: RouterSettings) -> None:
+        self.mode = settings.disaggregation.effective_mode
+        self.thresholds.update_settings(settings.disaggregation)
+
+
+class PairCostMatrix(PredictedCostMatrix):
+    """A column for each worker that may compute the prompt. `decode_index` completes the pair."""
+
+    def __init__(self, cost: PairCost, workers: Sequence[WorkerState], now: float) -> None:
+        super().__init__(cost, workers, now)
+        self._pair_cost = cost
+        self._decoders = [at for at, worker in enumerate(workers) if worker.decodes]
+        self._prices = {at: cost.decode_price(workers[at], now) for at in self._decoders}
+        others = [at for at, worker in enumerate(workers) if not worker.decodes]
+        if cost.mode == FLEXIBLE or not others:
+            others = [at for at, worker in enumerate(workers) if worker.prefills]
+        self._prefillers = [] if cost.mode == OFF else others
+
+    def row(self, request: PendingRequest) -> list[float]:
+        prompt_costs = super().row(request)
+        row = [inf] * len(prompt_costs)
+        local, remote = self._ways(request)
+        if local:
+            for at, price in zip(self._decoders, self._local_costs(request), strict=True):
+                row[at] = prompt_costs[at] + price
+        if remote:
+            best, second = self._best_decoders(request)
+            for at in self._prefillers:
+                cost = prompt_costs[at] + (second if best[1] == at else best)[0]
+                if cost < row[at]:
+                    row[at] = cost
+        return row
+
+    def column(self, requests: Sequence[PendingRequest], index: int) -> list[float]:
+        return [self.row(request)[index] for request in requests]
+
+    def refresh_worker(self, worker: WorkerState) -> int | None:
+        index = super().refresh_worker(worker)
+        if index in self._prices:
+            self._prices[index] = self._pair_cost.decode_price(worker, self._now)
+        return index
+
+    def decode_index(self, request: PendingRequest, index: int) -> int:
+        local, remote = self._ways(request)
+        if not remote or index not in self._prefillers:
+            return index
+        best, second = self._best_decoders(request)
+        cost, at = second if best[1] == index else best
+        if cost == inf:
+            return index
+        if local and (price := self._prices.get(index)):
+            own = _answer_costs(request.prompt.tokens, [price])[0]
+            if own <= cost:
+                return index
+        return at
+
+    def candidate_table(
+        self, request: PendingRequest, costs: Sequence[float], chosen: int
+    ) -> Sequence[Candidate]:
+        return tuple(
+            Candidate(
+                self.workers[at].name,
+                request.overlaps.get(self.workers[at].name, 0),
+                costs[at],
+                self._pair_terms(request, at),
+            )
+            for at in best_indices(costs, chosen)
+            if costs[at] < inf
+        )
+
+    def _pair_terms(self, request: PendingRequest, index: int) -> dict[str, float]:
+        worker = self.workers[index]
+        rate = worker_rate(worker, self._now, self._pair_cost.harm_weight)
+        terms = predicted_terms(rate, request.uncached_tokens(worker.name))
+        at = self.decode_index(request, index)
+        price = self._prices.get(at)
+        if price is None:
+            return terms
+        own = _answer_costs(request.prompt.tokens, [price])[0]
+        moved = 0.0 if at == index else self._transfer_costs(request, [price])[0]
+        return {**terms, "decode": own, "transfer": moved}
+
+    def _ways(self, request: PendingRequest) -> tuple[bool, bool]:
+        """Return whether a decode worker and whether a prefill worker may compute the prompt."""
+        mode = self._pair_cost.mode
+        if not self._prefillers:
+            return True, False
+        if mode == ALWAYS:
+            return False, True
+        if mode != THRESHOLDS:
+            return True, True
+        overlaps = [request.overlaps.get(price.name, 0) for price in self._prices.values()]
+        uncached = request.prompt.tokens - max(overlaps, default=0) * request.block_tokens
+        pending = sum(self.workers[at].pending_prefills for at in self._prefillers)
+        remote = self._pair_cost.thresholds.exceeds_thresholds(uncached, pending)
+        return not remote, remote
+
+    def _best_decoders(
+        self, request: PendingRequest
+    ) -> tuple[tuple[float, int], tuple[float, int]]:
+        """Return (cost, index) of the two cheapest decode workers for a prompt that is moved."""
+        prices = list(self._prices.values())
+        best = second = (inf, -1)
+        own, moved = self._local_costs(request), self._transfer_costs(request, prices)
+        for at, answer, transfer in zip(self._decoders, own, moved, strict=True):
+            cost = answer + transfer
+            if cost < best[0]:
+                best, second = (cost, at), best
+            elif cost < second[0]:
+                second = (cost, at)
+        return best, second
+
+    def _local_costs(self, request: PendingRequest) -> list[float]:
+        return _answer_costs(request.prompt.tokens, self._prices.values())
+
+    def _transfer_costs(
+        self, request: PendingRequest, prices: Iterable[DecodePrice]
+    ) -> list[float]:
+        """Return what moving the blocks that a decode worker lacks costs, for each of `prices`."""
+        tokens, size, overlap = request.prompt.tokens, request.block_tokens, request.overlaps.get
+        per_token = TRANSFER_WEIGHT * TOKEN_TRANSFER_MS
+        return [per_token * max(0, tokens - overlap(price.name, 0) * size) for price in prices]
+
+
+def _answer_costs(tokens: int, prices: Iterable[DecodePrice]) -> list[float]:
+    """Return the cost of an answer to a prompt of `tokens`, for each of `prices`."""
+    return [
+        base + per_token * tokens + (MEMORY_MS * (tokens - free) if tokens > free else 0.0)
+        for _, base, per_token, free in prices
+    ]

@@ -1,0 +1,111 @@
+"""Modes without predictions where workers have one role: a prefill worker for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+
+from msgspec.structs import replace
+
+from dynamo.core.context import Context
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.settings.schema_router import BASIC_MODES, DisaggregationSettings, RouterSettings
+from dynamo.core.values import GenerateRequest
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.load_balancing import resolve_mode_alias
+from dynamo.scheduling.router.costs.pair import OFF, THRESHOLDS
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.policy import Decision, Policy
+from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.router.worker_state import WorkerStates
+
+FALLBACK_MODE = "least_loaded"
+"""The choice among prefill workers in modes that are no load-balancing mode of the client."""
+
+
+class PrefillPolicy(Policy):
+    """Let another policy choose the worker that decodes, and choose the worker that computes the
+    prompt among the instances of `prefill_client` by the same load-balancing mode. Without one of
+    those, the decode worker computes the prompt."""
+
+    def __init__(self, policy: Policy, prefill_client: Client, settings: RouterSettings) -> None:
+        self._policy = policy
+        self._client = prefill_client
+        mode = resolve_mode_alias(settings.mode)
+        self._mode = mode if mode in BASIC_MODES else FALLBACK_MODE
+        self._thresholds = DisaggregationRouter()
+        self._update(settings.disaggregation)
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        decision = await self._policy.choose(request, context, tried)
+        if not self._client.instances or self._disaggregation == OFF:
+            return decision
+        prompt_tokens = len(request.token_ids) // TOKEN_BYTES
+        if self._disaggregation == THRESHOLDS:
+            pending = sum(map(self._client.in_flight, self._client.instances))
+            if not self._thresholds.exceeds_thresholds(prompt_tokens, pending):
+                return decision
+        allowed = self._client.instances.keys() - tried
+        if not allowed:
+            return decision
+        prefill = self._client.pick(self._mode, allowed)
+        counted = self._client.track_call(prefill)
+        placement = PrefillPlacement(decision.placement or Placement(), counted)
+        return replace(decision, prefill=prefill, placement=placement)
+
+    async def close(self) -> None:
+        await self._policy.close()
+
+    @property
+    def waiting(self) -> int:
+        return self._policy.waiting
+
+    @property
+    def worker_states(self) -> WorkerStates | None:
+        return self._policy.worker_states
+
+    def cache_view_modes(self) -> Mapping[str, str]:
+        return self._policy.cache_view_modes()
+
+    def router_states(self) -> Mapping[str, str]:
+        return self._policy.router_states()
+
+    def update_settings(self, settings: RouterSettings) -> None:
+        self._policy.update_settings(settings)
+        self._update(settings.disaggregation)
+
+    def _update(self, settings: DisaggregationSettings) -> None:
+        self._disaggregation = settings.effective_mode
+        self._thresholds.update_settings(settings)
+
+
+class PrefillPlacement(Placement):
+    """Counts a request at its prefill worker until the first token, and passes all progress on to
+    the placement at the decode worker."""
+
+    __slots__ = ("_counted", "_placement")
+
+    def __init__(self, placement: Placement, counted: AbstractContextManager[None]) -> None:
+        super().__init__(placement.id)
+        self.prompt_tokens, self.hashes = placement.prompt_tokens, placement.hashes
+        self.new_tokens = placement.new_tokens
+        self._placement = placement
+        self._counted: AbstractContextManager[None] | None = counted
+        counted.__enter__()
+
+    def on_first_token(self) -> None:
+        self._leave_prefill()
+        self._placement.on_first_token()
+
+    def end(self) -> None:
+        self._leave_prefill()
+        self._placement.emitted = self.emitted
+        self._placement.end()
+
+    def _leave_prefill(self) -> None:
+        if self._counted is not None:
+            self._counted.__exit__(None, None, None)
+            self._counted = None
