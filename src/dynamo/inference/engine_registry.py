@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.plugins import ENGINES
@@ -19,17 +20,21 @@ if TYPE_CHECKING:
 
 
 class EngineInputs(msgspec.Struct, frozen=True):
-    """The arguments of every engine factory."""
+    """The arguments of every engine factory. `memory_bytes` is what the engine may use, 0 where
+    nobody has measured it."""
 
     settings: Settings
     card: ModelCard
     files: ModelFiles
     clock: Clock
+    memory_bytes: int = 0
 
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """Return an engine that is not started yet, with the data-parallel ranks of the settings.
-    Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
+    These share the memory equally. Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
     make: Callable[[EngineInputs], Awaitable[Engine]] = ENGINES.load(kind)
-    engines = [await make(inputs) for _ in range(inputs.settings.engine.data_parallel_size)]
+    ranks = inputs.settings.engine.data_parallel_size
+    inputs = replace(inputs, memory_bytes=inputs.memory_bytes // ranks)
+    engines = [await make(inputs) for _ in range(ranks)]
     return engines[0] if len(engines) == 1 else DataParallelEngine(engines)

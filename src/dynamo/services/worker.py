@@ -9,6 +9,7 @@ from dynamo.core.plugins import ENGINES, engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
 from dynamo.inference.engine_registry import EngineInputs, open_engine
+from dynamo.inference.native.engine_sizing import available_memory_bytes
 from dynamo.models.card import ModelCard
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
@@ -42,7 +43,9 @@ class WorkerService:
         )
         runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")
         card = make_card(files, settings)
-        engine = await open_engine(kind, EngineInputs(settings, card, files, runtime.clock))
+        memory_bytes = available_memory_bytes()
+        inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes)
+        engine = await open_engine(kind, inputs)
         worker = inference_worker.EngineWorker(engine, card)
         served_card = await worker.attach(runtime)
         runtime.add_shutdown_hook(worker.close)

@@ -45,6 +45,20 @@ async def test_the_mock_generates_ids_of_the_model_s_tokenizer(tiny_model, make_
     await engine.stop()
 
 
+async def open_probe(inputs: EngineInputs) -> EchoEngine:
+    return EchoEngine(context_tokens=inputs.memory_bytes)
+
+
+async def test_ranks_share_the_memory(tiny_model, monkeypatch):
+    monkeypatch.setitem(ENGINES.builtin, "probe", f"{__name__}:open_probe")
+    files = await resolve_model(str(tiny_model))
+    settings = Settings(engine=EngineSettings(kind="probe", data_parallel_size=2))
+    inputs = EngineInputs(settings, files.build_card(), files, SystemClock(), memory_bytes=1000)
+    engine = await open_engine("probe", inputs)
+    info = await engine.start()
+    assert (info.context_tokens, info.data_parallel) == (500, 2)
+
+
 async def test_echo_repeats_the_prompt(make_request):
     engine = EchoEngine(context_tokens=100)
     await engine.start()

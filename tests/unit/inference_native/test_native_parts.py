@@ -11,8 +11,12 @@ import pytest
 
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.values import EngineInfo
 from dynamo.inference.native.blas import set_blas_threads
 from dynamo.inference.native.engine_sizing import (
+    GROUP_FILES,
+    KV_MEMORY_SHARE,
+    MIN_KV_TOKENS,
     available_memory_bytes,
     plan_engine_info,
     usable_cores,
@@ -152,25 +156,99 @@ def test_a_thread_pool_raises_a_job_s_error_and_stays_usable() -> None:
 CONFIG = LlamaConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
 
 
-def test_sizes_follow_from_settings_and_memory() -> None:
-    info = plan_engine_info(EngineSettings(num_blocks=10, block_size=8), CONFIG, SHAPE, 0)
+def plan(memory_bytes: int = 1 << 30, context: int = 0, **settings: Any) -> EngineInfo:
+    return plan_engine_info(EngineSettings(**settings), CONFIG, SHAPE, context, memory_bytes)
+
+
+def test_sizes_follow_from_settings() -> None:
+    info = plan(num_blocks=10, block_size=8)
     assert (info.num_blocks, info.block_tokens, info.context_tokens) == (10, 8, 80)
-    free = plan_engine_info(EngineSettings(), CONFIG, SHAPE, 1024)
-    assert free.context_tokens == 1024
-    assert 1 <= free.num_blocks <= 64 * 64
-    assert free.num_blocks * 16 * SHAPE.token_bytes <= available_memory_bytes()
+    info = plan(context=1024)
+    assert (info.num_blocks, info.context_tokens) == (64 * 64, 1024), "more would be of no use"
+
+
+def test_blocks_take_a_share_of_the_memory_that_the_weights_leave(caplog: Any) -> None:
+    weights, rest, block = 4 * CONFIG.count_weights(), 8_000_000, 16 * SHAPE.token_bytes
+    with caplog.at_level("INFO"):
+        info = plan(weights + rest)
+    assert info.num_blocks == int(rest * KV_MEMORY_SHARE) // block
+    (record,) = caplog.records
+    assert record.fields == {
+        "blocks": info.num_blocks,
+        "tokens": info.num_blocks * 16,
+        "kv_mb": 2,
+        "weights_mb": round(weights / 1e6),
+        "available_mb": round((weights + rest) / 1e6),
+        "rule": "20% of the memory that the weights leave",
+    }
+
+
+def test_too_little_memory_is_refused_with_the_sizes() -> None:
+    default_model = LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
+    shape = KvShape(30, 3, 64)
+    needed = 4 * default_model.count_weights() + int(
+        MIN_KV_TOKENS * shape.token_bytes / KV_MEMORY_SHARE
+    )
+    settings = EngineSettings()
+    info = plan_engine_info(settings, default_model, shape, 0, needed)
+    assert (info.num_blocks, info.context_tokens) == (32, 512)
+    with pytest.raises(ConfigError) as raised:
+        plan_engine_info(settings, default_model, shape, 0, 600_000_000)
+    assert str(raised.value.message) == (
+        "the engine has 600 MB of memory and needs 656 MB: 538 MB for the model's weights and "
+        "118 MB to compute 512 tokens of context"
+    )
+    assert "--num-blocks" in raised.value.hint
+    own_choice = EngineSettings(num_blocks=3)
+    assert plan_engine_info(own_choice, default_model, shape, 0, 0).num_blocks == 3
+
+
+def test_all_matrices_of_a_checkpoint_are_counted(tiny_llama: Path) -> None:
+    with SafetensorsWeights(tiny_llama) as weights:
+        names = [name for name in weights._files.tensors if "norm" not in name]
+        assert weights.config.count_weights() == sum(weights.tensor(name).size for name in names)
+
+
+def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> None:
+    """Write the files of a memory control group."""
+    limit_file, used_file, cache_key = GROUP_FILES[2 - version]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 100\n{cache_key} {cache}\nfile 9\n")
 
 
 def test_available_memory_respects_the_container_s_limit(tmp_path: Path) -> None:
-    (tmp_path / "memory.current").write_text("900000000\n")
-    (tmp_path / "memory.stat").write_text("anon 100000000\ninactive_file 700000000\nfile 9\n")
-    (tmp_path / "memory.max").write_text("1000000000\n")
-    assert available_memory_bytes(tmp_path) == 800_000_000
-    (tmp_path / "memory.max").write_text("100\n")
-    assert available_memory_bytes(tmp_path) == 0
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory_bytes(tmp_path) > 0
-    assert available_memory_bytes(tmp_path / "none") > 0
+    machine = available_memory_bytes(tmp_path / "none", tmp_path / "none")
+    assert machine > 10_000_000
+    member = tmp_path / "cgroup"
+    member.write_text("0::/\n")
+    group(tmp_path, "10000000", 9_000_000, 7_000_000)
+    assert available_memory_bytes(tmp_path, member) == 8_000_000
+    assert available_memory_bytes(tmp_path, tmp_path / "none") == 8_000_000
+    group(tmp_path, "100", 9_000_000, 0)
+    assert available_memory_bytes(tmp_path, member) == 0
+    group(tmp_path, "max", 9_000_000, 0)
+    assert available_memory_bytes(tmp_path, member) > 10_000_000
+
+
+@pytest.mark.parametrize("limits", [("max", "6000000"), ("6000000", "max"), ("6000000", "8000000")])
+def test_the_lowest_limit_of_all_parent_groups_counts(
+    tmp_path: Path, limits: tuple[str, str]
+) -> None:
+    member = tmp_path / "cgroup"
+    member.write_text("0::/system.slice/dynamo.service\n")
+    group(tmp_path / "system.slice", limits[0], 1_000_000, 0)
+    group(tmp_path / "system.slice/dynamo.service", limits[1], 1_000_000, 0)
+    assert available_memory_bytes(tmp_path, member) == 5_000_000
+
+
+@pytest.mark.parametrize("path", ["/docker/4711", "/"])
+def test_groups_of_version_1_are_read(tmp_path: Path, path: str) -> None:
+    member = tmp_path / "cgroup"
+    member.write_text(f"5:cpu,cpuacct:/x\n4:memory:{path}\n0::/\n")
+    group(tmp_path / "memory", "6000000", 1_000_000, 500_000, version=1)  # the container's root
+    assert available_memory_bytes(tmp_path, member) == 5_500_000
 
 
 async def test_weights_that_do_not_fit_are_reported(tiny_llama: Path) -> None:

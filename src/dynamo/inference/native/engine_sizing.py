@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
+from dynamo.inference.native.kv_storage import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvShape
     from dynamo.models.checkpoint.llama_config import LlamaConfig
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 """Enough tokens in a step to keep the matrix products at full speed. More only delays the tokens of
 the other sequences in the step."""
 KV_MEMORY_SHARE = 0.2
-"""Share of the available memory for blocks. The areas of running sequences take at most the same
-amount again."""
+"""Share for blocks of the memory that the weights leave. The areas of running sequences take at
+most the same amount again."""
+MIN_KV_TOKENS = 512
+"""An engine whose blocks would hold fewer tokens does not start, unless the model's context is
+shorter or `num_blocks` is set."""
 
-CGROUP_DIR = Path("/sys/fs/cgroup")
-"""The folder in which a container finds its own limits."""
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+SELF_CGROUP = Path("/proc/self/cgroup")
+GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files of a control group of version 2 and 1: limit, usage, and the key of unused file cache in
+memory.stat."""
 
 
 def usable_cores() -> int:
@@ -31,19 +46,37 @@ def usable_cores() -> int:
 
 
 def plan_engine_info(
-    settings: EngineSettings, config: LlamaConfig, shape: KvShape, context_tokens: int
+    settings: EngineSettings,
+    config: LlamaConfig,
+    shape: KvShape,
+    context_tokens: int,
+    memory_bytes: int,
 ) -> EngineInfo:
-    """Return the sizes of the engine. `context_tokens` 0: the limit of the model."""
+    """Return the sizes of the engine. `context_tokens` 0: the limit of the model.
+
+    `memory_bytes` is what this engine may use. Raises `ConfigError` if that is too little.
+    """
     context = min(context_tokens or config.context_tokens, config.context_tokens)
     block_tokens = settings.block_size
     max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    num_blocks = settings.num_blocks
+    max_useful_blocks = -(-context // block_tokens) * max_num_seqs
+    weight_bytes = FLOAT_BYTES * config.count_weights()
+    num_blocks, rule = settings.num_blocks, "--num-blocks"
     if not num_blocks:
-        max_useful_blocks = -(-context // block_tokens) * max_num_seqs
-        fitting_blocks = int(available_memory_bytes() * KV_MEMORY_SHARE) // (
-            shape.token_bytes * block_tokens
-        )
-        num_blocks = max(1, min(max_useful_blocks, fitting_blocks))
+        kv_bytes = _plan_kv_bytes(memory_bytes, weight_bytes, shape, context)
+        num_blocks = max(1, kv_bytes // (shape.token_bytes * block_tokens))
+        rule = f"{KV_MEMORY_SHARE:.0%} of the memory that the weights leave"
+        if num_blocks > max_useful_blocks:
+            num_blocks, rule = max_useful_blocks, "--max-num-seqs times the context"
+    fields = {
+        "blocks": num_blocks,
+        "tokens": num_blocks * block_tokens,
+        "kv_mb": _megabytes(num_blocks * block_tokens * shape.token_bytes),
+        "weights_mb": _megabytes(weight_bytes),
+        "available_mb": _megabytes(memory_bytes),
+        "rule": rule,
+    }
+    log.info("KV blocks are planned", extra={"fields": fields})
     return EngineInfo(
         engine="native",
         block_tokens=block_tokens,
@@ -56,19 +89,58 @@ def plan_engine_info(
     )
 
 
-def available_memory_bytes(group: Path = CGROUP_DIR) -> int:
-    """Return the memory that is free without swapping, within the limit of the control group."""
-    machine = _machine_memory_bytes()
+def _plan_kv_bytes(memory_bytes: int, weight_bytes: int, shape: KvShape, context: int) -> int:
+    """Return the memory for KV blocks. Raises `ConfigError` if it holds too few tokens."""
+    tokens = min(MIN_KV_TOKENS, context)
+    rest_bytes = int(tokens * shape.token_bytes / KV_MEMORY_SHARE)
+    if memory_bytes >= weight_bytes + rest_bytes:
+        return int((memory_bytes - weight_bytes) * KV_MEMORY_SHARE)
+    raise ConfigError(
+        f"the engine has {_megabytes(memory_bytes)} MB of memory and needs "
+        f"{_megabytes(weight_bytes + rest_bytes)} MB: {_megabytes(weight_bytes)} MB for the "
+        f"model's weights and {_megabytes(rest_bytes)} MB to compute {tokens} tokens of context",
+        hint="free memory, raise the container's limit, start fewer workers or ranks, or serve a "
+        "smaller model; --num-blocks sets the number of KV blocks without this check",
+    )
+
+
+def _megabytes(size: int) -> int:
+    return round(size / 1e6)
+
+
+def available_memory_bytes(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int:
+    """Return the memory that is free without swapping, within the limits of the control groups that
+    hold this process. `root` has the groups' folders, `membership` names those of this process."""
+    limits = map(_group_memory_bytes, set(_memory_groups(root, membership)))
+    left = [limit for limit in limits if limit is not None]
+    return max(0, min([_machine_memory_bytes(), *left]))
+
+
+def _memory_groups(root: Path, membership: Path) -> Iterator[Path]:
+    """Yield the folders of the process's memory groups (version 1 or 2) and of all their parents.
+    A container sees its own group as the root."""
     try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return machine
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(stat["inactive_file"])  # the kernel drops this cache on demand
-    except (OSError, ValueError, KeyError):
-        return machine
-    return max(0, min(machine, int(limit) - used + cache))
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for _, controllers, path in [*lines, ("", "", "/")]:
+        folder = root / "memory" if controllers == "memory" else root
+        if controllers in {"", "memory"}:
+            group = folder / path.strip("/")
+            yield group
+            yield from (parent for parent in group.parents if parent.is_relative_to(folder))
+
+
+def _group_memory_bytes(group: Path) -> int | None:
+    """Return what a group may still use; None for a group without a limit."""
+    for limit, used, cache in GROUP_FILES:
+        try:
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return left + int(stat[cache])  # the kernel drops this cache on demand
+        except (OSError, ValueError, KeyError):  # another version, or "max"
+            continue
+    return None
 
 
 def _machine_memory_bytes() -> int:

@@ -14,7 +14,11 @@ from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.model_runner import ModelRunner, StepChunk, StepPlan, StepResult
-from dynamo.inference.native.engine_sizing import plan_engine_info, usable_cores
+from dynamo.inference.native.engine_sizing import (
+    available_memory_bytes,
+    plan_engine_info,
+    usable_cores,
+)
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
 
 if TYPE_CHECKING:
@@ -27,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class NativeRunner(ModelRunner):
-    """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread."""
+    """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread.
+    `memory_bytes` 0: all that is available."""
 
     def __init__(
         self,
@@ -35,10 +40,12 @@ class NativeRunner(ModelRunner):
         settings: EngineSettings,
         *,
         context_tokens: int = 0,
+        memory_bytes: int = 0,
     ) -> None:
         self._open_weights = open_weights
         self._settings = settings
         self._context_tokens = context_tokens
+        self._memory_bytes = memory_bytes or available_memory_bytes()
         self._threads = settings.threads or usable_cores()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="native")
 
@@ -63,7 +70,9 @@ class NativeRunner(ModelRunner):
         with self._open_weights() as weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
-            info = plan_engine_info(self._settings, config, shape, self._context_tokens)
+            info = plan_engine_info(
+                self._settings, config, shape, self._context_tokens, self._memory_bytes
+            )
             self._kv_storage = KvStorage(
                 shape,
                 max_num_seqs=info.max_num_seqs,
@@ -117,7 +126,10 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine. The model's weights are read when it starts."""
     settings = inputs.settings.engine
     runner = NativeRunner(
-        inputs.files.open_weights, settings, context_tokens=inputs.card.context_tokens
+        inputs.files.open_weights,
+        settings,
+        context_tokens=inputs.card.context_tokens,
+        memory_bytes=inputs.memory_bytes,
     )
     return BatchedEngine(
         runner,

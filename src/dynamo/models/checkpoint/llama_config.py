@@ -49,6 +49,13 @@ class LlamaConfig(msgspec.Struct, frozen=True):
     rope_scaling: RopeScaling | None = None
     tied: bool = False
 
+    def count_weights(self) -> int:
+        """Count the elements of all matrices; vectors are negligible."""
+        heads = self.num_heads + self.num_kv_heads  # q and o, k and v
+        layer = 2 * heads * self.head_dim + 3 * self.intermediate_size
+        vocabulary = self.vocab_size * (1 if self.tied else 2)
+        return self.hidden_size * (self.num_layers * layer + vocabulary)
+
 
 def tensor_shape(name: str, config: LlamaConfig) -> tuple[int, ...]:
     """Return the shape of the tensor with this Hugging Face name; () if it is unknown."""
