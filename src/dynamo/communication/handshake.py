@@ -14,13 +14,13 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo.communication.frames import HELLO, pack_frame
-from dynamo.communication.link import Link
-from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S, PlaneTransport
+from dynamo.communication.link import HandshakeLink
+from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S, UnprovenLinks
 from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 
 VERSION: Final = 2
@@ -109,13 +109,24 @@ NEEDS_SECRET = (
 )
 
 
-class ClientHandshake:
+class ListeningProcess(Protocol):
+    """The listening end of a handshake: its secret, and its links without a proof."""
+
+    secret: str
+    incarnation: str
+    unproven_links: UnprovenLinks
+
+
+LinkT = TypeVar("LinkT", bound=HandshakeLink)
+
+
+class ClientHandshake(Generic[LinkT]):
     """The dialling end's handshake. The owner of the link passes events on until it is `done`.
 
     `version` is the protocol version that both ends speak.
     """
 
-    def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
+    def __init__(self, link: LinkT, plane: str, incarnation: str, secret: str = "") -> None:
         self._link = link
         self._plane = plane
         self._incarnation = incarnation
@@ -129,7 +140,7 @@ class ClientHandshake:
         """True once the handshake has succeeded or failed."""
         return self._completion.done()
 
-    async def connect(self, dial: Callable[[Link], Awaitable[None]]) -> None:
+    async def connect(self, dial: Callable[[LinkT], Awaitable[None]]) -> None:
         """Dial and wait for the handshake. The link is closed if an error is raised.
 
         Raises `OSError`, `TimeoutError`, `InstanceGone` if another incarnation answers, and
@@ -188,17 +199,17 @@ class ServerHandshake:
     A client that has not completed it within `HANDSHAKE_TIMEOUT_S` is disconnected.
     """
 
-    def __init__(self, link: Link, plane: str, transport: PlaneTransport) -> None:
+    def __init__(self, link: HandshakeLink, plane: str, listener: ListeningProcess) -> None:
         self._link = link
         self._plane = plane
-        self._incarnation = transport.incarnation
-        self._secret = transport.secret
-        self._unproven_links = transport.unproven_links
+        self._incarnation = listener.incarnation
+        self._secret = listener.secret
+        self._unproven_links = listener.unproven_links
         self._unproven_links.add(link)
         self._expected_proof = b""
         self.done = False
         loop = asyncio.get_running_loop()
-        self._timeout = loop.call_later(HANDSHAKE_TIMEOUT_S, self._on_timeout)
+        self._timeout = loop.call_later(HANDSHAKE_TIMEOUT_S, link.time_out)
 
     def receive(self, kind: int, body: bytes) -> bool:
         """Handle one frame. True: the handshake is complete. Raises `ProtocolError`."""
@@ -217,11 +228,6 @@ class ServerHandshake:
         """Stop the timeout because the connection was closed or the handshake is complete."""
         self._timeout.cancel()
         self._unproven_links.discard(self._link)
-
-    def _on_timeout(self) -> None:
-        if self._link.transport is None:  # TLS has failed, which asyncio reports to nobody
-            self._link.connection_lost(None)
-        self._link.abort()
 
     def _answer_hello(self, kind: int, body: bytes) -> bool:
         """Answer a hello. True: the client must still send its proof."""

@@ -54,6 +54,25 @@ class LinkHandler(Protocol):
         """Handle the end of the connection. Called once."""
 
 
+class HandshakeLink(Protocol):
+    """The part of a connection that a handshake needs."""
+
+    def write(self, frame: bytes) -> None:
+        """Queue a frame."""
+
+    def flush(self) -> None:
+        """Send the queued frames before the connection is closed."""
+
+    def accept_large_frames(self) -> None:
+        """Accept frames of full size: the peer is proven."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+
+    def time_out(self) -> None:
+        """Close the connection because its handshake takes too long."""
+
+
 class Link(asyncio.Protocol):
     """Passes received frames to a `LinkHandler` and joins its writes.
 
@@ -129,15 +148,17 @@ class Link(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    def time_out(self) -> None:
+        """Abort a connection whose handshake takes too long."""
+        if self.transport is None:  # TLS has failed, which asyncio reports to nobody
+            self.connection_lost(None)
+        self.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE:
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            keep_alive(sock)
         self._handler.on_connect()
         if self._aborted:  # before TLS was up
             self.abort()
@@ -168,6 +189,15 @@ class Link(asyncio.Protocol):
     def _log_fields(self) -> dict[str, object]:
         peername = self.transport.get_extra_info("peername") if self.transport is not None else None
         return {"peer": str(peername)}
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Send small packets at once, and notice within half a minute that the peer's host is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def close_links(links: Sequence[Link]) -> None:

@@ -19,7 +19,7 @@ from dynamo.communication.addresses import (
     parse_address,
     parse_listen_url,
 )
-from dynamo.communication.link import Link
+from dynamo.communication.link import HandshakeLink, Link
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.tls import mutual_tls_contexts
 from dynamo.core.errors import ConfigError
@@ -31,6 +31,10 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAX_UNPROVEN_LINKS: Final = 128
 
 
+TlsContexts = tuple[ssl.SSLContext | None, ssl.SSLContext | None]
+"""For listening and for dialling."""
+
+
 class UnprovenLinks:
     """The accepted links of a plane whose handshake is not complete, oldest first.
 
@@ -38,10 +42,10 @@ class UnprovenLinks:
     """
 
     def __init__(self) -> None:
-        self._links: dict[Link, None] = {}
+        self._links: dict[HandshakeLink, None] = {}
         self._reported = False
 
-    def add(self, link: Link) -> None:
+    def add(self, link: HandshakeLink) -> None:
         """Add an accepted link."""
         self._links[link] = None
         if len(self._links) <= MAX_UNPROVEN_LINKS:
@@ -54,7 +58,7 @@ class UnprovenLinks:
             text = "connections that send no handshake are closed early: there are too many"
             log.warning(text, extra={"fields": {"limit": MAX_UNPROVEN_LINKS}})
 
-    def discard(self, link: Link) -> None:
+    def discard(self, link: HandshakeLink) -> None:
         """Remove a link whose handshake is complete, or that is closed."""
         self._links.pop(link, None)
         if not self._links:
@@ -105,7 +109,7 @@ class TcpPlaneTransport(PlaneTransport):
         host: str,
         port: int,
         options: PlaneOptions = DEFAULT_OPTIONS,
-        contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
+        contexts: TlsContexts = (None, None),
     ) -> None:
         super().__init__()
         self.secret = options.secret or options.folder_secret
@@ -125,21 +129,7 @@ class TcpPlaneTransport(PlaneTransport):
         secret nor certificates are configured.
         """
         host, port = parse_listen_url(url)
-        if options.secret and len(options.secret) < MIN_SECRET_LENGTH:
-            raise ConfigError(
-                f"the secret is shorter than {MIN_SECRET_LENGTH} characters",
-                hint="create one with: openssl rand -hex 32",
-                param="security.secret",
-            )
-        if not (is_loopback(host) or options.secret or options.tls):
-            raise ConfigError(
-                f"{url!r} is reachable from other machines, which requires a secret",
-                hint="set the same security.secret in all processes of the deployment, or "
-                "certificates (security.tls_ca, security.tls_cert, security.tls_key)",
-            )
-        if not options.tls:
-            return cls(host, port, options)
-        return cls(host, port, options, await asyncio.to_thread(mutual_tls_contexts, options.tls))
+        return cls(host, port, options, await open_tls(url, host, options))
 
     @property
     def address(self) -> str:
@@ -172,3 +162,26 @@ class TcpPlaneTransport(PlaneTransport):
     def stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
+
+
+async def open_tls(url: str, host: str, options: PlaneOptions) -> TlsContexts:
+    """Return the TLS contexts of a plane that listens on `host`; (None, None) without certificates.
+
+    Raises `ConfigError`, also if other machines can reach the address and neither a secret nor
+    certificates are configured.
+    """
+    if options.secret and len(options.secret) < MIN_SECRET_LENGTH:
+        raise ConfigError(
+            f"the secret is shorter than {MIN_SECRET_LENGTH} characters",
+            hint="create one with: openssl rand -hex 32",
+            param="security.secret",
+        )
+    if not (is_loopback(host) or options.secret or options.tls):
+        raise ConfigError(
+            f"{url!r} is reachable from other machines, which requires a secret",
+            hint="set the same security.secret in all processes of the deployment, or "
+            "certificates (security.tls_ca, security.tls_cert, security.tls_key)",
+        )
+    if not options.tls:
+        return None, None
+    return await asyncio.to_thread(mutual_tls_contexts, options.tls)

@@ -31,6 +31,11 @@ def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int
     return [parent := xxh3_64_intdigest(block, parent) for (block,) in blocks]
 
 
+def checksum(data: bytes | memoryview) -> int:
+    """Return the xxh3-64 of the content of a block, for copies over a network."""
+    return xxh3_64_intdigest(data)
+
+
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Pack hashes as native u64, which is little-endian on all supported machines."""
     return array("Q", hashes).tobytes()

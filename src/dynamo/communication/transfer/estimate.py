@@ -102,5 +102,5 @@ class PeerBreaker:
             self._trial_running = False
 
     def on_cancelled(self) -> None:
-        """Let another pull be the trial: a cancelled one proved nothing."""
+        """Let another pull be the trial, because this one proved nothing."""
         self._trial_running = False

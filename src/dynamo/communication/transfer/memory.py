@@ -10,11 +10,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.communication.transfer.backend import BackendPeer, TransferBackend
 from dynamo.communication.transfer.estimate import TransferEstimate
 from dynamo.communication.transfer.metrics import TransferMetrics
-from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
-from dynamo.communication.transfer.tracked_peer import TrackedPeer
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, TransferFailed, TransferFailure
 
@@ -23,12 +22,14 @@ MAX_BYTES_PER_S: Final = 1e12
 _planes: dict[str, MemoryTransfer] = {}
 
 
-class MemoryTransfer(TransferPlane):
+class MemoryTransfer(TransferBackend):
     """The backend `memory:?gbps=64&latency_ms=0.1` (GB/s). Each object stands for one process.
 
     A pull occupies the link of its source and that of its target for bytes / bandwidth; pulls wait
     in line for both. Regions without memory move nothing, but take the same time.
     """
+
+    scheme = "memory"
 
     def __init__(
         self,
@@ -44,7 +45,6 @@ class MemoryTransfer(TransferPlane):
         self.free_at_s = 0.0
         self.severed = False
         self.pulls: set[_Pull] = set()
-        self._peers: set[MemoryPeer] = set()
 
     @classmethod
     async def open(
@@ -64,11 +64,11 @@ class MemoryTransfer(TransferPlane):
             metrics=metrics,
         )
 
-    async def _listen(self) -> tuple[str, ...]:
+    async def _listen(self) -> str:
         _planes[self.incarnation] = self
-        return (f"memory://{self.incarnation}",)
+        return f"memory://{self.incarnation}"
 
-    async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> RegionPeer:
+    async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
         source = _planes.get(descriptor.incarnation)
         if source is None or self.severed or source.severed:
             raise TransferFailed.of("gone", f"no process {descriptor.incarnation} exposes memory")
@@ -76,6 +76,7 @@ class MemoryTransfer(TransferPlane):
 
     async def close(self) -> None:
         self.abort()
+        await super().close()
 
     def abort(self) -> None:
         """End the process as a crash would: pulls from and into its region fail."""
@@ -94,10 +95,8 @@ class MemoryTransfer(TransferPlane):
             pull.end_if_held()
 
 
-class MemoryPeer(TrackedPeer):
+class MemoryPeer(BackendPeer):
     """The region of another `MemoryTransfer`."""
-
-    backend = "memory"
 
     def __init__(
         self,
@@ -107,8 +106,7 @@ class MemoryPeer(TrackedPeer):
         region: MemoryRegion,
     ) -> None:
         estimate = TransferEstimate(target.latency_s, min(target.bytes_per_s, MAX_BYTES_PER_S))
-        breaker = target.breaker(descriptor.incarnation)
-        super().__init__(descriptor, region, target.clock, estimate, breaker, target.metrics)
+        super().__init__(target, descriptor, region, estimate)
         self._target = target
         self._source = source
         self._pulls: set[_Pull] = set()
@@ -120,7 +118,7 @@ class MemoryPeer(TrackedPeer):
         waiting_s = max(now, target.free_at_s, source.free_at_s) - now
         return waiting_s + size_bytes / target.bytes_per_s + target.latency_s
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         self._closed = True
         for pull in tuple(self._pulls):
             pull.fail("gone", "this process closed its connection to the peer")

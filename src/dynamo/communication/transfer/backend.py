@@ -1,0 +1,205 @@
+"""The part of the backends that is alike: checks, time limit, breaker and metrics of pulls."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from dynamo.communication.transfer.estimate import PeerBreaker, TransferEstimate
+from dynamo.communication.transfer.metrics import TransferMetrics
+from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
+from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
+from dynamo.core.clock import Clock
+from dynamo.core.errors import InternalError, TransferFailed
+
+MAX_BREAKERS: Final = 256
+TIMEOUT_FACTOR: Final = 4.0
+MIN_TIMEOUT_S: Final = 1.0
+
+
+class TransferBackend(TransferPlane):
+    """A plane with one way to carry bytes, called `scheme`."""
+
+    scheme: str
+
+    def __init__(
+        self, clock: Clock, incarnation: str, metrics: TransferMetrics | None = None
+    ) -> None:
+        self.clock = clock
+        self.incarnation = incarnation
+        self.metrics = metrics or TransferMetrics()
+        self.region: MemoryRegion | None = None
+        self.layout = ""
+        self.peers: set[BackendPeer] = set()
+        self._breakers: dict[str, PeerBreaker] = {}
+
+    async def expose(self, region: MemoryRegion, layout: str) -> RegionDescriptor:
+        if self.region is not None:
+            raise InternalError("a transfer plane exposes one region, and does so already")
+        self.region, self.layout = region, layout
+        endpoint = await self._listen()
+        return RegionDescriptor(
+            region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation
+        )
+
+    async def connect(self, descriptor: RegionDescriptor) -> RegionPeer:
+        region = self.region
+        if region is None:
+            raise InternalError("a transfer plane connects after its own region is exposed")
+        with self.guard(descriptor.incarnation):
+            if (descriptor.layout, descriptor.slot_bytes) != (self.layout, region.slot_bytes):
+                raise TransferFailed.of(
+                    "refused",
+                    f"the blocks of the peer have layout {descriptor.layout} with "
+                    f"{descriptor.slot_bytes} bytes, those here {self.layout} with "
+                    f"{region.slot_bytes}",
+                    hint="serve both workers with the same model, weights and --block-size",
+                )
+            peer = await self._connect(descriptor, region)
+        self.peers.add(peer)
+        return peer
+
+    async def close(self) -> None:
+        for peer in tuple(self.peers):
+            await peer.close()
+
+    @contextmanager
+    def guard(self, incarnation: str) -> Iterator[None]:
+        """Count failures of a peer. Raises `TransferFailed` while its breaker is open.
+
+        The breaker counts errors after which the next attempt would likely fail too.
+        """
+        breaker, started_s = self._breaker(incarnation), self.clock.now()
+        if not breaker.start(started_s):
+            self.metrics.failures.labels(self.scheme, "refused").inc()
+            text = f"the peer {incarnation} ({self.scheme}) failed repeatedly and is spared now"
+            raise TransferFailed.of("refused", text)
+        try:
+            yield
+        except TransferFailed as error:
+            self.metrics.failures.labels(self.scheme, error.reason).inc()
+            if error.reason in {"stale", "refused"}:
+                breaker.on_cancelled()
+            else:
+                breaker.on_failure(started_s, self.clock.now())
+            raise
+        except BaseException:
+            breaker.on_cancelled()
+            raise
+        breaker.on_success()
+
+    def is_spared(self, incarnation: str) -> bool:
+        """Whether a pull from a peer would be refused now because of its failures."""
+        breaker = self._breakers.get(incarnation)
+        return breaker is not None and breaker.is_open(self.clock.now())
+
+    @abstractmethod
+    async def _listen(self) -> str:
+        """Serve the region. Returns the endpoint."""
+
+    @abstractmethod
+    async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
+        """Connect to a peer of the same layout. Raises `TransferFailed`."""
+
+    def endpoint_of(self, descriptor: RegionDescriptor) -> str:
+        """Return the peer's endpoint of this backend. Raises `TransferFailed`."""
+        prefix = f"{self.scheme}:"
+        for endpoint in descriptor.endpoints:
+            if endpoint.startswith(prefix):
+                return endpoint
+        text = f"the peer {descriptor.incarnation} has no endpoint {prefix}"
+        raise TransferFailed.of("refused", text, "give all workers the same --transfer-plane")
+
+    def _breaker(self, incarnation: str) -> PeerBreaker:
+        """The breaker of a peer, which outlives its `RegionPeer`."""
+        breaker = self._breakers.get(incarnation)
+        if breaker is None:
+            if len(self._breakers) >= MAX_BREAKERS:
+                del self._breakers[next(iter(self._breakers))]
+            breaker = self._breakers[incarnation] = PeerBreaker()
+        return breaker
+
+
+class BackendPeer(RegionPeer):
+    """A peer of a `TransferBackend`. A subclass copies the bytes in `_copy`."""
+
+    def __init__(
+        self,
+        plane: TransferBackend,
+        descriptor: RegionDescriptor,
+        region: MemoryRegion,
+        estimate: TransferEstimate,
+    ) -> None:
+        self.descriptor = descriptor
+        self.backend = plane.scheme
+        self._plane = plane
+        self._region = region
+        self._clock = plane.clock
+        self._estimate = estimate
+        self._running = 0
+        self._unused = asyncio.Event()
+        self._name = f"the peer {descriptor.incarnation} ({plane.scheme})"
+
+    @property
+    def available(self) -> bool:
+        return not self._plane.is_spared(self.descriptor.incarnation)
+
+    def predict_s(self, size_bytes: int) -> float:
+        return self._estimate.predict_s(size_bytes)
+
+    async def pull(self, reads: Sequence[SlotRead], timeout_s: float | None = None) -> None:
+        if not reads:
+            return
+        size = len(reads) * self._region.slot_bytes
+        if timeout_s is None:
+            timeout_s = MIN_TIMEOUT_S + TIMEOUT_FACTOR * self.predict_s(size)
+        started_s = self._clock.now()
+        with self._plane.guard(self.descriptor.incarnation):
+            self._check(reads)
+            self._estimate.start(size, started_s)
+            self._running += 1
+            completed = False
+            try:
+                await self._copy_in_time(reads, timeout_s)
+                completed = True
+            finally:
+                self._estimate.finish(size, self._clock.now(), completed=completed)
+                self._running -= 1
+                if not self._running:
+                    self._unused.set()
+        metrics = self._plane.metrics
+        metrics.bytes.labels(self.backend).inc(size)
+        metrics.seconds.labels(self.backend).observe(self._clock.now() - started_s)
+
+    async def close(self) -> None:
+        self._plane.peers.discard(self)
+        await self._close()
+        while self._running:
+            self._unused.clear()
+            await self._unused.wait()
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Make the pulls in flight fail soon."""
+
+    @abstractmethod
+    async def _copy(self, reads: Sequence[SlotRead]) -> None:
+        """Copy and verify. Raises `TransferFailed`. Cancelled, it returns when no thread writes."""
+
+    async def _copy_in_time(self, reads: Sequence[SlotRead], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._copy(reads)
+        except TimeoutError:
+            text = f"{self._name} did not deliver {len(reads)} blocks within {timeout_s:.1f} s"
+            raise TransferFailed.of("timeout", text) from None
+
+    def _check(self, reads: Sequence[SlotRead]) -> None:
+        sources, targets = self.descriptor.slots, self._region.slots
+        for read in reads:
+            if not (0 <= read.source < sources and 0 <= read.target < targets):
+                text = f"slot {read.source} of {sources} into slot {read.target} of {targets}"
+                raise TransferFailed.of("refused", f"{self._name}: no such slots: {text}")

@@ -1,0 +1,228 @@
+"""The bytes of `tcp:` on a proven connection, sent and received by threads.
+
+The reader sends READ: batch size and (slot, generation) of each slot, all u64. The owner answers
+with a status, then for each batch its payload, the xxh3-64 of each slot, and a status. A status
+other than GOOD ends the answer.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Sequence
+from ssl import SSLSocket
+from threading import Event
+from typing import Final, TypeAlias
+
+from dynamo.communication.frames import HEADER
+from dynamo.communication.transfer.region import MemoryRegion, SlotRead
+from dynamo.communication.transfer.runs import merge_runs
+from dynamo.core.errors import ProtocolError, TransferFailed
+from dynamo.core.hashing import checksum
+
+READ: Final = 4
+GOOD: Final = 0
+STALE: Final = 1
+REFUSED: Final = 2
+
+BATCH_BYTES: Final = 4 << 20
+MAX_BATCH_SLOTS: Final = 512
+"""Below the 1,024 pieces of a system call."""
+MAX_READS: Final = 16_384
+STALL_S: Final = 10.0
+"""Time without progress after which the owner gives up a reader."""
+WORD_BYTES: Final = 8
+_TIMEVAL: Final = struct.Struct("ll")
+
+Buffer: TypeAlias = "memoryview | bytearray | bytes | array[int]"
+
+
+class Channel(ABC):
+    """A blocking connection whose calls move everything or raise `OSError`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    @abstractmethod
+    def send(self, buffers: Iterable[Buffer], *, more: bool = False) -> None:
+        """Send all buffers. `more` follows at once."""
+
+    @abstractmethod
+    def receive(self, buffers: Iterable[Buffer]) -> None:
+        """Fill all buffers. Raises `EOFError` at the end of the connection."""
+
+    def shut_down(self) -> None:
+        """End the connection, so that a thread that waits for it goes on."""
+        try:
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the socket. No thread may use it any more."""
+        self.sock.close()
+
+
+class PlainChannel(Channel):
+    """Scatters and gathers by system calls. Each waits in the kernel, without the GIL."""
+
+    def __init__(self, sock: socket.socket, stall_s: float = 0.0) -> None:
+        super().__init__(sock)
+        sock.setblocking(True)
+        limit = _TIMEVAL.pack(int(stall_s), 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def send(self, buffers: Iterable[Buffer], *, more: bool = False) -> None:
+        views = _views(buffers)
+        flags = socket.MSG_MORE if more else 0
+        while views:
+            views = _advance(views, self.sock.sendmsg(views, (), flags))
+
+    def receive(self, buffers: Iterable[Buffer]) -> None:
+        views = _views(buffers)
+        while views:
+            size, _, _, _ = self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)
+            if not size:
+                raise EOFError
+            views = _advance(views, size)
+
+
+class TlsChannel(Channel):
+    """TLS, which encrypts buffer by buffer."""
+
+    def __init__(self, sock: SSLSocket, stall_s: float = 0.0) -> None:
+        super().__init__(sock)
+        sock.settimeout(stall_s or None)
+
+    def send(self, buffers: Iterable[Buffer], *, more: bool = False) -> None:
+        del more
+        for view in _views(buffers):
+            self.sock.sendall(view)
+
+    def receive(self, buffers: Iterable[Buffer]) -> None:
+        for view in _views(buffers):
+            while view:
+                size = self.sock.recv_into(view)
+                if not size:
+                    raise EOFError
+                view = view[size:]  # noqa: PLW2901
+
+
+def open_channel(sock: socket.socket, stall_s: float = 0.0) -> Channel:
+    """Return the channel over a proven socket. `stall_s` 0: its calls wait without limit."""
+    if isinstance(sock, SSLSocket):
+        return TlsChannel(sock, stall_s)
+    return PlainChannel(sock, stall_s)
+
+
+def receive_slots(
+    channel: Channel, region: MemoryRegion, reads: Sequence[SlotRead], stop: Event
+) -> None:
+    """Pull slots into `region`. Raises `TransferFailed`, `EOFError` and `OSError`.
+
+    After an error other than `TransferFailed` "stale", the channel cannot be used again.
+    """
+    batch = batch_slots(region.slot_bytes)
+    numbers = array("Q", [batch])
+    for read in reads:
+        numbers.extend((read.source, read.generation))
+    body = numbers.tobytes()
+    channel.send([HEADER.pack(len(body), READ, 0, 0), body])
+    status = array("Q", [GOOD])
+    channel.receive([status])
+    _check_status(status[0])
+    for start in range(0, len(reads), batch):
+        if stop.is_set():
+            raise EOFError
+        targets = [read.target for read in reads[start : start + batch]]
+        tail = array("Q", [0]) * (len(targets) + 1)
+        channel.receive([*_payload(region, targets), tail])
+        _check_status(tail[-1])
+        for target, expected in zip(targets, tail, strict=False):
+            if checksum(region.slot(target)) != expected:
+                text = f"the bytes for block {target} were altered on their way"
+                raise TransferFailed.of("checksum", text)
+
+
+def serve_read(channel: Channel, region: MemoryRegion) -> bool:
+    """Answer one READ. False: the reader closed the connection. Raises `OSError`,
+    `ProtocolError`."""
+    header = bytearray(HEADER.size)
+    try:
+        channel.receive([header])
+    except EOFError:
+        return False
+    length, kind, _, _ = HEADER.unpack(header)
+    if kind != READ or length % WORD_BYTES or length > WORD_BYTES * (2 * MAX_READS + 1):
+        raise ProtocolError(f"a frame of kind {kind} with {length} bytes instead of a read")
+    numbers = array("Q", bytes(length))
+    channel.receive([numbers])
+    batch, sources, generations = numbers[0], numbers[1::2], numbers[2::2]
+    known = len(sources) == len(generations) and all(slot < region.slots for slot in sources)
+    if not (known and 0 < batch <= MAX_BATCH_SLOTS):
+        channel.send([array("Q", [REFUSED])])
+        return True
+    _send_slots(channel, region, batch, sources.tolist(), generations.tolist())
+    return True
+
+
+def _send_slots(
+    channel: Channel, region: MemoryRegion, batch: int, sources: list[int], generations: list[int]
+) -> None:
+    """Send batches. A generation is compared before its batch and, after the kernel took the bytes,
+    again."""
+    present = region.generations
+
+    def status(first: int, end: int) -> int:
+        pairs = zip(sources[first:end], generations[first:end], strict=True)
+        return GOOD if all(present[slot] == expected for slot, expected in pairs) else STALE
+
+    head = array("Q", [status(0, batch)])
+    if head[0] != GOOD:
+        channel.send([head])
+        return
+    for start in range(0, len(sources), batch):
+        slots = sources[start : start + batch]
+        tail = array("Q", [checksum(region.slot(slot)) for slot in slots])
+        channel.send([head, *_payload(region, slots)], more=True)
+        tail.append(status(start, start + 2 * batch))
+        channel.send([tail])
+        if tail[-1] != GOOD:
+            return
+        head = array("Q")
+
+
+def batch_slots(slot_bytes: int) -> int:
+    """Return how many slots are sent between two checks."""
+    return max(1, min(MAX_BATCH_SLOTS, BATCH_BYTES // slot_bytes))
+
+
+def _payload(region: MemoryRegion, slots: Sequence[int]) -> list[memoryview]:
+    size = region.slot_bytes
+    runs = merge_runs(slots, len(slots))
+    return [region.memory[first * size : (first + count) * size] for first, count in runs]
+
+
+def _check_status(status: int) -> None:
+    if status == STALE:
+        raise TransferFailed.of("stale", "the peer uses a block for something else now")
+    if status == REFUSED:
+        raise TransferFailed.of("refused", "the peer knows no such blocks")
+    if status != GOOD:
+        raise TransferFailed.of("checksum", "the peer's status was altered on its way")
+
+
+def _views(buffers: Iterable[Buffer]) -> list[memoryview]:
+    return [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+
+
+def _advance(views: list[memoryview], size: int) -> list[memoryview]:
+    """The rest of `views` after `size` bytes."""
+    for index, view in enumerate(views):
+        if size < len(view):
+            return [view[size:], *views[index + 1 :]]
+        size -= len(view)
+    return []
