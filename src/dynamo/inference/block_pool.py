@@ -74,7 +74,9 @@ class BlockPool:
         *,
         eviction: EvictionPolicy | None = None,
         prefix_caching: bool = True,
+        generations: memoryview | None = None,
     ) -> None:
+        """`generations`: numbers of the blocks' memory, one a block, if peers may read it."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.prefix_caching = prefix_caching
@@ -83,6 +85,7 @@ class BlockPool:
         self._cached_blocks: dict[int, Block] = {}
         self._evictable: EvictionPolicy = LeastRecentlyUsed() if eviction is None else eviction
         self._events = KvEventBuffer()
+        self._generations = generations
         self.evictions = 0
 
     @property
@@ -146,6 +149,9 @@ class BlockPool:
             blocks = []
         for block in blocks:
             block.ref_count = 1
+        if self._generations is not None:
+            for block in blocks:
+                self._generations[block.id] += 1
         return blocks
 
     def register(

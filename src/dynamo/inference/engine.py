@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import InvalidRequest, WorkerFailed
+from dynamo.core.errors import InvalidRequest, Unsupported, WorkerFailed
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
@@ -22,24 +22,22 @@ from dynamo.core.values import (
     TokenLogprobs,
 )
 from dynamo.inference.block_pool import BlockPool
+from dynamo.inference.disaggregation.arrivals import EngineArrivals
+from dynamo.inference.disaggregation.prefill_calls import PrefillCall
 from dynamo.inference.eviction import EvictionPolicy
-from dynamo.inference.fast_forward import FastForward
+from dynamo.inference.fast_forward import SimulationHooks
+from dynamo.inference.kv_source import FirstToken, KvSource, PrefillSink
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
 from dynamo.inference.sequence import (
     EngineSequence,
     ForkedContent,
     RequestState,
-    SequenceContent,
     TokenContent,
 )
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
 KvEventListener = Callable[[Sequence[KvEvent]], None]
-ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
-"""Returns a request's content, its prompt length and its answer length, for simulations."""
-WaitUntilQuiescent = Callable[[], Awaitable[None]]
-"""Returns when no other task can run at this instant of virtual time."""
 
 
 class EngineCounters(msgspec.Struct):
@@ -52,17 +50,9 @@ class EngineCounters(msgspec.Struct):
     generated_tokens: int = 0
 
 
-class SimulationHooks(msgspec.Struct, frozen=True):
-    """The hooks of an engine under virtual time. `resolve_request` None: requests are taken with
-    the tokens that they carry."""
-
-    resolve_request: ResolveRequest | None
-    wait_until_quiescent: WaitUntilQuiescent
-    fast_forward: FastForward
-
-
 class BatchedEngine(Engine):
-    """An engine with continuous batching over a block pool. A `ModelRunner` computes its steps."""
+    """An engine with continuous batching over a block pool. A `ModelRunner` computes its steps.
+    `kv_source` supplies the KV of prompts that another worker computes; None: no such worker."""
 
     def __init__(
         self,
@@ -74,7 +64,7 @@ class BatchedEngine(Engine):
         eviction: EvictionPolicy | None = None,
         simulation: SimulationHooks | None = None,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
         self._hits_from: HitsFrom = hits_from
         self._prefix_caching = prefix_caching
@@ -86,16 +76,21 @@ class BatchedEngine(Engine):
         self._sequences: dict[Reply, EngineSequence] = {}
         self._kv_event_listeners: list[KvEventListener] = []
         self._failure_listeners: list[Callable[[], None]] = []
+        self._prefill_calls: set[PrefillCall] = set()
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
         self.counters = EngineCounters()
+        self.arrivals = EngineArrivals(self)
+        self.kv_source: KvSource | None = None
 
     async def start(self) -> EngineInfo:
-        info = await self._runner.start()
+        info = await self.runner.start()
+        region = self.runner.region
         self._pool = BlockPool(
             info.num_blocks,
             info.block_tokens,
             eviction=self._eviction,
             prefix_caching=self._prefix_caching,
+            generations=None if region is None else region.generations,
         )
         self.scheduler = StepScheduler(self._pool, info, hits_from=self._hits_from)
         if self._simulation is not None:
@@ -109,8 +104,10 @@ class BatchedEngine(Engine):
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
         sequence = self._make_sequence(request)
+        if request.prefill:
+            self._disaggregate(sequence, reply)
         completion = asyncio.get_running_loop().create_future()
-        sequence.request_state = RequestState(reply, completion)
+        sequence.request_state = RequestState(reply, completion, context)
         self._interrupt_fast_forward()
         self.scheduler.add(sequence)
         self._sequences[reply] = sequence
@@ -127,12 +124,35 @@ class BatchedEngine(Engine):
             if not sequence.ended:
                 self._interrupt_fast_forward()
                 self.scheduler.remove(sequence)
+            if sequence.source is not None:
+                await self.arrivals.end(sequence)
+
+    async def prefill(
+        self, request: GenerateRequest, context: Context, have_blocks: int, sink: PrefillSink
+    ) -> None:
+        """Compute the prompt of `request` for another worker, which has `have_blocks` of it.
+
+        `sink` learns of each full block after the step that computed it, of the partial last block,
+        and of the first token. The blocks stay referenced until this call is cancelled, which frees
+        them before it returns; the call does not return by itself. Raises `Unsupported` if peers
+        cannot read this engine's memory, and the errors of `generate`.
+        """
+        if self.runner.region is None:
+            raise Unsupported("this worker computes no prompts for others: it exposes no KV memory")
+        call = PrefillCall(self, self.runner.region, sink, have_blocks)
+        try:
+            await self.generate(request, context, call)
+        finally:
+            self._prefill_calls.discard(call)
+            self._work_arrived.set()
 
     def has_request(self, reply: Reply) -> bool:
         sequence = self._sequences.get(reply)
         if sequence is None or sequence.request_state.completion.done():
             return True
-        return sequence in self.scheduler.running or sequence in self.scheduler.waiting
+        if sequence.prefill_only:
+            return not sequence.ended
+        return self.scheduler.has(sequence)
 
     def report_load(self) -> Load:
         if self.failure is not None:
@@ -140,19 +160,21 @@ class BatchedEngine(Engine):
         self.catch_up()
         scheduler, pool = self.scheduler, self._pool
         return Load(
-            running=len(scheduler.running),
+            running=len(scheduler.running) + len(scheduler.arriving),
             waiting=len(scheduler.waiting),
             prefill_tokens=scheduler.prefill_tokens(),
             active_blocks=pool.active,
             total_blocks=pool.num_blocks,
             cached_blocks=pool.cached,
             steps=self.counters.steps,
+            arriving=len(scheduler.arriving),
         )
 
     async def stop(self) -> None:
         self._fail_all(WorkerFailed("the engine was stopped"))
+        await self.arrivals.close()
         await self._tasks.close()
-        await self._runner.stop()
+        await self.runner.stop()
 
     def on_kv_events(self, listener: KvEventListener) -> None:
         self._kv_event_listeners.append(listener)
@@ -178,6 +200,40 @@ class BatchedEngine(Engine):
     def _interrupt_fast_forward(self) -> None:
         if self._simulation is not None:
             self._simulation.fast_forward.interrupt()
+
+    def deliver_first_token(self, sequence: EngineSequence, first: FirstToken) -> None:
+        """Add the first token to an arriving sequence and send it to the reply."""
+        self.catch_up()
+        sequence.cached_tokens = first.cached_tokens
+        self.scheduler.append_first_token(sequence, first.token)
+        try:
+            self._deliver_token(sequence, first.token, first.logprobs)
+        except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
+            self._end_sequence(sequence, error)
+
+    def on_blocks_arrived(self, sequence: EngineSequence, first: int, tokens: int) -> None:
+        """Take over blocks from `first` up to position `tokens` of an arriving sequence."""
+        self.catch_up()
+        self.runner.import_blocks(sequence, first, -(-tokens // self._pool.block_tokens))
+        self.scheduler.on_arrived(sequence, tokens)
+        self._publish_kv_events()
+
+    def on_arrival_ended(self, sequence: EngineSequence) -> None:
+        """Let an arriving sequence run, or release its blocks if it has ended."""
+        self._interrupt_fast_forward()
+        self.scheduler.end_arrival(sequence)
+        self._work_arrived.set()
+
+    def _disaggregate(self, sequence: EngineSequence, reply: Reply) -> None:
+        """Let a sequence wait for the KV of its prompt, or compute that KV for another worker."""
+        if not isinstance(reply, PrefillCall):
+            sequence.source = self.kv_source
+            return
+        sequence.prefill_only = True
+        if not sequence.min_length > sequence.prompt_tokens:
+            sequence.stop_ids = frozenset()  # the other worker ends the answer
+        reply.sequence = sequence
+        self._prefill_calls.add(reply)
 
     def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self._simulation is not None and self._simulation.resolve_request is not None:
@@ -217,6 +273,8 @@ class BatchedEngine(Engine):
     async def _run_steps(self) -> None:
         while True:
             plan = self.scheduler.schedule()
+            if self.scheduler.new_arrivals:
+                self.arrivals.start_new()
             if plan is None:
                 await self._wait_for_work()
                 continue
@@ -225,6 +283,8 @@ class BatchedEngine(Engine):
             result = await self._compute_step(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
+                for call in self._prefill_calls:
+                    call.report_blocks()
                 self._deliver_step(plan, result)
             self._publish_kv_events()
             if self._simulation is not None:
@@ -259,7 +319,7 @@ class BatchedEngine(Engine):
     async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
         try:
-            return await self._runner.step(plan)
+            return await self.runner.step(plan)
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:
@@ -333,5 +393,7 @@ class BatchedEngine(Engine):
         started = self.failure is None
         self.failure = failure
         if started:
-            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            scheduler = self.scheduler
+            held = [call.sequence for call in self._prefill_calls]
+            for sequence in [*scheduler.running, *scheduler.waiting, *scheduler.arriving, *held]:
                 self._end_sequence(sequence, WorkerFailed(failure.message))

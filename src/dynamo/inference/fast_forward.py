@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
 
 from dynamo.core.clock import Clock
+from dynamo.core.values import GenerateRequest
 from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
+from dynamo.inference.sequence import SequenceContent
 from dynamo.inference.step_scheduler import StepScheduler
 
 MIN_STEPS = 2
 """Fewer steady steps than this are computed one by one."""
+ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
+"""Returns a request's content, its prompt length and its answer length, for simulations."""
+WaitUntilQuiescent = Callable[[], Awaitable[None]]
+"""Returns when no other task can run at this instant of virtual time."""
 DeliverSteps = Callable[[int, Sequence[Sequence[int]]], None]
 """Receives the number of steps taken and, for each running sequence, the sampled tokens."""
 
@@ -105,3 +113,12 @@ class FastForward:
         self._scheduler.advance(steps, sampled)
         self._deliver(steps, sampled)
         self.delivered_step_ends = ()
+
+
+class SimulationHooks(msgspec.Struct, frozen=True):
+    """The hooks of an engine under virtual time. `resolve_request` None: requests are taken with
+    the tokens that they carry."""
+
+    resolve_request: ResolveRequest | None
+    wait_until_quiescent: WaitUntilQuiescent
+    fast_forward: FastForward

@@ -31,10 +31,13 @@ class Arrival(ABC):
     - `first_block`: the number of leading blocks that this engine has in its own prefix cache.
     - `block_ids`: the blocks of the prompt from `first_block` on, with the partial last one. The
       arrival owns them until `KvSource.fill` has returned.
+    - `prompt_tokens`: all tokens of the prompt; a full block holds `block_tokens` of them.
     """
 
     request: GenerateRequest
     context: Context
+    prompt_tokens: int
+    block_tokens: int
     first_block: int
     block_ids: Sequence[int]
 
@@ -71,8 +74,8 @@ class PrefillSink(ABC):
 
     @abstractmethod
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
-        """The blocks `first`, `first + 1`, ... of the prompt are in these slots of the region. Their
-        content stays until the call ends. False: the caller is gone."""
+        """The blocks `first`, `first + 1`, ... of the prompt are in these slots of the region. The
+        slots keep their content until the call ends. False: the caller is gone."""
 
     @abstractmethod
     def on_first_token(self, first: FirstToken) -> bool:

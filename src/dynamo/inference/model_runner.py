@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.values import EngineInfo, TokenLogprobs
 from dynamo.inference.sequence import EngineSequence
 
@@ -20,9 +21,11 @@ class StepChunk(msgspec.Struct, frozen=True):
     - `samples`: the chunk ends with the last known token, so the runner samples the next one. Its
       output position is `sequence.request.resumed + sequence.output_tokens`.
     - `load_block_ids`: blocks of positions 0 to `start`, in order. The runner copies them into the
-      sequence's area before it computes. Only the first chunk after an admission has some.
+      sequence's area before it computes. Only the first chunk after an admission has some. The last
+      block is loaded in part if `start` is not the end of a block, as after an arrival.
     - `save_blocks`: (block index in the sequence, block id) of blocks that this chunk completes.
-      The runner copies them out afterwards. Index i starts at position i * block_tokens.
+      The runner copies them out afterwards. Index i starts at position i * block_tokens. The last
+      chunk of a sequence that is `prefill_only` also saves the partial last block.
     """
 
     sequence: EngineSequence
@@ -60,7 +63,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class ModelRunner(ABC):
-    """Computes steps, one at a time. Constructors do no I/O."""
+    """Computes steps, one at a time. Constructors do no I/O. `region` is the memory of the blocks
+    after `start`, if peers may read it; `layout` names all that peers must have in common."""
+
+    region: MemoryRegion | None = None
+    layout: str = ""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -75,6 +82,16 @@ class ModelRunner(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Release everything. A step in progress may be abandoned."""
+
+    def export_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """Blocks `first` to `end` of the sequence's prompt are about to be read by a peer. Called
+        between steps. The default does nothing: their KV is in `region`."""
+        del sequence, first, end
+
+    def import_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """Blocks `first` to `end` of the sequence have come from a peer. The default does nothing:
+        the step that loads them reads `region`."""
+        del sequence, first, end
 
 
 class PredictableModelRunner(ModelRunner):

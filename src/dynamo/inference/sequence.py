@@ -19,9 +19,11 @@ from dynamo.core.hashing import TOKEN_BYTES, block_hashes, root_hash
 if TYPE_CHECKING:
     import asyncio
 
+    from dynamo.core.context import Context
     from dynamo.core.reply import Reply
     from dynamo.core.values import GenerateRequest
     from dynamo.inference.block import Block
+    from dynamo.inference.kv_source import KvSource
 
 _KEY = os.urandom(16)
 """The key of fingerprints in this process."""
@@ -179,6 +181,7 @@ class RequestState(msgspec.Struct, eq=False):
 
     reply: Reply
     completion: asyncio.Future[None]
+    context: Context
     reply_begun: bool = False
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -201,6 +204,8 @@ class EngineSequence:
     - `computed_tokens`: tokens whose keys and values are in `blocks`.
     - `cached_tokens`: prompt tokens that the prefix cache supplied at the first admission.
     - `registered_blocks`: how many of `blocks` the block pool has registered.
+    - `source`: where the blocks of its prompt come from, until they have arrived. None: computed.
+    - `prefill_only`: another worker pulls the blocks of its prompt and writes the answer.
     - `request_state`: set by the engine before the sequence enters the scheduler, which does not
       read it.
     - `runner_state`: private data of the `ModelRunner`, kept between steps.
@@ -225,6 +230,8 @@ class EngineSequence:
     preemptions: int = 0
     admitted: bool = False
     ended: bool = False
+    source: KvSource | None = None
+    prefill_only: bool = False
     runner_state: Any = None
 
     def __post_init__(self) -> None:

@@ -5,6 +5,10 @@ sequences are admitted while tokens, batch slots and blocks are left. If blocks 
 running sequence is preempted: its blocks are released and it is computed again later, starting with
 the part that is still cached.
 
+A sequence with a `source` is admitted as an arriving one: it holds a batch slot and the blocks of
+its whole prompt, and no step computes it until `end_arrival`. Then it runs, computed as far as its
+blocks have arrived. Arriving sequences are not preempted.
+
 The scheduler uses no clock and no event loop, and reads no token ids. Source: vLLM's V1 scheduler,
 nano-vllm.
 """
@@ -14,6 +18,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from typing import Literal
+
+from msgspec.structs import replace
 
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.values import EngineInfo
@@ -41,6 +47,11 @@ def running_order(sequence: EngineSequence) -> int:
     return -sequence.priority
 
 
+def _is_prompt(sequence: EngineSequence, priority: int) -> bool:
+    """Whether a running sequence of this priority computes more than the last known token."""
+    return sequence.priority == priority and sequence.length - sequence.computed_tokens > 1
+
+
 class StepScheduler:
     """Owns the queues of one engine; `pool` owns the blocks. Of `limits` only the sizes of a batch
     and the context count; the context limits prompt and output of one sequence together."""
@@ -53,11 +64,16 @@ class StepScheduler:
         self.context_tokens = min(limits.context_tokens, pool.num_blocks * pool.block_tokens)
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []
+        self.arriving: list[EngineSequence] = []
+        self.new_arrivals: list[EngineSequence] = []
+        """Sequences whose sources are to be started. The engine takes them after `schedule`."""
         self.preemptions = 0
         self._block_tokens = pool.block_tokens
         self._registers_at_schedule = hits_from == "scheduled"
         self._saves_blocks = not self._registers_at_schedule and pool.prefix_caching
         self._released: list[EngineSequence] = []
+        self._arrived: list[EngineSequence] = []
+        self._to_load: set[EngineSequence] = set()
         self._arrivals = 0
         self._had_work = False
         self._budget = 0
@@ -82,11 +98,17 @@ class StepScheduler:
 
     def remove(self, sequence: EngineSequence) -> None:
         """End a sequence and release its blocks. A second call changes nothing. May be called while
-        a step computes the sequence. The result of that step is then ignored for it."""
+        a step computes the sequence. The result of that step is then ignored for it. An arriving
+        sequence keeps its blocks until `end_arrival`, because its source may write into them."""
         if sequence.ended:
             return
         sequence.ended = True
         self._batch_changed = True
+        if sequence in self.arriving:
+            if sequence.source is not None:
+                return
+            self._arrived.remove(sequence)
+            self.arriving.remove(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
@@ -94,12 +116,20 @@ class StepScheduler:
             self.running.remove(sequence)
         self._release_blocks(sequence)
 
+    def has(self, sequence: EngineSequence) -> bool:
+        """Whether the sequence runs, waits or arrives."""
+        return any(sequence in queue for queue in (self.running, self.waiting, self.arriving))
+
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do."""
         self._batch_changed = False
         self._budget = self.limits.max_num_batched_tokens
         plan = StepPlan(back_to_back=self._had_work)
+        if self._arrived:
+            self._run_arrived()
         self._plan_running(plan)
+        if self._to_load:
+            self._add_loads(plan)
         if self.waiting and not self._batch_changed:  # no sequence was preempted
             self._plan_waiting(plan)
         self._had_work = bool(plan.chunks)
@@ -123,6 +153,36 @@ class StepScheduler:
             if chunk.samples:
                 sequence.content.append_token(token)
                 sequence.length += 1
+
+    def on_arrived(self, sequence: EngineSequence, tokens: int) -> None:
+        """Record that the KV of the first `tokens` positions of an arriving sequence is there."""
+        if sequence.ended:
+            return
+        sequence.computed_tokens = tokens
+        if tokens // self._block_tokens > sequence.registered_blocks:
+            self._register_full_blocks(sequence, tokens // self._block_tokens)
+
+    def append_first_token(self, sequence: EngineSequence, token: int) -> None:
+        """Add the first token of the answer of an arriving sequence, which a peer has sampled."""
+        sequence.content.append_token(token)
+        sequence.length += 1
+
+    def end_arrival(self, sequence: EngineSequence) -> None:
+        """Let an arriving sequence run: its source has ended and writes no more. The blocks of a
+        sequence that was removed meanwhile are released."""
+        sequence.source = None
+        self._batch_changed = True
+        if sequence.ended:
+            self.arriving.remove(sequence)
+            self._release_blocks(sequence)
+        else:
+            self._arrived.append(sequence)
+
+    def hold(self, sequence: EngineSequence) -> None:
+        """Take a running sequence out of the batch. Its blocks stay referenced until `remove`."""
+        self.running.remove(sequence)
+        self._released.append(sequence)
+        self._batch_changed = True
 
     def steady_steps(self, plan: StepPlan) -> int:
         """Count the steps after the completed `plan` that would only decode the same batch.
@@ -164,12 +224,37 @@ class StepScheduler:
         )
 
     def prefill_tokens(self) -> int:
-        """Count the prompt tokens that are still to be computed."""
-        tokens = sum(sequence.length for sequence in self.waiting)
+        """Count the prompt tokens that this engine still has to compute."""
+        tokens = sum(sequence.length for sequence in self.waiting if sequence.source is None)
         for sequence in self.running:
             uncomputed = sequence.length - sequence.computed_tokens
             tokens += uncomputed if uncomputed > 1 else 0
         return tokens
+
+    def _run_arrived(self) -> None:
+        """Put the sequences whose arrival has ended into the batch. An answer that was begun goes
+        before prompts of its priority, which could use up the budget of many steps."""
+        running = self.running
+        for sequence in self._arrived:
+            self.arriving.remove(sequence)
+            sequence.computed_tokens = min(sequence.computed_tokens, sequence.length - 1)
+            at = bisect_right(running, running_order(sequence), key=running_order)
+            if sequence.computed_tokens >= sequence.prompt_tokens:
+                while at and _is_prompt(running[at - 1], sequence.priority):
+                    at -= 1
+            running.insert(at, sequence)
+            self._to_load.add(sequence)
+        self._arrived = []
+
+    def _add_loads(self, plan: StepPlan) -> None:
+        """Let the first chunks of arrived sequences load the blocks before them."""
+        for index, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            if sequence in self._to_load:
+                self._to_load.remove(sequence)
+                blocks = sequence.blocks[: -(-chunk.start // self._block_tokens)]
+                load = tuple(block.id for block in blocks)
+                plan.chunks[index] = replace(chunk, load_block_ids=load)
 
     def _plan_running(self, plan: StepPlan) -> None:
         running = self.running
@@ -192,10 +277,10 @@ class StepScheduler:
         preempted."""
         pool, waiting = self.pool, self.waiting
         matched = 0
-        while waiting and self._budget and len(self.running) < self.limits.max_num_seqs:
-            if matched > MAX_MATCHED_BLOCKS:
-                return
+        while waiting and len(self.running) + len(self.arriving) < self.limits.max_num_seqs:
             sequence = waiting[0]
+            if matched > MAX_MATCHED_BLOCKS or not (self._budget or sequence.source is not None):
+                return
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
             content, hits = sequence.content, []
@@ -204,21 +289,37 @@ class StepScheduler:
             need = -(-sequence.length // self._block_tokens) - len(hits)
             if need > pool.available - pool.count_unreferenced(hits):
                 return
+            if sequence.source is not None and not 0 < full == len(hits):
+                del waiting[0]
+                self._admit_arrival(sequence, hits, need)
+            elif self._budget:
+                del waiting[0]
+                sequence.source = None
+                self._admit(plan, sequence, hits)
+            else:
+                return
             matched += len(hits)
-            del waiting[0]
-            self._admit(plan, sequence, hits)
+
+    def _admit_arrival(self, sequence: EngineSequence, hits: list[Block], need: int) -> None:
+        self._take_blocks(sequence, hits, need)
+        self.arriving.append(sequence)
+        self.new_arrivals.append(sequence)
+
+    def _take_blocks(self, sequence: EngineSequence, hits: list[Block], need: int) -> None:
+        """Give `sequence` its cached blocks and `need` more."""
+        self.pool.reference(hits)
+        sequence.blocks = hits + self.pool.allocate(need)
+        sequence.registered_blocks = len(hits)
+        sequence.computed_tokens = start = len(hits) * self._block_tokens
+        if not sequence.admitted:
+            sequence.admitted = True
+            sequence.cached_tokens = start
 
     def _admit(self, plan: StepPlan, sequence: EngineSequence, hits: list[Block]) -> None:
         start = len(hits) * self._block_tokens
         count = min(sequence.length - start, self._budget)
-        self.pool.reference(hits)
-        need = -(-(start + count) // self._block_tokens) - len(hits)
-        sequence.blocks = hits + self.pool.allocate(need)
-        sequence.registered_blocks = len(hits)
-        sequence.computed_tokens = start
-        if not sequence.admitted:
-            sequence.admitted = True
-            sequence.cached_tokens = start
+        end = sequence.length if sequence.prefill_only else start + count
+        self._take_blocks(sequence, hits, -(-end // self._block_tokens) - len(hits))
         insort(self.running, sequence, key=running_order)
         load = tuple(block.id for block in hits)
         self._add_chunk(plan, sequence, start, count, load, admission=True)
@@ -242,13 +343,17 @@ class StepScheduler:
             elif self._saves_blocks:
                 blocks = sequence.blocks
                 save = tuple((at, blocks[at].id) for at in range(sequence.registered_blocks, full))
-        plan.chunks.append(StepChunk(sequence, start, count, samples, load, save))
-        self._budget -= count
         if samples and count == 1 and not admission and sequence.length > sequence.prompt_tokens:
             plan.decode_seqs += 1
             plan.decode_context += end
         else:
             plan.new_tokens += count
+            if sequence.prefill_only:
+                first, blocks = sequence.registered_blocks, sequence.blocks
+                last = -(-end // self._block_tokens) if samples else full
+                save = tuple((at, blocks[at].id) for at in range(first, last))
+        plan.chunks.append(StepChunk(sequence, start, count, samples, load, save))
+        self._budget -= count
 
     def _allocate_up_to(self, sequence: EngineSequence, end: int) -> bool:
         """Allocate blocks for positions up to `end`, preempting from the last running sequence.
@@ -273,6 +378,7 @@ class StepScheduler:
     def _release_blocks(self, sequence: EngineSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
+        self._to_load.discard(sequence)
         self._released.append(sequence)
 
     def _register_full_blocks(self, sequence: EngineSequence, full: int) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 
+from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, TokenLogprobs
+from dynamo.inference.mock.block_digest import DIGEST_BYTES, block_digest
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.mock.token_generator import MockTokenGenerator
 from dynamo.inference.model_runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence
 
+log = logging.getLogger(__name__)
 MAX_LAG_S = 0.05
 """A runner that is further behind its modelled times than this does not catch up."""
 
@@ -31,7 +35,11 @@ class MockRunner(PredictableModelRunner):
         *,
         speedup_ratio: float = 1.0,
         min_sleep_s: float = 0.001,
+        region: MemoryRegion | None = None,
     ) -> None:
+        """`region` has a slot for each block. Its memory, if any, holds digests of the blocks that
+        peers read."""
+        self.region = region
         self._info = info
         self._vocabulary = vocabulary
         self._timing = timing
@@ -79,7 +87,29 @@ class MockRunner(PredictableModelRunner):
         self._step_end_s = when
 
     async def stop(self) -> None:
-        """Do nothing: there is nothing to release."""
+        if self.region is not None:
+            self.region.close()
+
+    def export_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
+        region = self.region
+        if region is None or not region.has_memory:
+            return
+        for index in range(first, end):
+            slot = region.slot(sequence.blocks[index].id)
+            slot[:DIGEST_BYTES] = block_digest(sequence, index, self._info.block_tokens)
+
+    def import_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """Compare the digests of blocks that have arrived. A wrong block alters the answer."""
+        region = self.region
+        if region is None or not region.has_memory:
+            return
+        for index in range(first, end):
+            digest = region.slot(sequence.blocks[index].id)[:DIGEST_BYTES]
+            if digest != block_digest(sequence, index, self._info.block_tokens):
+                log.error("a block has the content of another", extra={"fields": {"index": index}})
+                if self._vocabulary:
+                    sequence.runner_state = MockTokenGenerator(self._vocabulary, sequence.tokens)
+                    sequence.runner_state.append_token(index)
 
     def _sample_chunks(self, chunks: Sequence[StepChunk]) -> StepResult:
         tokens: list[int] = []

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo
-from dynamo.inference.engine import (
-    BatchedEngine,
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.eviction import make_eviction_policy
+from dynamo.inference.fast_forward import (
+    FastForward,
     ResolveRequest,
     SimulationHooks,
     WaitUntilQuiescent,
 )
-from dynamo.inference.eviction import make_eviction_policy
-from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.mock.runner import MockRunner
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.sequence import SequenceContent
@@ -52,11 +53,12 @@ def make_simulated_engine(
     vocabulary: Sequence[int] = (),
     fast_forwarding: set[FastForward] | None = None,
     prefix_caching: bool = True,
+    region: MemoryRegion | None = None,
 ) -> tuple[BatchedEngine, FastForward]:
     """Return a mock engine for virtual time and its `FastForward`. `resolve_request` supplies
     contents that are not the request's own tokens. Without it, requests are taken as they are and
-    answers consist of ids of `vocabulary`."""
-    runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0)
+    answers consist of ids of `vocabulary`. `region`: the blocks' memory that peers read."""
+    runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0, region=region)
     fast_forward = FastForward(runner, clock, fast_forwarding)
     engine = BatchedEngine(
         runner,

@@ -1,0 +1,1 @@
+"""Prompts that one worker computes for another: both ends in engines, and the call between."""
