@@ -183,6 +183,7 @@ def describe_plan(plan: DeploymentPlan) -> list[str]:
     lines.append(f"discovery   {planes.discovery}")
     lines.append(f"requests    {planes.requests}")
     lines.append(f"events      {planes.events}")
+    lines.append(f"transfer    {planes.transfer}")
     return lines
 
 

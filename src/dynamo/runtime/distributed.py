@@ -8,12 +8,13 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import replace
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
+from dynamo.communication.options import DEFAULT_OPTIONS
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
@@ -31,6 +32,9 @@ from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
 from dynamo.runtime.worker_discovery import ComponentRegistry
 from dynamo.telemetry import Registry
+
+if TYPE_CHECKING:
+    from dynamo.communication.transfer import TransferPlane
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +90,7 @@ class DistributedRuntime:
         self._shutdown_hooks: list[ShutdownHook] = []
         self._settings_listeners: list[Callable[[Settings], None]] = []
         self._exit_stack = AsyncExitStack()
+        self._plane_options = DEFAULT_OPTIONS
         self._closed = False
 
     @classmethod
@@ -198,7 +203,7 @@ class DistributedRuntime:
             self.runtime = Runtime(
                 self.instance_id, asyncio.get_running_loop(), background, self.stopping
             )
-            options = replace(
+            options = self._plane_options = replace(
                 planes.messaging_options, shared_clients={}, folder_secret=self.discovery.secret
             )
             self.requests = await open_requests(planes.requests, options)
@@ -219,6 +224,16 @@ class DistributedRuntime:
         self.lifecycle.transition_to(LifecycleState.REGISTERED)
         self.lifecycle.transition_to(LifecycleState.RUNNING)
         self.health.on_change(lambda: self.lifecycle.follow_health(self.health.healthy))
+
+    async def open_transfer(self) -> TransferPlane:
+        """Open the transfer plane of one memory region. `shutdown` closes it. Raises
+        `ConfigError`."""
+        from dynamo.communication.transfer import TransferMetrics, open_transfer
+
+        metrics = TransferMetrics(self.metrics)
+        plane = await open_transfer(self.planes.transfer, self._plane_options, self.clock, metrics)
+        self._exit_stack.push_async_callback(plane.close)
+        return plane
 
     def plane_status(self) -> Mapping[str, Any]:
         """The URLs of the planes for /health, and under `away` the connection errors by plane."""

@@ -1,4 +1,4 @@
-"""Derives the URLs and options of the three planes from the settings."""
+"""Derives the URLs and options of the four planes from the settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from dynamo.communication.addresses import is_loopback, parse_listen_url
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.core.errors import ConfigError
+from dynamo.core.plugins import TRANSFER_BACKENDS
 from dynamo.core.redaction import redact_urls
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import ServerTlsSettings
@@ -25,12 +26,13 @@ DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
 
 class Planes(msgspec.Struct, frozen=True):
-    """The URLs of the three planes and the options to open them with. `messaging_options` are those
-    of the request plane and the event plane."""
+    """The URLs of the four planes and the options to open them with. `messaging_options` are those
+    of all planes but discovery."""
 
     discovery: str
     requests: str
     events: str
+    transfer: str
     discovery_options: PlaneOptions
     messaging_options: PlaneOptions
 
@@ -40,6 +42,7 @@ class Planes(msgspec.Struct, frozen=True):
             "discovery": _redact_url(self.discovery),
             "requests": _redact_url(self.requests),
             "events": _redact_url(self.events),
+            "transfer": _redact_url(self.transfer),
         }
 
     @property
@@ -57,12 +60,14 @@ class Planes(msgspec.Struct, frozen=True):
         return needs_secret and not (options.secret or options.tls)
 
     def _hosts(self) -> Iterator[str]:
-        """The hosts on which the request plane and the event plane listen for TCP connections."""
+        """The hosts on which planes listen for TCP connections."""
         for url in (self.requests, self.events):
             if url.startswith("tcp:"):
                 yield parse_listen_url(url)[0]
             elif not url.startswith("memory:"):
                 yield parse_listen_url(self.messaging_options.direct_url)[0]
+        if self.transfer.startswith(("tcp:", "auto:")):
+            yield parse_listen_url(self.transfer)[0]
 
 
 def planes_of(settings: Settings) -> Planes:
@@ -72,13 +77,24 @@ def planes_of(settings: Settings) -> Planes:
     runtime = settings.runtime
     direct_url = f"tcp://{bracket_ipv6(runtime.plane_host)}:0"
     messaging = _nats_url(settings) or direct_url
+    requests = runtime.requests or messaging
     return Planes(
         discovery=runtime.discovery or _etcd_url(settings) or deployment_of(settings).discovery_url,
-        requests=runtime.requests or messaging,
+        requests=requests,
         events=runtime.events or messaging,
+        transfer=_transfer_url(runtime.transfer, requests, direct_url),
         discovery_options=_plane_options(settings, settings.discovery.etcd, direct_url),
         messaging_options=_plane_options(settings, settings.messaging.nats, direct_url),
     )
+
+
+def _transfer_url(url: str, requests: str, direct_url: str) -> str:
+    """The URL of the transfer plane. Processes that call each other in memory copy there too."""
+    if not url and requests.startswith("memory:"):
+        return "memory:"
+    TRANSFER_BACKENDS.check(url.partition(":")[0] or "auto")
+    scheme, _, rest = url.partition(":")
+    return url if rest or scheme not in {"", "auto"} else f"auto:{direct_url[4:]}"
 
 
 def _etcd_url(settings: Settings) -> str:

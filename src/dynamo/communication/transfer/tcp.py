@@ -23,7 +23,7 @@ from dynamo.communication.transfer.sockets import SocketLink, dial, readable
 from dynamo.communication.transfer.tcp_stream import (
     MAX_READS,
     STALL_S,
-    Channel,
+    SlotChannel,
     open_channel,
     receive_slots,
     serve_read,
@@ -122,8 +122,8 @@ class TcpPeer(BackendPeer):
         self._tcp = plane
         self._endpoint = endpoint
         self._places = asyncio.Semaphore(CONNECTIONS)
-        self._idle: list[Channel] = []
-        self._busy: set[Channel] = set()
+        self._idle: list[SlotChannel] = []
+        self._busy: set[SlotChannel] = set()
         self._closed = False
 
     async def connect(self) -> None:
@@ -174,7 +174,7 @@ class TcpPeer(BackendPeer):
                 else:
                     channel.close()
 
-    async def _take_channel(self) -> Channel:
+    async def _take_channel(self) -> SlotChannel:
         if self._closed:
             raise TransferFailed.of("gone", "this process closed its connection to the peer")
         while self._idle:
@@ -184,7 +184,7 @@ class TcpPeer(BackendPeer):
             channel.close()  # the peer closed it meanwhile
         return await self._dial()
 
-    async def _dial(self) -> Channel:
+    async def _dial(self) -> SlotChannel:
         plane = self._tcp
         connect = partial(plane.connect_socket, self._endpoint)
         return open_channel(

@@ -39,7 +39,7 @@ _TIMEVAL: Final = struct.Struct("ll")
 Buffer: TypeAlias = "memoryview | bytearray | bytes | array[int]"
 
 
-class Channel(ABC):
+class SlotChannel(ABC):
     """A blocking connection whose calls move everything or raise `OSError`."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -65,7 +65,7 @@ class Channel(ABC):
         self.sock.close()
 
 
-class PlainChannel(Channel):
+class PlainChannel(SlotChannel):
     """Scatters and gathers by system calls. Each waits in the kernel, without the GIL."""
 
     def __init__(self, sock: socket.socket, stall_s: float = 0.0) -> None:
@@ -90,7 +90,7 @@ class PlainChannel(Channel):
             views = _advance(views, size)
 
 
-class TlsChannel(Channel):
+class TlsChannel(SlotChannel):
     """TLS, which encrypts buffer by buffer."""
 
     def __init__(self, sock: SSLSocket, stall_s: float = 0.0) -> None:
@@ -111,7 +111,7 @@ class TlsChannel(Channel):
                 view = view[size:]  # noqa: PLW2901
 
 
-def open_channel(sock: socket.socket, stall_s: float = 0.0) -> Channel:
+def open_channel(sock: socket.socket, stall_s: float = 0.0) -> SlotChannel:
     """Return the channel over a proven socket. `stall_s` 0: its calls wait without limit."""
     if isinstance(sock, SSLSocket):
         return TlsChannel(sock, stall_s)
@@ -119,7 +119,7 @@ def open_channel(sock: socket.socket, stall_s: float = 0.0) -> Channel:
 
 
 def receive_slots(
-    channel: Channel, region: MemoryRegion, reads: Sequence[SlotRead], stop: Event
+    channel: SlotChannel, region: MemoryRegion, reads: Sequence[SlotRead], stop: Event
 ) -> None:
     """Pull slots into `region`. Raises `TransferFailed`, `EOFError` and `OSError`.
 
@@ -147,7 +147,7 @@ def receive_slots(
                 raise TransferFailed.of("checksum", text)
 
 
-def serve_read(channel: Channel, region: MemoryRegion) -> bool:
+def serve_read(channel: SlotChannel, region: MemoryRegion) -> bool:
     """Answer one READ. False: the reader closed the connection. Raises `OSError`,
     `ProtocolError`."""
     header = bytearray(HEADER.size)
@@ -170,7 +170,11 @@ def serve_read(channel: Channel, region: MemoryRegion) -> bool:
 
 
 def _send_slots(
-    channel: Channel, region: MemoryRegion, batch: int, sources: list[int], generations: list[int]
+    channel: SlotChannel,
+    region: MemoryRegion,
+    batch: int,
+    sources: list[int],
+    generations: list[int],
 ) -> None:
     """Send batches. A generation is compared before its batch and, after the kernel took the bytes,
     again."""

@@ -196,6 +196,13 @@ class RuntimeSettings(SettingsSection, frozen=True):
         "event plane URL; empty: from section `messaging`, else tcp: on `plane_host`",
         flag="--event-plane",
     )
+    transfer: str = setting(
+        "",
+        "transfer plane URL, by which workers pull KV blocks of each other: auto, shm:, "
+        "tcp://HOST:PORT; empty: auto, which is shared memory on one host and else TCP on "
+        "`plane_host`",
+        flag="--transfer-plane",
+    )
     plane_host: str = setting(
         "127.0.0.1",
         "address on which tcp: planes listen; beyond loopback they need `security`",
