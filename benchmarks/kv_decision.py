@@ -29,10 +29,10 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt, make_prompt_reader
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 BLOCK = 16
 ENGINE = {

@@ -48,7 +48,7 @@ from dynamo.scheduling.router.prompt import make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import WorkerRouter
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256

@@ -21,7 +21,6 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.placement_handle import Placement
@@ -44,7 +43,8 @@ from dynamo.scheduling.router.replicas.routing_events import (
     encode_routing_events,
 )
 from dynamo.scheduling.router.replicas.sync import routed_event
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.telemetry import Registry
 
 WORKERS = {

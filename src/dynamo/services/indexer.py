@@ -17,7 +17,7 @@ from dynamo.scheduling.index.remote_index import (
     MODES_ENDPOINT,
     encode_indexer_reply,
 )
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.services.cache_views import create_cache_view, follow_kv_events
 from dynamo.services.index_file import IndexFile
 from dynamo.services.model_pipeline import WORKER_COMPONENT

@@ -21,7 +21,6 @@ from dynamo.core.errors import DECODE_ERRORS, ModelNotReady, ProtocolError
 from dynamo.models.card import ModelCard
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.factory import KV
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.policies.remote_messages import (
     CHOOSE_ENDPOINT,
     QUERY_ACCEPTED,
@@ -29,6 +28,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     encode_reply,
     request_from_query,
 )
+from dynamo.scheduling.router.worker_state import PlacedRequest
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue

@@ -21,8 +21,8 @@ from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopCondit
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.load_view import LoadView
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
+from dynamo.scheduling.router.worker_state import PlacedRequest
 
 CONTEXT = Context("r")
 

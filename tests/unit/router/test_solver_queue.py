@@ -15,7 +15,7 @@ from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import HoldLimits, PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 BUDGET = 1000
 INSTANCES = {

@@ -8,11 +8,11 @@ import pytest
 from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import (
     REFRESH_INTERVAL_S,
     STALL_HALVING_TOKENS,
+    PlacedRequest,
     WorkerState,
 )
 

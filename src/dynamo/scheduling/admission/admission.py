@@ -30,7 +30,7 @@ from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.telemetry import Registry
 
 MAX_CHECKED_TTFT_S = 30.0

@@ -10,8 +10,7 @@ from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.durations import DurationModel
 from dynamo.scheduling.router.data_parallel import engine_info
-from dynamo.scheduling.router.placed_request import PlacedRequest
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 DEFAULT_MAX_REQUESTS = 1 << 20
 """Slots of a worker that announces no engine."""

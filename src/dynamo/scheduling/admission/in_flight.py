@@ -13,9 +13,9 @@ from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.router.attempt import AttemptListener
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 MIN_FIRST_TOKENS = 4
 """Prefill times are predicted after this many first tokens."""

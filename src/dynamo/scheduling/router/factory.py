@@ -27,7 +27,7 @@ from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 KV = "kv"
 KV_EVENTS_SUFFIX = ".kv_events"

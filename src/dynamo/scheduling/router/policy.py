@@ -18,7 +18,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.placement_handle import Placement
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 
 def no_workers_error(client: Client) -> NoWorkers:

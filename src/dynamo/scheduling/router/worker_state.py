@@ -3,21 +3,20 @@ the worker will be free. Worker reports are not needed, since they always arrive
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from math import exp, inf
 
 import msgspec
 
-from dynamo.core.kv_events import worker_name
 from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.data_parallel import (
-    data_parallel_ranks,
     engine_info,
     per_rank_engine_info,
 )
 from dynamo.scheduling.router.latency_model import WorkerLatencyModel, WorkerSlowdown
-from dynamo.scheduling.router.placed_request import PlacedRequest
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.prompt import Prompt
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
@@ -28,9 +27,6 @@ DEFAULT_MAX_SEQUENCES = 256
 REFRESH_INTERVAL_S = 0.1
 """Age from which the sums over a worker's requests are computed again."""
 
-REFRESHES_PER_CALL = 16
-"""Workers refreshed by one call, so that a decision over hundreds of workers stays fast."""
-
 SAME_STEP_S = 0.001
 """First tokens closer together than this came from one step."""
 
@@ -39,6 +35,46 @@ PREFILL_SHARE_S = 3.0
 
 STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
+
+
+class PlacedRequest(Placement):
+    """A request on its worker, until it ends. `updates_model`: whether measured times update the
+    latency model. `decode_worker`: the worker to which the request moves with its first token, if
+    that is another one. The callbacks receive this object."""
+
+    __slots__ = (
+        "decode_worker",
+        "end_callback",
+        "expected_first_token_s",
+        "first_token_callback",
+        "placed_s",
+        "prefill_ms_at_first_token",
+        "updates_model",
+        "worker",
+    )
+
+    def __init__(
+        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
+    ) -> None:
+        super().__init__(request_key, prompt, new_tokens)
+        self.worker = worker
+        self.decode_worker: WorkerState | None = None
+        self.placed_s = now
+        self.expected_first_token_s = now
+        self.prefill_ms_at_first_token = 0.0
+        self.updates_model = True
+        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
+        self.end_callback: Callable[[PlacedRequest], None] = _ignore
+
+    def on_first_token(self) -> None:
+        self.first_token_callback(self)
+
+    def end(self) -> None:
+        self.end_callback(self)
+
+
+def _ignore(placed: PlacedRequest) -> None:
+    del placed
 
 
 class PrefillGroup(msgspec.Struct):
@@ -321,72 +357,3 @@ class WorkerState:
         )
         step_ms = decode_ms / (placed.emitted - 1) / self.slowdown.factor
         self.latency_model.decode.observe(1.0, self.decode_context_tokens, step_ms)
-
-
-class WorkerStates:
-    """The states of all workers in order of announcement. An instance with data-parallel ranks has
-    one state for each rank, named "instance/rank" as in its events. Workers with the same engine
-    and step size share one latency model."""
-
-    def __init__(self) -> None:
-        self.workers: list[WorkerState] = []
-        self._by_name: dict[str, WorkerState] = {}
-        self._latency_models: dict[tuple[str, int], WorkerLatencyModel] = {}
-        self._next = 0
-
-    def __getitem__(self, name: str) -> WorkerState:
-        return self._by_name[name]
-
-    def get(self, name: str) -> WorkerState | None:
-        """Return the state of a worker, or None if the worker is not known."""
-        return self._by_name.get(name)
-
-    @property
-    def cacheless(self) -> set[str]:
-        """The names of workers without a prefix cache."""
-        return {
-            worker.name
-            for worker in self.workers
-            if worker.engine_info and not worker.engine_info.prefix_caching
-        }
-
-    def refresh_next(self, now: float) -> None:
-        """Refresh all workers, or the next REFRESHES_PER_CALL in turn."""
-        workers = self.workers
-        if len(workers) <= REFRESHES_PER_CALL:
-            for worker in workers:
-                worker.refresh(now)
-            return
-        for _ in range(REFRESHES_PER_CALL):
-            self._next = (self._next + 1) % len(workers)
-            workers[self._next].refresh(now)
-
-    def update_instances(self, instances: Mapping[str, Instance]) -> list[str]:
-        """Replace the set of workers. Return the names of the removed ones."""
-        live = {
-            worker_name(name, rank): (instance, rank)
-            for name, instance in instances.items()
-            for rank in data_parallel_ranks(instance)
-        }
-        removed = [name for name in self._by_name if name not in live]
-        for name in removed:
-            del self._by_name[name]
-        for name, (instance, rank) in live.items():
-            worker = self._by_name.get(name)
-            if worker is None:
-                info = engine_info(instance)
-                key = (info.engine, info.max_num_batched_tokens) if info else ("", 0)
-                model = self._latency_models.setdefault(key, WorkerLatencyModel())
-                self._by_name[name] = WorkerState(name, instance, model, rank)
-            elif worker.instance is not instance:
-                worker.update_instance(instance)
-        self.workers = list(self._by_name.values())
-        return removed
-
-    def on_load_report(self, name: str, load: Load, now: float) -> None:
-        """Pass a load report to the worker's state, or to the state of each of its ranks."""
-        del now
-        parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
-        for part_name, part in (parts or {name: load}).items():
-            if (worker := self._by_name.get(part_name)) is not None:
-                worker.on_load_report(part)

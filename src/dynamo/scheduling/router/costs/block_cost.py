@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class BlockCost(Cost):

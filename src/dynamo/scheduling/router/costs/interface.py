@@ -8,9 +8,8 @@ from typing import Self
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 TIE_TOLERANCE = 1e-3
 """Share of the best cost within which costs count as equal and the choice is random. Predictions

@@ -21,14 +21,14 @@ from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.composite import CostWeights, composite_terms, latency_score
 from dynamo.scheduling.router.load_view import LoadView
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
     WorkerSelector,
 )
-from dynamo.scheduling.router.worker_state import DEFAULT_MAX_SEQUENCES, WorkerState, WorkerStates
+from dynamo.scheduling.router.worker_state import DEFAULT_MAX_SEQUENCES, PlacedRequest, WorkerState
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 MAX_UNREPORTED_REQUESTS = 1024
 """So many requests are counted at a worker since its last load report."""

@@ -10,9 +10,8 @@ from random import Random
 
 from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.prompt import common_prefix_blocks
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class RegretRow:

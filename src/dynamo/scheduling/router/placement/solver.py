@@ -19,11 +19,11 @@ from dynamo.core.errors import DynamoError
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.worker_state import WorkerState, WorkerStates
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 REGRET_WINDOW = 12
 """Requests that are placed jointly; the effort grows with its square."""

@@ -14,12 +14,12 @@ from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.costs.pair import FLEXIBLE, PairCost
 from dynamo.scheduling.router.labels import excluded_workers, read_constraints
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
 from dynamo.scheduling.router.prompt import PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
 """Fetch what a remote index knows of a prompt's blocks, before the prompt is placed."""

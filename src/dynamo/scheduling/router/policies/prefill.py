@@ -18,7 +18,7 @@ from dynamo.scheduling.router.costs.pair import OFF, THRESHOLDS
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.roles import DisaggregationRouter
-from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""

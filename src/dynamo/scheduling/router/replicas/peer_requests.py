@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 from dynamo.core.clock import Clock
 from dynamo.core.hashing import unpack_hashes
-from dynamo.scheduling.router.placed_request import PlacedRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.routing_events import RequestRouted
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class PeerRequests:

@@ -1,0 +1,84 @@
+"""The router's models of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dynamo.core.kv_events import worker_name
+from dynamo.core.values import Load
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.data_parallel import data_parallel_ranks, engine_info
+from dynamo.scheduling.router.latency_model import WorkerLatencyModel
+from dynamo.scheduling.router.worker_state import WorkerState
+
+REFRESHES_PER_CALL = 16
+"""Workers refreshed by one call, so that a decision over hundreds of workers stays fast."""
+
+
+class WorkerStates:
+    """The states of all workers in order of announcement. An instance with data-parallel ranks has
+    one state for each rank, named "instance/rank" as in its events. Workers with the same engine
+    and step size share one latency model."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerState] = []
+        self._by_name: dict[str, WorkerState] = {}
+        self._latency_models: dict[tuple[str, int], WorkerLatencyModel] = {}
+        self._next = 0
+
+    def __getitem__(self, name: str) -> WorkerState:
+        return self._by_name[name]
+
+    def get(self, name: str) -> WorkerState | None:
+        """Return the state of a worker, or None if the worker is not known."""
+        return self._by_name.get(name)
+
+    @property
+    def cacheless(self) -> set[str]:
+        """The names of workers without a prefix cache."""
+        return {
+            worker.name
+            for worker in self.workers
+            if worker.engine_info and not worker.engine_info.prefix_caching
+        }
+
+    def refresh_next(self, now: float) -> None:
+        """Refresh all workers, or the next REFRESHES_PER_CALL in turn."""
+        workers = self.workers
+        if len(workers) <= REFRESHES_PER_CALL:
+            for worker in workers:
+                worker.refresh(now)
+            return
+        for _ in range(REFRESHES_PER_CALL):
+            self._next = (self._next + 1) % len(workers)
+            workers[self._next].refresh(now)
+
+    def update_instances(self, instances: Mapping[str, Instance]) -> list[str]:
+        """Replace the set of workers. Return the names of the removed ones."""
+        live = {
+            worker_name(name, rank): (instance, rank)
+            for name, instance in instances.items()
+            for rank in data_parallel_ranks(instance)
+        }
+        removed = [name for name in self._by_name if name not in live]
+        for name in removed:
+            del self._by_name[name]
+        for name, (instance, rank) in live.items():
+            worker = self._by_name.get(name)
+            if worker is None:
+                info = engine_info(instance)
+                key = (info.engine, info.max_num_batched_tokens) if info else ("", 0)
+                model = self._latency_models.setdefault(key, WorkerLatencyModel())
+                self._by_name[name] = WorkerState(name, instance, model, rank)
+            elif worker.instance is not instance:
+                worker.update_instance(instance)
+        self.workers = list(self._by_name.values())
+        return removed
+
+    def on_load_report(self, name: str, load: Load, now: float) -> None:
+        """Pass a load report to the worker's state, or to the state of each of its ranks."""
+        del now
+        parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
+        for part_name, part in (parts or {name: load}).items():
+            if (worker := self._by_name.get(part_name)) is not None:
+                worker.on_load_report(part)
