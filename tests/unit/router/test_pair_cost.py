@@ -1,0 +1,144 @@
+"""The cost of pairs: who computes a prompt, and who its answer."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+from tests.unit.router.fake_cluster import BLOCK, ENGINE, FakeCluster, instance
+
+from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.scheduling.router.costs.pair import PairCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+
+ROLES = {"p": ["prefill"], "d": ["decode"], "b": ["prefill", "decode"]}
+
+
+def make_cluster(names: list[str], **settings: Any) -> FakeCluster:
+    """A cluster whose workers have the roles that their names begin with."""
+    cluster = FakeCluster(1, cost=PairCost(DisaggregationSettings(**settings)))
+    engines = {name: ENGINE | {"roles": ROLES[name[0]]} for name in names}
+    cluster.worker_states.update_instances(
+        {name: instance(name, engine=engine) for name, engine in engines.items()}
+    )
+    return cluster
+
+
+def pair_of(cluster: FakeCluster, request: PendingRequest) -> tuple[str, str]:
+    workers = cluster.worker_states.workers
+    matrix = cluster.solver.cost.build_matrix(workers, cluster.now)
+    row = matrix.row(request)
+    best = row.index(min(row))
+    return workers[best].name, workers[matrix.decode_index(request, best)].name
+
+
+def test_with_always_every_prompt_is_computed_by_a_prefill_worker() -> None:
+    cluster = make_cluster(["p1", "d1", "d2"], mode="always")
+
+    assert pair_of(cluster, cluster.make_request(10))[0] == "p1"
+    assert pair_of(cluster, cluster.make_request(9_000))[0] == "p1"
+
+
+def test_without_a_prefill_worker_decode_workers_compute_prompts() -> None:
+    cluster = make_cluster(["d1", "d2"], mode="always")
+    prefill, decode = pair_of(cluster, cluster.make_request(5_000))
+
+    assert prefill == decode
+
+
+def test_without_a_decode_worker_every_pair_is_impossible() -> None:
+    cluster = make_cluster(["p1", "p2"], mode="always")
+    matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
+
+    assert matrix.row(cluster.make_request(100)) == [inf, inf]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached_blocks", "pending", "remote"),
+    [(513, 0, 9, True), (512, 0, 0, False), (544, 2, 0, False), (5_000, 0, 10, False)],
+)
+def test_thresholds_compare_uncached_tokens_and_pending_prompts(
+    tokens: int, cached_blocks: int, pending: int, remote: bool
+) -> None:
+    cluster = make_cluster(["p1", "d1"], mode="thresholds")
+    for _ in range(pending):
+        cluster.add_prefill("p1", 100)
+    request = cluster.make_request(tokens, range(tokens // BLOCK))
+    request.overlaps = {"d1": cached_blocks}
+
+    assert pair_of(cluster, request) == (("p1", "d1") if remote else ("d1", "d1"))
+
+
+def test_predicted_computes_a_cached_prompt_where_it_is_cached() -> None:
+    cluster = make_cluster(["p1", "d1", "d2"], mode="predicted")
+    hashes = range(4_000 // BLOCK)
+    request = cluster.make_request(4_010, hashes)
+    request.overlaps = {"d2": len(hashes)}
+    cluster.add_prefill("p1", 8_000)
+
+    assert pair_of(cluster, request) == ("d2", "d2")
+
+
+def test_predicted_spares_answers_that_are_written() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="predicted")
+    for _ in range(4):
+        placed = cluster.add_prefill("d1", 100)
+        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+
+    assert pair_of(cluster, cluster.make_request(4_000)) == ("p1", "d1")
+
+
+def test_flexible_workers_split_only_where_that_costs_less() -> None:
+    cluster = make_cluster(["b1", "b2"], mode="flexible")
+    idle = pair_of(cluster, cluster.make_request(1_000))
+    assert idle[0] == idle[1]
+
+    for name in ("b1", "b2"):
+        placed = cluster.add_prefill(name, 200)
+        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+    cluster.add_prefill("b1", 8_000)
+    assert pair_of(cluster, cluster.make_request(4_000))[1] == "b2"
+
+
+def test_decode_workers_with_full_memory_get_no_answers() -> None:
+    cluster = make_cluster(["p1", "d1", "d2"], mode="always")
+    full = cluster.worker_states["d1"]
+    full.decode_context_tokens = int(full.kv_capacity_tokens)
+
+    assert pair_of(cluster, cluster.make_request(2_000)) == ("p1", "d2")
+
+
+def test_a_request_moves_to_its_decode_worker_with_the_first_token() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="always")
+    placed = cluster.add_prefill("d1", 0)
+    cluster.worker_states["d1"].remove(placed, cluster.now)
+    prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]
+
+    placed.worker = prefill
+    placed.first_token_s = None
+    prefill.place_pair(placed, decode, cluster.now)
+    assert (list(prefill.active), list(decode.active)) == ([placed.id], [])
+    assert decode.arriving_tokens == placed.prompt_tokens
+
+    prefill.on_first_token(placed, cluster.now + 0.05)
+    prefill.hand_over(placed)
+    assert (list(prefill.active), list(decode.active)) == ([], [placed.id])
+    assert decode.arriving_tokens == prefill.decode_context_tokens == 0
+    assert placed.worker is decode
+
+    decode.remove(placed, cluster.now + 0.1)
+    assert (prefill.stall_sensitivity, decode.stall_sensitivity) == (0.0, 0.0)
+    assert prefill.pending_prefills == decode.pending_prefills == 0
+
+
+def test_a_pair_that_ends_before_its_first_token_leaves_nothing() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="always")
+    placed = cluster.add_prefill("p1", 500)
+    cluster.worker_states["p1"].remove(placed, cluster.now)
+    prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]
+    prefill.place_pair(placed, decode, cluster.now)
+
+    prefill.remove(placed, cluster.now)
+    assert prefill.pending_prefill_tokens == decode.arriving_tokens == 0
+    assert not prefill.active
