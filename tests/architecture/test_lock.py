@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = {"run": (), "image": ("etcd", "nats"), "test": ("etcd", "nats", "test", "check")}
+EXTRAS = {
+    "run": (),
+    "image": ("hub", "etcd", "nats"),
+    "test": ("hub", "etcd", "nats", "test", "check"),
+}
 FILES = ("build", *EXTRAS)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PIN = re.compile(
@@ -70,6 +75,19 @@ def test_all_files_have_the_same_versions() -> None:
     assert {str(pin).partition(";")[0] for pin in pins("image")} <= {
         text.partition(";")[0] for text in tested
     }
+
+
+def test_the_server_is_pinned_completely_and_without_the_hub() -> None:
+    names = {canonicalize_name(pin.name) for pin in pins("run")}
+    for name in names:
+        requirements = map(Requirement, metadata.requires(name) or ())
+        required = {
+            canonicalize_name(line.name)
+            for line in requirements
+            if line.marker is None or line.marker.evaluate({"extra": ""})
+        }
+        assert required - names <= {"huggingface-hub"}, name
+    assert names.isdisjoint({"huggingface-hub", "hf-xet", "fsspec", "filelock", "tqdm"})
 
 
 def test_make_and_the_image_install_only_files_with_hashes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.installation import install_command
 from dynamo.core.plugins import PluginTable
 
 EXTRAS = {"etcd": "etcd", "etcds": "etcd", "nats": "nats"}
@@ -24,5 +25,5 @@ def load_backend(table: PluginTable, url: str) -> Any:
             raise
         raise ConfigError(
             f"{table.kind} {url!r} needs the library {error.name}",
-            hint=f"pip install 'dynamo-python[{EXTRAS[scheme]}]'",
+            hint=install_command(EXTRAS[scheme]),
         ) from None

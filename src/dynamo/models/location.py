@@ -46,6 +46,7 @@ def locate_model(spec: str) -> ModelLocation:
             f"there is no file or folder {spec}",
             hint="give a GGUF file, a folder with tokenizer.json, or a hub name",
         )
+    hub.check_hub_library(spec)
     return ModelLocation("hub", spec, spec)
 
 

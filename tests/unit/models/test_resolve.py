@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ModelUnavailable
+from dynamo.core.installation import install_command
 from dynamo.core.values import SamplingParams
 from dynamo.models import resolve
 from dynamo.models.card import ModelCard
@@ -153,6 +155,14 @@ def test_the_hint_without_hub_names_local_models(monkeypatch, tmp_path):
     with pytest.raises(ModelUnavailable, match="hub") as caught:
         resolve_model_blocking("someone/something")
     assert "model folder" in caught.value.hint
+
+
+def test_only_hub_names_need_the_hub_library(monkeypatch, model_folder):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert resolve_model_blocking(str(model_folder), ensure_verified=False).path == model_folder
+    with pytest.raises(ModelUnavailable, match="needs the library huggingface_hub") as caught:
+        resolve_model_blocking("someone/something")
+    assert caught.value.hint == install_command("hub")
 
 
 def test_hub_models_are_folders(monkeypatch, model_folder):

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from dynamo.cli import main
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import ModelSettings
 from dynamo.operations import doctor
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
@@ -75,6 +77,18 @@ def test_unprotected_planes_are_a_warning(
     findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["planes"]["verdict"] == "warn"
     assert expected in findings["planes"]["hint"]
+
+
+def test_a_model_that_run_cannot_find_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.model,))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for path, hint in ((str(tmp_path / "no.gguf"), "GGUF"), ("org/model", "[hub]")):
+        settings = Settings(model=ModelSettings(path=path))
+        (finding,) = doctor.run_checks(settings)
+        assert finding.verdict == "fail"
+        assert hint in finding.hint
 
 
 def test_hints_are_printed_below_their_findings(capsys: pytest.CaptureFixture[str]) -> None:

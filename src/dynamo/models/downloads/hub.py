@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.core.installation import install_command
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _METADATA_PATTERNS = ["*.json", "*.jinja"]
@@ -15,6 +17,16 @@ _IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
 def is_hub_name(spec: str) -> bool:
     """Whether `spec` has the form `model` or `organisation/model`."""
     return _HUB_NAME.fullmatch(spec) is not None and not spec.startswith(".")
+
+
+def check_hub_library(name: str) -> None:
+    """Raise `ModelUnavailable` if the library that fetches the hub model `name` is missing."""
+    if find_spec("huggingface_hub") is None:
+        raise ModelUnavailable(
+            f"there is no file or folder {name}, and a model of the hub needs the library "
+            "huggingface_hub, which is not installed",
+            hint=install_command("hub"),
+        )
 
 
 def fetch_hub_model(name: str, with_weights: bool) -> Path:

@@ -15,7 +15,9 @@ PANELS = (
 )
 OBJECTIVES = {"ttft_ms": "--slo-ttft", "itl_ms": "--slo-itl"}
 """Latencies with an objective -> the flag that sets it."""
-DRAW_LATER = "; the JSON file can be drawn later: dynamo bench draw FILE.json --picture FILE.png"
+DRAW_LATER = (
+    "draw the file of --out later (dynamo bench draw FILE.json --picture FILE.png), or run: "
+)
 
 
 def draw_bench_results(results: Sequence[BenchResult], path: str) -> None:
