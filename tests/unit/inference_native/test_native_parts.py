@@ -42,8 +42,8 @@ def test_loaded_blocks_equal_saved_blocks() -> None:
     first, second = storage.allocate_slot(), storage.allocate_slot()
     area = storage.areas[first]
     area[:, :, :, :12] = np.random.default_rng(0).random(area[:, :, :, :12].shape)
-    storage.save_blocks(first, [(0, 5), (1, 2), (2, 7)])
-    storage.load_blocks(second, [5, 2, 7])
+    storage.save_blocks(first, [(0, 5), (1, 2), (2, 7)], 12)
+    storage.load_blocks(second, [5, 2, 7], 12)
     assert (storage.areas[second][:, :, :, :12] == area[:, :, :, :12]).all()
     assert not storage.areas[second][:, :, :, 12:].any()
 

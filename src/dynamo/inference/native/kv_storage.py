@@ -5,18 +5,21 @@
 
 Areas reserve address space for the whole context. The kernel adds memory page by page as positions
 are written; free slots return their memory when they hold too much. A block is one contiguous piece
-that is copied as a whole: attention over gathered pages takes 2 to 8 times as long.
+that is copied as a whole: attention over gathered pages takes 2 to 8 times as long. Blocks lie in a
+region that peers may read, if the system has memory for that (Linux).
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,13 +63,13 @@ class KvStorage:
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
         self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
-        try:
-            self.blocks: Floats = np.empty(
-                (num_blocks, layers, 2, heads, block_tokens, dim), np.float32
-            )
-        except (MemoryError, ValueError) as error:  # ValueError: beyond the address space
-            size = shape.token_bytes * block_tokens * num_blocks
-            raise _memory_error("memory for KV blocks", size, "num-blocks") from error
+        self.region = _allocate_region(num_blocks, shape.token_bytes * block_tokens)
+        block_shape = (num_blocks, layers, 2, heads, block_tokens, dim)
+        self.blocks: Floats = (
+            np.empty(block_shape, np.float32)
+            if self.region is None
+            else np.frombuffer(self.region.memory, np.float32).reshape(block_shape)
+        )
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._used_tokens = [0] * max_num_seqs
         self._free_slot_tokens = 0
@@ -91,20 +94,23 @@ class KvStorage:
         if length > self._used_tokens[slot]:
             self._used_tokens[slot] = length
 
-    def load_blocks(self, slot: int, blocks: Iterable[int]) -> None:
-        """Copy blocks into the first positions of a slot's area, in order."""
+    def load_blocks(self, slot: int, blocks: Iterable[int], length: int) -> None:
+        """Copy blocks into the first `length` positions of a slot's area, in order."""
         area, size = self.areas[slot], self.block_tokens
         start = 0
         for block in blocks:
-            area[:, :, :, start : start + size] = self.blocks[block]
-            start += size
+            end = min(start + size, length)
+            area[:, :, :, start:end] = self.blocks[block][:, :, :, : end - start]
+            start = end
         self.mark_used(slot, start)
 
-    def save_blocks(self, slot: int, saves: Iterable[tuple[int, int]]) -> None:
-        """Copy parts of a slot's area into blocks: (block index in the sequence, block id)."""
+    def save_blocks(self, slot: int, saves: Iterable[tuple[int, int]], length: int) -> None:
+        """Copy parts of a slot's area into blocks: (block index in the sequence, block id). Of the
+        last one only the positions before `length` are copied."""
         area, size = self.areas[slot], self.block_tokens
         for index, block in saves:
-            self.blocks[block] = area[:, :, :, index * size : (index + 1) * size]
+            start, end = index * size, min((index + 1) * size, length)
+            self.blocks[block][:, :, :, : end - start] = area[:, :, :, start:end]
 
     def _trim_free_slots(self) -> None:
         """Return the memory of free slots to the kernel. Their areas then read as zeros."""
@@ -113,6 +119,18 @@ class KvStorage:
                 self._memory.madvise(mmap.MADV_DONTNEED, slot * self._area_bytes, self._area_bytes)
                 self._used_tokens[slot] = 0
         self._free_slot_tokens = 0
+
+
+def _allocate_region(num_blocks: int, block_bytes: int) -> MemoryRegion | None:
+    size = num_blocks * block_bytes
+    if size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        raise _memory_error("memory for KV blocks", size, "num-blocks")
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return MemoryRegion.allocate(num_blocks, block_bytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _memory_error("memory for KV blocks", size, "num-blocks") from error
 
 
 def _memory_error(purpose: str, size: int, flags: str) -> ConfigError:

@@ -60,14 +60,18 @@ class NativeRunner(ModelRunner):
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
         if hasattr(self, "_backend"):
             self._backend.stop()
+        if self.region is not None:
+            self.region.close()
 
     def _load_model(self) -> EngineInfo:
         from dynamo.inference.native.kv_storage import KvShape, KvStorage
         from dynamo.inference.native.llama import LlamaModel
         from dynamo.inference.native.numpy_backend import NumpyBackend
         from dynamo.inference.native.thread_pool import ThreadPool
+        from dynamo.inference.native.weights_digest import DigestedWeights
 
-        with self._open_weights() as weights:
+        weights = DigestedWeights(self._open_weights())
+        with weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
             info = plan_engine_info(
@@ -87,6 +91,8 @@ class NativeRunner(ModelRunner):
                 self._model = LlamaModel(weights, self._backend)
             except MemoryError as error:
                 raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
+        self.region = self._kv_storage.region
+        self.layout = f"native-1 f32 {info.block_tokens} {weights.digest}"
         log.info("weights opened", extra={"fields": {"cpu_s": round(time.process_time(), 2)}})
         return info
 
@@ -103,7 +109,9 @@ class NativeRunner(ModelRunner):
         with np.errstate(over="ignore"):
             logits = self._model.forward(make_ragged_batch(chunks, self._threads))
             for chunk in plan.chunks:
-                self._kv_storage.save_blocks(chunk.sequence.runner_state, chunk.save_blocks)
+                self._kv_storage.save_blocks(
+                    chunk.sequence.runner_state, chunk.save_blocks, chunk.start + chunk.count
+                )
             tokens, logprobs = sample(
                 logits, [chunk.sequence for chunk in plan.chunks if chunk.samples]
             )
@@ -114,7 +122,7 @@ class NativeRunner(ModelRunner):
         sequence = chunk.sequence
         if sequence.runner_state is None:
             sequence.runner_state = self._kv_storage.allocate_slot()
-            self._kv_storage.load_blocks(sequence.runner_state, chunk.load_block_ids)
+            self._kv_storage.load_blocks(sequence.runner_state, chunk.load_block_ids, chunk.start)
         end = chunk.start + chunk.count
         self._kv_storage.mark_used(sequence.runner_state, end)
         return SlotChunk(

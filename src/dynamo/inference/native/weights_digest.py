@@ -1,0 +1,43 @@
+"""A digest of a model's weights, so that only workers with equal weights exchange KV blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128
+
+from dynamo.models.checkpoint.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from dynamo.inference.native.buffers import Floats
+
+SAMPLES_PER_TENSOR = 1024
+
+
+class DigestedWeights(ModelWeights):
+    """Weights that hash a sample of each tensor when it is read. Files in several formats that
+    hold the same numbers have the same digest if the tensors are read in the same order."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.config = weights.config
+        self._weights = weights
+        self._hash = xxh3_128(repr(weights.config).encode())
+
+    @property
+    def digest(self) -> str:
+        """The digest of the configuration and of the tensors that were read so far."""
+        return self._hash.hexdigest()
+
+    def tensor(self, name: str) -> Floats:
+        tensor = self._weights.tensor(name)
+        values = tensor.reshape(-1)
+        self._hash.update(values[:: max(1, values.size // SAMPLES_PER_TENSOR)].tobytes())
+        return tensor
+
+    def rope_divisors(self) -> Floats:
+        divisors = self._weights.rope_divisors()
+        self._hash.update(divisors.tobytes())
+        return divisors
+
+    def close(self) -> None:
+        self._weights.close()

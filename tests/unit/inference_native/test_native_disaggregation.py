@@ -1,0 +1,111 @@
+"""Prompts that one native engine computes for another: the tokens are those of a single engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tests.unit.inference.conftest import RecordingReply
+
+from dynamo.communication.transfer import RegionPeer
+from dynamo.communication.transfer.memory import MemoryTransfer
+from dynamo.core.clock import SystemClock
+from dynamo.core.context import Context
+from dynamo.core.tasks import run_all
+from dynamo.core.values import GenerateRequest, SamplingParams
+from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.kv_source import PrefillSink
+
+rng = np.random.default_rng(3)
+PROMPTS = [rng.integers(0, 320, size).tolist() for size in (1, 4, 5, 23, 40, 64, 9)]
+SEEDED = SamplingParams(
+    temperature=1.0, top_p=0.95, top_k=50, seed=9, frequency_penalty=0.4, repetition_penalty=1.2
+)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class EnginePeer(PrefillPeer):
+    """Another engine of this process."""
+
+    def __init__(self, engine: BatchedEngine, region: RegionPeer) -> None:
+        self._engine = engine
+        self._region = region
+        self.prompts = 0
+
+    async def connect(self, rank: int) -> RegionPeer:
+        return self._region
+
+    async def prefill(
+        self,
+        rank: int,
+        request: GenerateRequest,
+        context: Context,
+        have_blocks: int,
+        sink: PrefillSink,
+    ) -> None:
+        self.prompts += 1
+        await self._engine.prefill(request, context, have_blocks, sink)
+
+
+class NativePair:
+    """Engine `p` computes prompts for engine `d`."""
+
+    def __init__(self, p: BatchedEngine, d: BatchedEngine) -> None:
+        self.p, self.d = p, d
+
+    async def start(self) -> None:
+        clock, layouts = SystemClock(), []
+        planes = {}
+        for engine in (self.p, self.d):
+            await engine.start()
+            assert engine.runner.region is not None
+            planes[engine] = plane = MemoryTransfer(clock)
+            layouts.append(await plane.expose(engine.runner.region, engine.runner.layout))
+        assert layouts[0].layout == layouts[1].layout
+        self.peer = EnginePeer(self.p, await planes[self.d].connect(layouts[0]))
+        self.d.kv_source = PeerPrefill({"p": self.peer}.get, clock)
+
+    async def answer(self, engine: BatchedEngine, request: GenerateRequest) -> RecordingReply:
+        reply = RecordingReply()
+        await engine.generate(request, Context("r"), reply)
+        return reply
+
+    def check_idle(self) -> None:
+        for engine in (self.p, self.d):
+            load = engine.report_load()
+            assert (load.running, load.waiting, load.active_blocks) == (0, 0, 0)
+            engine.scheduler.pool.check_invariants()
+
+
+@pytest.fixture
+async def pair(make_engine: Any) -> AsyncIterator[NativePair]:
+    pair = NativePair(make_engine(max_num_batched_tokens=16), make_engine())
+    await pair.start()
+    yield pair
+    await asyncio.sleep(0)
+    pair.check_idle()
+    await pair.p.stop()
+    await pair.d.stop()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_the_answers_are_those_of_one_engine(
+    pair: NativePair, make_engine: Any, make_request: Any, sampling: SamplingParams
+) -> None:
+    alone = make_engine()
+    await alone.start()
+    requests = [make_request(prompt, 10, sampling=sampling) for prompt in PROMPTS]
+    expected = await run_all(*(pair.answer(alone, request) for request in requests))
+    remote = [replace(request, prefill="p") for request in requests]
+    for _ in range(2):
+        replies = await run_all(*(pair.answer(pair.d, request) for request in remote))
+        assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
+    counters = pair.d.arrivals.counters
+    assert not counters.fallbacks
+    assert counters.blocks_arrived > 40
+    await alone.stop()
