@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-for suite in ("discovery", "requests", "events"):
+for suite in ("discovery", "requests", "events", "transfer"):
     pytest.register_assert_rewrite(f"dynamo.testing.conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]

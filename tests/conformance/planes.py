@@ -9,9 +9,11 @@ from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
+from dynamo.communication.transfer import TransferPlane, open_transfer
 from dynamo.testing.conformance.discovery import JoinDiscovery as JoinDiscovery
 from dynamo.testing.conformance.events import JoinEvents as JoinEvents
 from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
+from dynamo.testing.conformance.transfer import JoinTransfer as JoinTransfer
 
 
 async def join_discovery(url: str) -> AsyncIterator[JoinDiscovery]:
@@ -48,6 +50,19 @@ async def join_events(
             directory = await open_discovery(f"memory:{directory_name}")
             stack.push_async_callback(directory.close)
             plane = await open_events(url, directory, options)
+            stack.push_async_callback(plane.close)
+            return plane
+
+        yield join
+
+
+async def join_transfer(
+    url: str, options: PlaneOptions = DEFAULT_OPTIONS
+) -> AsyncIterator[JoinTransfer]:
+    async with AsyncExitStack() as stack:
+
+        async def join() -> TransferPlane:
+            plane = await open_transfer(url, options)
             stack.push_async_callback(plane.close)
             return plane
 

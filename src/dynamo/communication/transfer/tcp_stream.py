@@ -53,6 +53,10 @@ class SlotChannel(ABC):
     def receive(self, buffers: Iterable[Buffer]) -> None:
         """Fill all buffers. Raises `EOFError` at the end of the connection."""
 
+    @abstractmethod
+    def block(self) -> None:
+        """Let calls wait again, after an event loop watched the socket: uvloop changes its mode."""
+
     def shut_down(self) -> None:
         """End the connection, so that a thread that waits for it goes on."""
         try:
@@ -70,10 +74,13 @@ class PlainChannel(SlotChannel):
 
     def __init__(self, sock: socket.socket, stall_s: float = 0.0) -> None:
         super().__init__(sock)
-        sock.setblocking(True)
+        self.block()
         limit = _TIMEVAL.pack(int(stall_s), 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def block(self) -> None:
+        self.sock.setblocking(True)
 
     def send(self, buffers: Iterable[Buffer], *, more: bool = False) -> None:
         views = _views(buffers)
@@ -96,6 +103,9 @@ class TlsChannel(SlotChannel):
     def __init__(self, sock: SSLSocket, stall_s: float = 0.0) -> None:
         super().__init__(sock)
         sock.settimeout(stall_s or None)
+
+    def block(self) -> None:
+        """Do nothing: Python's own time limit works in either mode."""
 
     def send(self, buffers: Iterable[Buffer], *, more: bool = False) -> None:
         del more
@@ -151,6 +161,7 @@ def serve_read(channel: SlotChannel, region: MemoryRegion) -> bool:
     """Answer one READ. False: the reader closed the connection. Raises `OSError`,
     `ProtocolError`."""
     header = bytearray(HEADER.size)
+    channel.block()
     try:
         channel.receive([header])
     except EOFError:
