@@ -90,6 +90,7 @@ def deployment(
     """A deployment that serves the recipes' engine with the recipes' routing mode."""
     home = tmp_path_factory.mktemp("deployment")
     words = ["out=reverse", str(tiny_model), "--router-mode", "always-first", "--block-size", "32"]
+    words += ["--operators", "token_cap"]
     deployment = Deployment(words, home, environ)
     try:
         deployment.wait_ready()

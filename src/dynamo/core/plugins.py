@@ -184,6 +184,17 @@ SELECTORS = PluginTable(
 )
 """A `WorkerSelector` class; those of entry points are made without arguments."""
 
+OPERATORS = PluginTable(
+    "token operator",
+    "dynamo.operators",
+    {
+        "admission": "dynamo.scheduling.admission:Admission",
+        "migration": "dynamo.scheduling.migration:Migration",
+    },
+)
+"""`async (OperatorInputs) -> Operator` (`scheduling/pipeline.py`). The built-in rows are stages of
+the pipeline of a model, listed in the order in which a request passes them."""
+
 
 def engine_needs_weights(kind: str) -> bool:
     """Return whether an engine reads the model's weights.

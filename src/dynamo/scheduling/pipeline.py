@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 
+import msgspec
+
+from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.reply import Operator, Reply, SendRequest
+from dynamo.core.settings import Settings
 from dynamo.core.values import GenerateRequest
+from dynamo.models.card import ModelCard
+from dynamo.telemetry import Registry
+
+
+class OperatorInputs(msgspec.Struct, frozen=True):
+    """The arguments of the factory of an operator. `resources` close with the model's pipeline."""
+
+    settings: Settings
+    card: ModelCard
+    clock: Clock
+    metrics: Registry
+    resources: AsyncExitStack
 
 
 def chain(operators: Sequence[Operator], last: SendRequest) -> SendRequest:

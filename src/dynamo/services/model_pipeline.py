@@ -8,6 +8,7 @@ A request passes the stages of `REQUEST_ORDER`::
 
 `STAGES` lists all stages in the order in which they are opened. Each row opens one stage, which may
 use the stages above it, and registers how that stage is closed. Closing runs in reverse order.
+Operators of entry points stand before, between or after admission and migration (`operator_order`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from contextlib import AsyncExitStack
 from typing import NamedTuple
 from urllib.parse import quote
 
-from dynamo.core.reply import SendRequest
+from dynamo.core.errors import ConfigError
+from dynamo.core.plugins import OPERATORS
+from dynamo.core.reply import Operator, SendRequest
 from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
@@ -27,7 +30,7 @@ from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.migration import Migration
-from dynamo.scheduling.pipeline import chain
+from dynamo.scheduling.pipeline import OperatorInputs, chain
 from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.factory import KV, PolicyInputs, connect_replicas, open_policy
 from dynamo.scheduling.router.load_view import LoadListener, LoadView
@@ -255,8 +258,32 @@ async def _open_router(pipeline: ModelPipeline) -> None:
         observers=[routing.observer] if routing.records_decisions else [],
         listener_factories=[pipeline.health.track_attempt, pipeline.admission.track_attempt],
     )
-    operators = [getattr(pipeline, name) for name in OPERATORS]
+    operators = [
+        getattr(pipeline, name) if name in OPERATORS.builtin else await _open_own(pipeline, name)
+        for name in operator_order(pipeline.settings.operators)
+    ]
     pipeline.send = chain(operators, pipeline.router.send)
+
+
+def operator_order(listed: Sequence[str]) -> Sequence[str]:
+    """Return all token operators in the order in which a request passes them: those of the setting
+    `router.operators`, then the built-in ones that it does not list."""
+    return (*listed, *(name for name in OPERATORS.builtin if name not in listed))
+
+
+async def _open_own(pipeline: ModelPipeline, name: str) -> Operator:
+    """Open the operator of an entry point. Raises `ConfigError`."""
+    runtime = pipeline.runtime
+    inputs = OperatorInputs(
+        runtime.settings, pipeline.card, runtime.clock, runtime.metrics, pipeline.resources
+    )
+    operator = await OPERATORS.load(name)(inputs)
+    if not isinstance(operator, Operator):
+        raise ConfigError(
+            f"token operator {name!r} is a {type(operator).__name__} and no Operator",
+            hint="its entry point must name an async function that returns an Operator",
+        )
+    return operator
 
 
 class Stage(NamedTuple):
@@ -283,11 +310,8 @@ STAGES = (
 ROUTER_PROCESS_STAGES = tuple(row for row in STAGES if row.name in ("client", "policy", "loads"))
 """The stages of a router's own process, which chooses workers and sends no requests."""
 
-OPERATORS = ("admission", "migration")
-"""The stages that are token operators, in the order in which a request passes them."""
-
-REQUEST_ORDER = (*OPERATORS, "router", "dispatch")
-"""All stages that a request passes. Describes the order; `OPERATORS` sets it. `router` turns a
+REQUEST_ORDER = (*operator_order(()), "router", "dispatch")
+"""All stages that a request passes, without operators of entry points. `router` turns a
 `SendRequest` into a `SendTo`."""
 
 

@@ -11,6 +11,7 @@ from dynamo.core.plugins import (
     DISCOVERY_BACKENDS,
     ENGINES,
     EVENT_BACKENDS,
+    OPERATORS,
     REQUEST_BACKENDS,
     ROUTER_COSTS,
     ROUTER_MODES,
@@ -28,6 +29,7 @@ TABLES = [
     ROUTER_MODES,
     ROUTER_COSTS,
     SELECTORS,
+    OPERATORS,
 ]
 
 
@@ -108,3 +110,13 @@ def test_a_router_mode_of_an_entry_point_is_a_valid_setting(install) -> None:
         resolve_settings(environ={"DYNAMO_ROUTER__MODE": "mine"})
     install("dynamo.router.modes", mine=object())
     assert resolve_settings(environ={"DYNAMO_ROUTER__MODE": "mine"}).settings.router.mode == "mine"
+
+
+def test_operators_of_entry_points_are_listed_in_a_setting(install) -> None:
+    environ = {"DYNAMO_ROUTER__OPERATORS": "admission,mine"}
+    with pytest.raises(ConfigError, match=r"router\.operators.*mine is none of: admission, migr"):
+        resolve_settings(environ=environ)
+    install("dynamo.operators", mine=object())
+    assert resolve_settings(environ=environ).settings.router.operators == ("admission", "mine")
+    with pytest.raises(ConfigError, match="mine may be listed once"):
+        resolve_settings(environ={"DYNAMO_ROUTER__OPERATORS": "mine,mine"})

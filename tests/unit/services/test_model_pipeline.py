@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -16,7 +18,8 @@ from msgspec.structs import replace
 from tests.unit.processes import Open, Processes
 
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError, NoWorkers
+from dynamo.core.errors import ConfigError, NoWorkers, WorkerFailed
+from dynamo.core.reply import Operator, Reply, SendRequest
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
@@ -28,6 +31,10 @@ from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
+from dynamo.scheduling.admission import Admission
+from dynamo.scheduling.migration import Migration
+from dynamo.scheduling.pipeline import OperatorInputs
+from dynamo.scheduling.router import WorkerRouter
 from dynamo.services.model_pipeline import (
     REQUEST_ORDER,
     ROUTER_PROCESS_STAGES,
@@ -203,3 +210,115 @@ async def test_a_stage_that_fails_closes_those_before_it(
         await pipeline.open(stages)
     assert closed == ["second", "first"]
     assert routing.view_modes() == {}
+
+
+class NotingOperator(Operator):
+    """Notes its name in `passed` for each request, and in `closed` when its model is closed."""
+
+    passed: ClassVar[list[str]] = []
+    closed: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def send(
+        self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
+    ) -> None:
+        self.passed.append(self.name)
+        await call_next(request, context, reply)
+
+
+async def open_noting(name: str, inputs: OperatorInputs) -> Operator:
+    assert inputs.card.names == ("m",)
+    inputs.resources.callback(NotingOperator.closed.append, name)
+    return NotingOperator(name)
+
+
+def install_operators(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
+    """Install entry points that load these factories, and note built-in operators, too."""
+
+    def entry_points(group: str) -> list[Any]:
+        assert group == "dynamo.operators"
+        rows = factories.items()
+        return [SimpleNamespace(name=n, value="x:y", load=lambda f=f: f) for n, f in rows]
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    NotingOperator.passed.clear()
+    NotingOperator.closed.clear()
+    for kind in (Admission, Migration):
+
+        def send(*args: Any, kind: Any = kind, original: Any = kind.send) -> Any:
+            NotingOperator.passed.append(kind.__name__.lower())
+            return original(*args)
+
+        monkeypatch.setattr(kind, "send", send)
+
+
+async def open_with_operators(processes: Processes, card: ModelCard) -> ModelPipeline:
+    runtime = await processes.open()
+    detector = failure_detector(runtime)
+    return await open_model_pipeline(runtime, detector, ProcessRouting(runtime), card)
+
+
+def processes_with_operators(*names: str) -> Processes:
+    settings = Settings()
+    return Processes(settings=replace(settings, router=replace(settings.router, operators=names)))
+
+
+@pytest.mark.parametrize(
+    ("listed", "passed"),
+    [
+        ((), ["admission", "migration"]),
+        (("b", "a"), ["b", "a", "admission", "migration"]),
+        (("admission", "a"), ["admission", "a", "migration"]),
+        (("admission", "migration", "a"), ["admission", "migration", "a", "a"]),
+        (("b", "admission", "a", "migration"), ["b", "admission", "a", "migration"]),
+    ],
+)
+async def test_installed_operators_stand_where_the_setting_lists_them(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...], passed: list[str]
+) -> None:
+    names = ("a", "b", "not_listed")
+    install_operators(monkeypatch, **{name: partial(open_noting, name) for name in names})
+    send, failures = WorkerRouter.send, [WorkerFailed("gone")]
+
+    async def fail_once(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await send(*args)
+
+    monkeypatch.setattr(WorkerRouter, "send", fail_once)
+    processes = processes_with_operators(*listed)
+    pipeline = await open_with_operators(processes, card)
+    worker = await start_worker(await processes.open(), card)
+    await pipeline.client.wait_for_instances(1)
+    await pipeline.send(REQUEST, Context("r"), reply := CollectedReply())
+    assert (len(reply.ids), NotingOperator.passed) == (3, passed)
+    await pipeline.close()
+    own = [name for name in listed if name in names]
+    assert NotingOperator.closed == own[::-1]
+    await worker.close()
+    await processes.close()
+
+
+async def test_without_listed_operators_no_entry_point_is_looked_up(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "entry_points", pytest.fail)
+    processes = processes_with_operators()
+    pipeline = await open_with_operators(processes, card)
+    await pipeline.close()
+    await processes.close()
+
+
+async def test_an_operator_of_the_wrong_type_is_refused(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_nothing(inputs: OperatorInputs) -> Any:
+        return "nothing"
+
+    install_operators(monkeypatch, a=open_nothing)
+    processes = processes_with_operators("a")
+    with pytest.raises(ConfigError, match="token operator 'a' is a str and no Operator"):
+        await open_with_operators(processes, card)
+    await processes.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
+from dynamo.core.plugins import OPERATORS, ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.declare import SettingsSection, setting
 
 
@@ -141,6 +141,13 @@ class RouterSettings(SettingsSection, frozen=True):
         "temperature of weighted_random: a softmax over scores scaled to their range",
         flag="--router-temperature",
         ge=0,
+    )
+    operators: tuple[str, ...] = setting(
+        (),
+        "token operators in the order in which a request passes them: admission, migration and "
+        "entry points in dynamo.operators. Of the first two, those that are not listed follow last",
+        flag="--operators",
+        plugins=OPERATORS,
     )
     migration_limit: int = setting(
         16,

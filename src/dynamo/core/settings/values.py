@@ -81,7 +81,7 @@ def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
 
 def _convert(spec: SettingSpec, kind: Any, raw: Any) -> Any:
     if kind is tuple:
-        return _parse_list(get_args(spec.type)[0], raw)
+        return _check_items(spec, _parse_list(get_args(spec.type)[0], raw))
     if kind is bool:
         return _parse_bool(raw)
     if kind is str:
@@ -100,6 +100,19 @@ def _parse_list(kind: Any, raw: Any) -> tuple[Any, ...]:
         return tuple(kind(item) for item in raw)
     except ValueError:
         raise ValueError("wanted a list of numbers") from None
+
+
+def _check_items(spec: SettingSpec, items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the items of a list. Raises `ValueError` for an item that is not in its table of
+    plugins, or that is repeated."""
+    table = spec.meta.plugins
+    if table is not None:
+        for number, name in enumerate(items):
+            if name not in table:
+                raise ValueError(f"{name} is none of: {', '.join(table.names())}")
+            if name in items[:number]:
+                raise ValueError(f"{name} may be listed once")
+    return items
 
 
 def split_list(text: str) -> list[Any]:
