@@ -37,6 +37,7 @@ COMMANDS = {
     "restart": Command(
         "dynamo.cli.control:RESTART", "replace processes one by one without downtime"
     ),
+    "roles": Command("dynamo.cli.roles", "change what a worker computes: prompts, answers or both"),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and suggest fixes"),

@@ -128,6 +128,11 @@ ROLES_BY_NAME = {"both": BOTH_ROLES, "prefill": ("prefill",), "decode": ("decode
 """The roles that a worker can have, by the name of `engine.role`."""
 
 
+def worker_role(name: str) -> str:
+    """Return the role of a worker's process, as `dynamo ps` shows it, for an `engine.role`."""
+    return "worker" if name == "both" else f"{name}_worker"
+
+
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Properties of an engine that are fixed after its start.
 

@@ -15,12 +15,12 @@ from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
-from dynamo.core.errors import DECODE_ERRORS, NotFound, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import ROLES_BY_NAME
+from dynamo.core.values import ROLES_BY_NAME, worker_role
 from dynamo.inference.data_parallel import engines_by_rank
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
@@ -107,7 +107,11 @@ class EngineWorker:
             LABELS_KEY: parse_labels(runtime.settings.engine.labels),
             SUPERVISOR_KEY: runtime.supervisor,
         }
-        add(await endpoint("generate").serve(self._generate, capabilities=capabilities))
+        self._generate_endpoint = await endpoint("generate").serve(
+            self._generate, capabilities=capabilities
+        )
+        add(self._generate_endpoint)
+        add(await endpoint("set_role").serve(self._set_role))
         add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
         add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
         await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(card))
@@ -148,6 +152,24 @@ class EngineWorker:
         del payload
         count = sum(engine.clear_prefix_cache() for engine in self._batched_engines)
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
+
+    async def _set_role(self, payload: bytes, outgoing: ResponseWriter) -> None:
+        """Change the roles of this worker to the role named by `payload`. Requests in flight end
+        here. Answers the name."""
+        name = payload.decode("utf-8", "replace")
+        roles = ROLES_BY_NAME.get(name)
+        if roles is None:
+            raise InvalidRequest(
+                f"there is no role {name!r}", hint=f"known: {', '.join(ROLES_BY_NAME)}"
+            )
+        info = self._card.engine
+        self._card = msgspec.structs.replace(
+            self._card, engine=info and msgspec.structs.replace(info, roles=roles)
+        )
+        await self._generate_endpoint.announce({"engine": msgspec.to_builtins(self._card.engine)})
+        await self._runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
+        await self._runtime.set_role(worker_role(name))
+        outgoing.send(payload)
 
     async def _dump_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Send the content of the prefix cache as payloads of `kv_events`."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
 from dynamo.communication.requests import RequestHandler, Requests
@@ -180,6 +182,15 @@ class ServedEndpoint:
         self.lifecycle.transition_to(LifecycleState.RUNNING)
         runtime.health.on_change(self._on_health_change)
         self._on_health_change()
+
+    async def announce(self, capabilities: Mapping[str, Any]) -> None:
+        """Change some capabilities in the record of this instance."""
+        self.capabilities = {**self.capabilities, **capabilities}
+        if self.instance is None or self.lifecycle.stopping:
+            return
+        self.instance = replace(self.instance, capabilities=self.capabilities)
+        discovery = self.endpoint.runtime.discovery
+        await discovery.put(instance_key(self.instance), encode_instance(self.instance))
 
     async def withdraw(self, drain_s: float | None = 0.0) -> None:
         """Leave discovery, then refuse new calls after a grace time and cancel calls in flight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
 from typing import TYPE_CHECKING, Any, Self
@@ -85,6 +85,7 @@ class DistributedRuntime:
         self.public_address = ""
         self.supervisor = ""
         self.on_serving: Callable[[], None] = lambda: None
+        self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()
         self._shutdown_hooks: list[ShutdownHook] = []
@@ -113,6 +114,16 @@ class DistributedRuntime:
         if from_environment:
             log.info("runtime opened its planes", extra={"fields": runtime.planes.redacted_urls()})
         return runtime
+
+    async def set_role(self, role: str) -> None:
+        """Change the role of this process in its record, which `dynamo ps` shows."""
+        self.role = role
+        for listener in self._role_listeners:
+            await listener(role)
+
+    def on_role_change(self, listener: Callable[[str], Awaitable[None]]) -> None:
+        """Call `listener` with each later role."""
+        self._role_listeners.append(listener)
 
     def namespace(self, name: str | None = None) -> Namespace:
         """A namespace, by default the one of the settings."""

@@ -164,7 +164,9 @@ class ProcessRunner:
             instance=runtime.instance_id,
             start_ticks=start_ticks(os.getpid()),
         )
+        self._key = f"/_processes/{record.role}/{record.instance}"
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
+        runtime.on_role_change(lambda role: self._record_writer.update(role=role))
 
     async def run(self, main: ProcessMain) -> None:
         """Run until drained. Raises errors of `main` and the runtime's `failure`."""
@@ -235,8 +237,7 @@ class ProcessRunner:
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(state=state, status_url=self._status.url, address=address)
-        record = self._record_writer.record
-        key = f"/_processes/{record.role}/{record.instance}"
+        key, record = self._key, self._record_writer.record
         await runtime.discovery.put(key, msgspec.json.encode(record))
         if self._parent is not None:
             url = self._status.url

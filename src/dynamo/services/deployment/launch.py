@@ -16,6 +16,7 @@ from dynamo.communication.addresses import is_loopback
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.values import worker_role
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child import ChildSpec
@@ -83,7 +84,8 @@ def run_child(role: str) -> int:
     service = create_service(role)
     parent = ParentPipe.from_stdin()
     start = parent.start_message
-    return run_process(service.attach, start.settings, role, start.name, parent=parent)
+    shown = worker_role(start.settings.engine.role) if role == "worker" else role
+    return run_process(service.attach, start.settings, shown, start.name, parent=parent)
 
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
