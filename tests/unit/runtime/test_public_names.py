@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -20,11 +21,13 @@ def test_an_unknown_name_raises_an_attribute_error():
         dynamo.runtime.Nonsense  # noqa: B018
 
 
-def test_listing_processes_imports_neither_asyncio_nor_planes():
+def test_listing_processes_imports_neither_asyncio_nor_planes(tmp_path):
     """`dynamo ps` and `dynamo stop` start quickly because of this."""
     program = (
         "import sys; from dynamo.runtime.deployment import live_processes; live_processes();"
         "print([name for name in ('asyncio', 'dynamo.communication') if name in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    environ = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, check=True, env=environ)
     assert ran.stdout.strip() == b"[]"
