@@ -21,13 +21,13 @@ from dynamo.core.values import (
     Started,
     TokenLogprobs,
 )
+from dynamo.inference.arrivals import EngineArrivals
 from dynamo.inference.block_pool import BlockPool
-from dynamo.inference.disaggregation.arrivals import EngineArrivals
-from dynamo.inference.disaggregation.prefill_calls import PrefillCall
 from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import SimulationHooks
 from dynamo.inference.kv_source import FirstToken, KvSource, PrefillSink
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
+from dynamo.inference.prefill_calls import PrefillCall
 from dynamo.inference.sequence import (
     EngineSequence,
     ForkedContent,
@@ -76,7 +76,7 @@ class BatchedEngine(Engine):
         self._sequences: dict[Reply, EngineSequence] = {}
         self._kv_event_listeners: list[KvEventListener] = []
         self._failure_listeners: list[Callable[[], None]] = []
-        self._prefill_calls: set[PrefillCall] = set()
+        self.prefill_calls: set[PrefillCall] = set()
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
         self.counters = EngineCounters()
         self.arrivals = EngineArrivals(self)
@@ -143,7 +143,7 @@ class BatchedEngine(Engine):
         try:
             await self.generate(request, context, call)
         finally:
-            self._prefill_calls.discard(call)
+            self.prefill_calls.discard(call)
             self._work_arrived.set()
 
     def has_request(self, reply: Reply) -> bool:
@@ -233,7 +233,7 @@ class BatchedEngine(Engine):
         if not sequence.min_length > sequence.prompt_tokens:
             sequence.stop_ids = frozenset()  # the other worker ends the answer
         reply.sequence = sequence
-        self._prefill_calls.add(reply)
+        self.prefill_calls.add(reply)
 
     def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self._simulation is not None and self._simulation.resolve_request is not None:
@@ -283,7 +283,7 @@ class BatchedEngine(Engine):
             result = await self._compute_step(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
-                for call in self._prefill_calls:
+                for call in self.prefill_calls:
                     call.report_blocks()
                 self._deliver_step(plan, result)
             self._publish_kv_events()
@@ -394,6 +394,6 @@ class BatchedEngine(Engine):
         self.failure = failure
         if started:
             scheduler = self.scheduler
-            held = [call.sequence for call in self._prefill_calls]
+            held = [call.sequence for call in self.prefill_calls]
             for sequence in [*scheduler.running, *scheduler.waiting, *scheduler.arriving, *held]:
                 self._end_sequence(sequence, WorkerFailed(failure.message))

@@ -22,6 +22,7 @@ from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import ROLES_BY_NAME, worker_role
 from dynamo.inference.data_parallel import engines_by_rank
+from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
 from dynamo.inference.load_publisher import LoadPublisher
@@ -100,13 +101,17 @@ class EngineWorker:
         files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         endpoint, add = component.endpoint, self._endpoints.append
         add(await endpoint("files").serve(files.handle))
+        self._prefill = await WorkerPrefill.open(runtime, component, self._batched_engines)
         capabilities = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
             LABELS_KEY: parse_labels(runtime.settings.engine.labels),
             SUPERVISOR_KEY: runtime.supervisor,
+            **self._prefill.capabilities,
         }
+        on_load_changed = self._load_publisher.on_load_changed
+        self._endpoints += await self._prefill.serve(capabilities, on_load_changed)
         self._generate_endpoint = await endpoint("generate").serve(
             self._generate, capabilities=capabilities
         )
@@ -121,6 +126,7 @@ class EngineWorker:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
         await self._runtime.discovery.delete(self._discovery_key())
         await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
+        await self._prefill.close()
         await self._tasks.close()
         for source in self._event_sources:
             await source.close()

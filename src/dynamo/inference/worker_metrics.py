@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from dynamo.core.reply import Engine
 from dynamo.inference.engine import BatchedEngine
 from dynamo.telemetry.metrics import Registry
@@ -32,6 +35,52 @@ def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
     registry.counter("dynamo_worker_steps_total", "Steps computed.", callback=lambda: load().steps)
     if isinstance(engine, BatchedEngine):
         declare_engine_totals(registry, engine)
+
+
+def declare_disaggregation_metrics(
+    registry: Registry, engines: Sequence[BatchedEngine], block_bytes: int
+) -> None:
+    """Declare the metrics of prompts that other workers compute for these `engines`, and of those
+    that the engines compute for others. A block has `block_bytes` of memory."""
+    counters = [engine.arrivals.counters for engine in engines]
+    registry.gauge(
+        "dynamo_worker_arriving_requests",
+        "Requests that wait for KV blocks from another worker.",
+        callback=lambda: sum(len(engine.scheduler.arriving) for engine in engines),
+    )
+    registry.gauge(
+        "dynamo_worker_held_prompts",
+        "Prompts computed for other workers that still pull their blocks.",
+        callback=lambda: sum(call.holds for engine in engines for call in engine.prefill_calls),
+    )
+    registry.counter(
+        "dynamo_worker_remote_prompts_total",
+        "Prompts that another worker was asked to compute.",
+        callback=lambda: sum(counter.prompts for counter in counters),
+    )
+    registry.counter(
+        "dynamo_worker_kv_wait_seconds_total",
+        "Seconds that requests waited for KV blocks from another worker.",
+        callback=lambda: sum(counter.wait_s for counter in counters),
+    )
+    registry.counter(
+        "dynamo_worker_kv_bytes_total",
+        "Bytes of KV of remote prompts: moved from another worker, or saved by the own cache.",
+        ("way",),
+        callback=lambda: {
+            ("moved",): block_bytes * sum(counter.blocks_arrived for counter in counters),
+            ("saved",): block_bytes * sum(counter.blocks_saved for counter in counters),
+        },
+    )
+    registry.counter(
+        "dynamo_worker_prefill_fallbacks_total",
+        "Remote prompts whose rest was computed here because the other worker failed.",
+        ("reason",),
+        callback=lambda: {
+            (reason,): count
+            for reason, count in sum((counter.fallbacks for counter in counters), Counter()).items()
+        },
+    )
 
 
 def declare_engine_totals(registry: Registry, engine: BatchedEngine) -> None:

@@ -121,7 +121,10 @@ class Pair:
     async def start(self) -> None:
         await self.p.start()
         await self.d.start()
-        self.d.engine.kv_source = PeerPrefill(self.peers.get, self.clock, "d")
+        self.d.engine.kv_source = PeerPrefill(self._find, self.clock, "d")
+
+    async def _find(self, instance_id: str) -> PrefillPeer | None:
+        return self.peers.get(instance_id)
 
     def send(
         self,

@@ -68,7 +68,10 @@ class NativePair:
             layouts.append(await plane.expose(engine.runner.region, engine.runner.layout))
         assert layouts[0].layout == layouts[1].layout
         self.peer = EnginePeer(self.p, await planes[self.d].connect(layouts[0]))
-        self.d.kv_source = PeerPrefill({"p": self.peer}.get, clock)
+        self.d.kv_source = PeerPrefill(self._find, clock)
+
+    async def _find(self, instance_id: str) -> PrefillPeer | None:
+        return {"p": self.peer}.get(instance_id)
 
     async def answer(self, engine: BatchedEngine, request: GenerateRequest) -> RecordingReply:
         reply = RecordingReply()

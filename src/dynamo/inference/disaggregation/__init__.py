@@ -1,1 +1,1 @@
-"""Prompts that one worker computes for another: both ends in engines, and the call between."""
+"""Prompts that one worker computes for another: the call between them, both ends of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
@@ -22,7 +22,7 @@ MAX_BLOCKS_PER_PULL = 64
 """More blocks are pulled in parts, so that a failure loses few of them."""
 RANK_PREFIX_TOKENS = 256
 """Prompts with these first tokens in common go to the same data-parallel rank."""
-INITIAL_TOKEN_S = 0.005
+INITIAL_TOKEN_S = 0.002
 """Seconds of a prompt token at a worker that has computed none for this one."""
 LEARNING_RATE = 0.25
 DEADLINE_FACTOR = 4.0
@@ -60,7 +60,7 @@ class PrefillPeer(ABC):
         self.token_s += LEARNING_RATE * (seconds / max(tokens, 1) - self.token_s)
 
 
-FindPeer = Callable[[str], PrefillPeer | None]
+FindPeer = Callable[[str], Awaitable[PrefillPeer | None]]
 """Returns the worker with an instance id, or None if none is known."""
 
 
@@ -77,7 +77,7 @@ class PeerPrefill(KvSource):
         worker = arrival.request.prefill
         if worker == self._own_id:
             return
-        peer = self._find_peer(worker)
+        peer = await self._find_peer(worker)
         if peer is None:
             raise TransferFailed.of("gone", f"prefill worker {worker} is not known here")
         rank = choose_rank(arrival.request, peer.ranks)
@@ -101,6 +101,7 @@ class PeerPrefill(KvSource):
                 )
                 await wait_for_first(pulled.pull_all(region), call)
         except TimeoutError:
+            peer.on_computed(new_tokens, deadline_s)
             text = f"prefill worker {worker} did not compute the prompt within {deadline_s:.1f} s"
             raise TransferFailed.of("timeout", text) from None
         if not pulled.complete:

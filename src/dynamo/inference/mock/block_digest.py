@@ -9,6 +9,8 @@ from xxhash import xxh3_64_digest
 from dynamo.inference.sequence import EngineSequence, TokenContent
 
 DIGEST_BYTES = 8
+SLOT_BYTES = 64
+"""Memory of a block that peers read: a whole cache line."""
 _pack = Struct("<Q").pack
 
 

@@ -29,12 +29,18 @@ def make_mock_engine(
     *,
     context_tokens: int,
     vocab_size: int = 0,
+    layout: str = "",
 ) -> BatchedEngine:
-    """Return a mock engine that generates ids of `vocabulary`. Raises `ConfigError` for a wrong
-    timing."""
+    """Return a mock engine that generates ids of `vocabulary`. With a `layout`, peers may read
+    digests of its blocks. Raises `ConfigError` for a wrong timing."""
     info = make_mock_engine_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
     runner = MockRunner(
-        info, vocabulary, parse_timing(settings.timing), clock, speedup_ratio=settings.speedup_ratio
+        info,
+        vocabulary,
+        parse_timing(settings.timing),
+        clock,
+        speedup_ratio=settings.speedup_ratio,
+        layout=layout,
     )
     return BatchedEngine(
         runner,
@@ -72,4 +78,5 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
         vocab_size=inputs.card.vocab_size,
+        layout=f"mock-1 {inputs.settings.engine.block_size} {inputs.card.tokenizer.sha256}",
     )

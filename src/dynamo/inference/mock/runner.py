@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, TokenLogprobs
-from dynamo.inference.mock.block_digest import DIGEST_BYTES, block_digest
+from dynamo.inference.mock.block_digest import DIGEST_BYTES, SLOT_BYTES, block_digest
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.mock.token_generator import MockTokenGenerator
 from dynamo.inference.model_runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
@@ -36,10 +37,12 @@ class MockRunner(PredictableModelRunner):
         speedup_ratio: float = 1.0,
         min_sleep_s: float = 0.001,
         region: MemoryRegion | None = None,
+        layout: str = "",
     ) -> None:
         """`region` has a slot for each block. Its memory, if any, holds digests of the blocks that
-        peers read."""
+        peers read. With a `layout` and no region, `start` allocates one."""
         self.region = region
+        self.layout = layout
         self._info = info
         self._vocabulary = vocabulary
         self._timing = timing
@@ -50,6 +53,8 @@ class MockRunner(PredictableModelRunner):
         self._step_end_s = 0.0
 
     async def start(self) -> EngineInfo:
+        if self.layout and self.region is None and hasattr(os, "memfd_create"):
+            self.region = MemoryRegion.allocate(self._info.num_blocks, SLOT_BYTES)
         return self._info
 
     async def step(self, plan: StepPlan) -> StepResult:

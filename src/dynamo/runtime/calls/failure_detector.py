@@ -79,7 +79,8 @@ class PingState:
 class FailureDetector:
     """Watches the workers of several clients with one timer, which runs while a worker has calls.
     Calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
-    `WorkerDraining`, so that callers retry. Calls of the last live worker are not interrupted."""
+    `WorkerDraining`, so that callers retry. Calls of the last live worker are not interrupted if
+    the detector `spares_last`."""
 
     def __init__(
         self,
@@ -87,7 +88,10 @@ class FailureDetector:
         clock: Clock,
         tasks: BackgroundTasks,
         metrics: Registry,
+        *,
+        spares_last: bool = True,
     ) -> None:
+        self._spares_last = spares_last
         self._requests = requests
         self._clock = clock
         self._tasks = tasks
@@ -187,9 +191,13 @@ class FailureDetector:
             log.warning(text, extra={"fields": fields})
             self._ping_states.pop(instance.address).cancel_pings()
             self._requests.bypass(instance.address)
-        elif client.instances.keys() - {instance.id}:
+        elif self._has_other(client, instance):
             self._declare_failed(instance, fields)
         # The last worker keeps its calls: it may answer again.
+
+    def _has_other(self, client: Client, instance: Instance) -> bool:
+        """Whether interrupted calls of the instance have another place to go."""
+        return not self._spares_last or bool(client.instances.keys() - {instance.id})
 
     def _declare_failed(self, instance: Instance, fields: dict[str, object]) -> None:
         log.warning("worker does not answer; its requests move", extra={"fields": fields})
@@ -203,7 +211,7 @@ class FailureDetector:
 
     async def _move_requests(self, client: Client, instance: Instance) -> None:
         await self._clock.sleep(REMOVAL_GRACE_S)
-        if not client.instances.keys() - {instance.id} or instance.id in client.instances:
+        if not self._has_other(client, instance) or instance.id in client.instances:
             return
         error = WorkerDraining(f"instance {instance.id} was taken out of service")
         if moved := client.interrupt(instance.id, error):

@@ -27,10 +27,12 @@ class ArrivalCounters(msgspec.Struct):
     """Totals of an engine's arrivals.
 
     `blocks_arrived` were filled by sources; `blocks_saved` were in the engine's own cache when an
-    arrival began. `fallbacks` counts failed sources by reason.
+    arrival began. `wait_s` is the sum of the arrivals' durations. `fallbacks` counts failed sources
+    by reason.
     """
 
     prompts: int = 0
+    wait_s: float = 0.0
     blocks_arrived: int = 0
     blocks_saved: int = 0
     fallbacks: Counter[str] = msgspec.field(default_factory=Counter)
@@ -129,6 +131,8 @@ class EngineArrivals:
         self._host.on_arrival_ended(sequence)
 
     async def _fill(self, source: KvSource, arrival: SequenceArrival) -> None:
+        now = asyncio.get_running_loop().time
+        started_s = now()
         try:
             await source.fill(arrival)
         except TransferFailed as error:
@@ -138,6 +142,8 @@ class EngineArrivals:
         except Exception as error:
             log.exception("a KV source failed")
             self._on_failed(arrival, InternalError.code, error)
+        finally:
+            self.counters.wait_s += now() - started_s
 
     def _on_failed(self, arrival: SequenceArrival, reason: str, error: Exception) -> None:
         self.counters.fallbacks[reason] += 1

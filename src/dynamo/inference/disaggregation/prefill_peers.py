@@ -1,0 +1,167 @@
+"""The prefill workers that a worker knows: found in discovery, connected when they appear."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.communication.transfer import RegionDescriptor, RegionPeer, TransferPlane
+from dynamo.core.context import Context
+from dynamo.core.errors import TransferFailed
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
+from dynamo.core.values import GenerateRequest
+from dynamo.inference.disaggregation.messages import (
+    TRANSFER_KEY,
+    PrefillDecoder,
+    PrefillRequest,
+    encode_prefill_request,
+)
+from dynamo.inference.disaggregation.peer_prefill import PrefillPeer
+from dynamo.inference.kv_source import PrefillSink
+
+if TYPE_CHECKING:
+    from dynamo.runtime.calls.client import Client
+    from dynamo.runtime.calls.instances import Instance
+
+log = logging.getLogger(__name__)
+
+APPEARANCE_S = 1.0
+"""Time within which discovery tells all processes of a new instance."""
+
+
+def region_descriptors(instance: Instance) -> tuple[RegionDescriptor, ...]:
+    """Return the regions that the instance announced, one for each rank; none if it has none."""
+    try:
+        return msgspec.convert(
+            instance.capabilities.get(TRANSFER_KEY, ()), tuple[RegionDescriptor, ...]
+        )
+    except msgspec.ValidationError as error:
+        fields = {"instance": instance.id, "error": str(error)}
+        log.warning("bad description of KV memory", extra={"fields": fields})
+        return ()
+
+
+class InstancePeer(PrefillPeer):
+    """An instance of the endpoint `prefill`, as one region of this worker uses it."""
+
+    def __init__(self, client: Client, instance: Instance, plane: TransferPlane) -> None:
+        self._client = client
+        self._plane = plane
+        self._descriptors = region_descriptors(instance)
+        self._tasks = BackgroundTasks()
+        self._connections: dict[int, asyncio.Task[RegionPeer | TransferFailed]] = {}
+        self.instance = instance
+        self.ranks = len(self._descriptors)
+        for rank in range(self.ranks):
+            self._start_connecting(rank)
+
+    async def connect(self, rank: int) -> RegionPeer:
+        connection = self._connections[rank]
+        if connection.done() and isinstance(connection.result(), TransferFailed):
+            connection = self._start_connecting(rank)
+        region = await asyncio.shield(connection)
+        if isinstance(region, TransferFailed):
+            raise TransferFailed.of(region.reason, region.message, region.hint)
+        return region
+
+    async def prefill(
+        self,
+        rank: int,
+        request: GenerateRequest,
+        context: Context,
+        have_blocks: int,
+        sink: PrefillSink,
+    ) -> None:
+        call = PrefillRequest(replace(request, group=None), have_blocks, rank)
+        payload = encode_prefill_request(call)
+        await self._client.call(self.instance, payload, context, PrefillDecoder(sink).feed)
+
+    async def close(self) -> None:
+        """Abort the pulls in flight and end the connections."""
+        await self._tasks.close()
+        for connection in self._connections.values():
+            region = None if connection.cancelled() else connection.result()
+            if isinstance(region, RegionPeer):
+                await region.close()
+
+    def _start_connecting(self, rank: int) -> asyncio.Task[RegionPeer | TransferFailed]:
+        work = self._connect(self._descriptors[rank])
+        connection = self._connections[rank] = self._tasks.start(work, "connect to KV memory")
+        return connection
+
+    async def _connect(self, descriptor: RegionDescriptor) -> RegionPeer | TransferFailed:
+        try:
+            return await self._plane.connect(descriptor)
+        except TransferFailed as error:
+            fields = {"instance": self.instance.id, "reason": error.reason, "error": error.message}
+            log.warning("KV memory of a worker is out of reach", extra={"fields": fields})
+            return error
+
+
+class PrefillPeers:
+    """The instances of a client as peers of one region of this worker. An instance that does not
+    answer for a moment keeps its connections until discovery drops it."""
+
+    def __init__(self, client: Client, plane: TransferPlane) -> None:
+        self._client = client
+        self._plane = plane
+        self._tasks = BackgroundTasks()
+        self._peers: dict[str, InstancePeer] = {}
+        self._seen: set[str] = set()
+        self._appeared = asyncio.Event()
+        self._unsubscribes = (
+            client.on_change(self._refresh),
+            client.view.on_instance_removed(self._leave),
+        )
+        self._refresh()
+
+    async def find(self, instance_id: str) -> InstancePeer | None:
+        """Return the peer, or None if it does not serve now. The router may know an instance that
+        has just appeared before this worker does, so this waits a moment for an unknown one."""
+        if instance_id not in self._seen:
+            await wait_at_most(self._wait_for(instance_id), APPEARANCE_S)
+        return self._peers.get(instance_id) if instance_id in self._client.instances else None
+
+    async def close(self) -> None:
+        """End all connections."""
+        for unsubscribe in self._unsubscribes:
+            unsubscribe()
+        await self._tasks.close()
+        for peer in self._peers.values():
+            await peer.close()
+
+    async def _wait_for(self, instance_id: str) -> None:
+        while instance_id not in self._seen:
+            self._appeared.clear()
+            await self._appeared.wait()
+
+    def _refresh(self) -> None:
+        for name, instance in self._client.instances.items():
+            if name not in self._peers:
+                self._peers[name] = InstancePeer(self._client, instance, self._plane)
+                self._seen.add(name)
+        self._appeared.set()
+
+    def _leave(self, instance: Instance) -> None:
+        peer = self._peers.pop(instance.id, None)
+        if peer is not None:
+            self._tasks.start(peer.close(), "leave a prefill worker")
+
+
+def matches(
+    instance: Instance, own_id: str, blocks: object, own_regions: Sequence[RegionDescriptor]
+) -> bool:
+    """Whether an instance computes prompts whose blocks this worker can use: another process whose
+    blocks have the same identity and layout."""
+    regions = region_descriptors(instance)
+    return (
+        instance.id != own_id
+        and bool(regions)
+        and instance.capabilities.get("blocks") == blocks
+        and all(region.layout == own_regions[0].layout for region in regions)
+    )
