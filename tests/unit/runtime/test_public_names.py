@@ -24,7 +24,7 @@ def test_listing_processes_imports_neither_asyncio_nor_planes():
     """`dynamo ps` and `dynamo stop` start quickly because of this."""
     program = (
         "import sys; from dynamo.runtime import deployment;"
-        "deployment.state_roots = lambda: [];"  # a dead deployment would be removed
+        "deployment.state_roots = lambda _: [];"  # a dead deployment would be removed
         "deployment.live_processes();"
         "print([name for name in ('asyncio', 'dynamo.communication') if name in sys.modules])"
     )
