@@ -34,6 +34,17 @@ def test_a_hot_prefix_spreads_when_its_worker_is_full(replay):
     assert kv.e2e_ms.mean <= 1.1 * round_robin.e2e_ms.mean
 
 
+@pytest.mark.parametrize("workers", [100, 256])
+def test_a_burst_over_idle_workers_waits_for_none_of_them(replay, workers):
+    """Workers are priced one by one in the first case and as arrays in the second."""
+    burst = list(unique(workers - 20, per_s=1e9, blocks=8, answer=5))
+    idle = cluster(workers, num_blocks=64)
+    kv, _ = replay(burst, workers=idle)
+    round_robin, _ = replay(burst, "round_robin", workers=idle)
+    assert max(kv.requests_per_worker) == 1
+    assert kv.ttft_ms.mean <= 1.1 * round_robin.ttft_ms.mean
+
+
 def test_a_burst_of_one_prompt_shares_workers_before_any_event(replay):
     """Of twelve simultaneous requests with a long common prefix, few workers compute the prefix."""
     result, log = replay(same(12, per_s=1e9, blocks=300, answer=2))

@@ -12,7 +12,7 @@ from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import PlacedRequest
 from dynamo.scheduling.router.worker_states import WorkerStates
@@ -32,6 +32,14 @@ def instance(name: str, **capabilities: Any) -> Instance:
     return Instance(
         name, f"memory://{name}", "n", "worker", "generate", {"engine": ENGINE} | capabilities
     )
+
+
+def place_all(solver: PlacementSolver, now: float) -> list[PlacementResult]:
+    """Run one round in all its slices."""
+    results = solver.place(now)
+    while solver.unfinished:
+        results += solver.place(now)
+    return results
 
 
 class FakeCacheView:
@@ -106,7 +114,8 @@ class FakeCluster:
 
     def place(self) -> dict[str, PlacedRequest]:
         """Run one round; return what it placed, by request id."""
-        return {result.request.id: result.placed for result in self.solver.place(self.now)}
+        results = place_all(self.solver, self.now)
+        return {result.request.id: result.placed for result in results}
 
     def route(self, tokens: int, hashes: Sequence[int] = (), **options: Any) -> str:
         """Submit and place one request; return its worker's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.library import kv_router
 from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.router.placement.regret import REGRET_WINDOW
+from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
 
 ENDPOINT = "dynamo.worker.generate"
@@ -220,6 +223,36 @@ async def test_requests_of_one_turn_spread(open_runtime: Open) -> None:
         )
     )
     assert len({decision.instance.id for decision in decisions}) == 3
+    await policy.close()
+
+
+async def test_a_cut_round_goes_on_without_an_event(
+    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that arrives during the round is placed in the next one, which follows at once."""
+    monkeypatch.setattr(kv, "MAX_TURN_S", 0.0)
+    await serve(await open_runtime())
+    _, policy = await open_kv_policy(await open_runtime(), 1)
+    rounds = []
+    refresh_next = policy.worker_states.refresh_next
+    monkeypatch.setattr(
+        policy.worker_states, "refresh_next", lambda now: rounds.append(refresh_next(now))
+    )
+    async with BackgroundTasks() as tasks:
+
+        def choose(number: int) -> asyncio.Task[Decision]:
+            return tasks.start(policy.choose(REQUEST, Context(f"q{number}"), frozenset()))
+
+        choices = [choose(number) for number in range(40)]
+        decided = [0]
+        while decided[-1] < len(choices):
+            await asyncio.sleep(0)
+            decided.append(sum(choice.done() for choice in choices))
+            if decided[-1] and len(choices) == 40:
+                choices.append(choose(40))
+            assert len(decided) < 20
+        assert max(map(operator.sub, decided[1:], decided)) <= REGRET_WINDOW
+    assert len(rounds) == 2
     await policy.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.unit.router.fake_cluster import place_all
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Overloaded
@@ -72,7 +73,7 @@ def fill(solver: PlacementSolver) -> list[str]:
 
 
 def place_ids(solver: PlacementSolver, now: float) -> list[str]:
-    return [result.request.id for result in solver.place(now)]
+    return [result.request.id for result in place_all(solver, now)]
 
 
 @pytest.mark.parametrize(

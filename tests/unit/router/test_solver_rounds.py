@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from tests.unit.router.fake_cluster import FakeCluster
 
 from dynamo.scheduling.router.costs.predicted import TtftCost
+from dynamo.scheduling.router.placement.regret import REGRET_WINDOW
 from dynamo.scheduling.router.placement.solver import HoldLimits
 
 HASHES = list(range(1, 1_001))
@@ -101,3 +104,47 @@ def test_all_held_requests_are_placed_in_one_round_when_there_is_room() -> None:
     assert cluster.place() == {}
     cluster.solver.on_first_token(busy, cluster.now)
     assert cluster.place().keys() == {request.id for request in waiting}
+
+
+def test_a_round_is_cut_into_slices_that_need_no_event() -> None:
+    cluster = FakeCluster(4)
+    requests = {cluster.submit(20).id for _ in range(40)}
+    placed: list[str] = []
+    slices = 0
+    while slices == 0 or cluster.solver.unfinished:
+        slices += 1
+        results = cluster.solver.place(cluster.now)
+        placed += [result.request.id for result in results]
+        assert len(results) <= REGRET_WINDOW
+    assert set(placed) == requests
+    assert slices == math.ceil(40 / REGRET_WINDOW)
+
+
+def test_requests_may_leave_and_arrive_between_two_slices() -> None:
+    cluster = FakeCluster(2)
+    requests = [cluster.submit(20 + number) for number in range(30)]
+    first = {result.request.id for result in cluster.solver.place(cluster.now)}
+    assert cluster.solver.unfinished
+    left = next(request for request in requests if request.id not in first)
+    cluster.solver.cancel(left)
+    late = cluster.submit(20)
+    rest = cluster.place().keys()
+    assert first | rest == {request.id for request in requests} - {left.id}
+    assert cluster.place().keys() == {late.id}
+
+
+def test_workers_may_leave_between_two_slices() -> None:
+    cluster = FakeCluster(2)
+    remaining = cluster.worker_states["b"].instance
+    for number in range(40):
+        cluster.submit(20 + number)
+    cluster.solver.place(cluster.now)
+    cluster.worker_states.update_instances({"b": remaining})
+    assert {placed.worker.name for placed in cluster.place().values()} == {"b"}
+    for number in range(40):
+        cluster.submit(20 + number)
+    cluster.solver.place(cluster.now)
+    cluster.worker_states.update_instances({})
+    assert cluster.place() == {}
+    assert not cluster.solver.unfinished
+    assert len(cluster.solver.pop_unplaceable()) == 28

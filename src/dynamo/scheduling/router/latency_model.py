@@ -51,7 +51,7 @@ class LatencyRegression:
             y = min(max(y, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
         self.observation_count += 1
         weight = 1.0 / (expected * expected)
-        uu, ux, xx, uy, xy = (FORGETTING_FACTOR * part for part in self._sums)
+        uu, ux, xx, uy, xy = [FORGETTING_FACTOR * part for part in self._sums]
         wu, wx = weight * u, weight * x
         self._sums = (uu + wu * u, ux + wu * x, xx + wx * x, uy + wu * y, xy + wx * y)
         self._solve()

@@ -70,5 +70,7 @@ class PendingRequest:
         overlaps = self.overlaps
         if not overlaps:
             return 0
+        if len(overlaps) != workers:
+            return None
         depths = set(overlaps.values())
-        return depths.pop() if len(overlaps) == workers and len(depths) == 1 else None
+        return depths.pop() if len(depths) == 1 else None

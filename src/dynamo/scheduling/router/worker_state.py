@@ -94,9 +94,11 @@ class WorkerState:
     of the last of them. `decode_context_tokens`: context of all decoding requests.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
     last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
-    sent. `arriving_tokens`: prompts that other workers compute for this one."""
+    sent. `arriving_tokens`: prompts that other workers compute for this one. Every change of a
+    predicted prefill adds the worker to the set `changed`."""
 
     __slots__ = (
+        "_changed",
         "_prefill_group",
         "_prefilled",
         "_refreshed_s",
@@ -126,9 +128,15 @@ class WorkerState:
     )
 
     def __init__(
-        self, name: str, instance: Instance, model: WorkerLatencyModel, rank: int | None = None
+        self,
+        name: str,
+        instance: Instance,
+        model: WorkerLatencyModel,
+        changed: set[WorkerState],
+        rank: int | None = None,
     ) -> None:
         self.name = name
+        self._changed = changed
         self.rank = rank
         self.latency_model = model
         self.slowdown = WorkerSlowdown()
@@ -160,6 +168,7 @@ class WorkerState:
         self.prefills, self.decodes = "prefill" in roles, "decode" in roles
         self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
         self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
+        self._changed.add(self)
 
     def refresh(self, now: float) -> None:
         """Recompute the sums over active requests if they are older than REFRESH_INTERVAL_S.
@@ -231,6 +240,7 @@ class WorkerState:
         self.pending_prefill_tokens += placed.new_tokens
         self.active[placed.id] = placed
         self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
+        self._changed.add(self)
 
     def add_decoding(self, placed: PlacedRequest, emitted: int, now: float) -> None:
         """Add a request of another router that already decodes."""
@@ -259,6 +269,7 @@ class WorkerState:
         target.decode_context_tokens += placed.prompt_tokens
         target.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
         placed.prefill_ms_at_first_token = target.total_prefill_ms
+        self._changed.update((self, target))
 
     def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
@@ -266,6 +277,7 @@ class WorkerState:
             saved = min(tokens, placed.new_tokens - 1)
             placed.new_tokens -= saved
             self.pending_prefill_tokens -= saved
+            self._changed.add(self)
 
     def on_first_token(self, placed: PlacedRequest, now: float) -> None:
         """Note that the prefill is done. Later calls and unknown requests are ignored."""
@@ -313,6 +325,7 @@ class WorkerState:
         decode_ms = model.decode.predict(1.0, context) if context else 0.0
         self.step_ms = factor * (model.prefill.base + decode_ms)
         self.token_ms = factor * model.prefill.slope
+        self._changed.add(self)
 
     def _observe_prefill(self, placed: PlacedRequest, now: float) -> None:
         """Add a prompt to the current group, or start a new group. Prompts whose first tokens come

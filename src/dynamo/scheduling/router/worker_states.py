@@ -18,10 +18,12 @@ REFRESHES_PER_CALL = 16
 class WorkerStates:
     """The states of all workers in order of announcement. An instance with data-parallel ranks has
     one state for each rank, named "instance/rank" as in its events. Workers with the same engine
-    and step size share one latency model."""
+    and step size share one latency model. `workers` is a new list after each change of the set;
+    `changed` holds the workers that changed since its reader last cleared it."""
 
     def __init__(self) -> None:
         self.workers: list[WorkerState] = []
+        self.changed: set[WorkerState] = set()
         self._by_name: dict[str, WorkerState] = {}
         self._latency_models: dict[tuple[str, int], WorkerLatencyModel] = {}
         self._next = 0
@@ -69,10 +71,11 @@ class WorkerStates:
                 info = engine_info(instance)
                 key = (info.engine, info.max_num_batched_tokens) if info else ("", 0)
                 model = self._latency_models.setdefault(key, WorkerLatencyModel())
-                self._by_name[name] = WorkerState(name, instance, model, rank)
+                self._by_name[name] = WorkerState(name, instance, model, self.changed, rank)
             elif worker.instance is not instance:
                 worker.update_instance(instance)
         self.workers = list(self._by_name.values())
+        self.changed.intersection_update(self.workers)
         return removed
 
     def on_load_report(self, name: str, load: Load, now: float) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+
+if TYPE_CHECKING:
+    from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays
 
 TIE_TOLERANCE = 1e-3
 """Share of the best cost within which costs count as equal and the choice is random. Predictions
@@ -22,11 +25,12 @@ TABLE_ROWS = 16
 class Cost(ABC):
     """Compute what a request costs at a worker; the lowest cost wins. `joint`: pending requests are
     placed together, and may be held for a nearly free worker. `uses_load_reports`: the cost depends
-    on the workers' load reports. `tie_tolerance`: share of the best cost within which costs are
-    equal."""
+    on the workers' load reports. `has_arrays`: `costs_of_all` is implemented. `tie_tolerance`:
+    share of the best cost within which costs are equal."""
 
     joint = False
     uses_load_reports = False
+    has_arrays = False
     tie_tolerance = TIE_TOLERANCE
 
     @classmethod
@@ -43,6 +47,10 @@ class Cost(ABC):
         """Return the sum of the terms."""
         return sum(self.terms(request, worker, now).values())
 
+    def costs_of_all(self, request: PendingRequest, arrays: WorkerArrays) -> Floats:
+        """Return the cost of `request` at each worker, equal to `cost`, in a new array."""
+        raise NotImplementedError(f"{type(self).__name__} has no costs over arrays")
+
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         """Return the costs of one placement round over `workers`."""
         return CostMatrix(self, workers, now)
@@ -58,7 +66,10 @@ class Cost(ABC):
 
 
 class CostMatrix:
-    """The costs of one round, with a column for each of `workers`; calls `cost` for each pair."""
+    """The costs of one round, with a column for each of `workers`; calls `cost` for each pair.
+    `allowed`: the number of workers that `workers` were chosen from; None: `workers` are all."""
+
+    allowed: int | None = None
 
     def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
         self.workers = workers
@@ -86,6 +97,10 @@ class CostMatrix:
         """Return the index of the worker that decodes if worker `index` computes the prompt."""
         del request
         return index
+
+    def add_worker(self, worker: WorkerState) -> None:
+        """Add a column for `worker` after the others."""
+        self.workers = [*self.workers, worker]
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int

@@ -61,6 +61,7 @@ class PairCost(PredictedCost):
     """Predicted cost of a prompt at one worker and of its answer at another or the same."""
 
     harm_weight = HARM
+    has_arrays = False
 
     def __init__(self, settings: DisaggregationSettings) -> None:
         self.thresholds = DisaggregationRouter(settings)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix, best_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays
 
 HARM_WEIGHT = 5.0
 """Weight of the delay that a prefill causes to decoding answers. Answers with few tokens so far
@@ -30,11 +33,19 @@ class PredictedCost(Cost):
 
     joint = True
     harm_weight = HARM_WEIGHT
+    has_arrays = True
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
         return predicted_terms(
             worker_rate(worker, now, self.harm_weight), request.uncached_tokens(worker.name)
         )
+
+    def costs_of_all(self, request: PendingRequest, arrays: WorkerArrays) -> Floats:
+        new = arrays.uncached_tokens(request.prompt.tokens, request.overlaps, request.block_tokens)
+        own = arrays.token_ms * new
+        weight = 1.0 + self.harm_weight * arrays.stall_sensitivity
+        costs = (arrays.prefill_steps_ms(new) + own) * weight
+        return costs + EVICTION_WEIGHT * own + arrays.backlog_ms
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         return PredictedCostMatrix(self, workers, now)
@@ -80,6 +91,10 @@ class PredictedCostMatrix(CostMatrix):
         if index is not None:
             self._rates[index] = worker_rate(worker, self._now, self._harm_weight)
         return index
+
+    def add_worker(self, worker: WorkerState) -> None:
+        super().add_worker(worker)
+        self._rates.append(worker_rate(worker, self._now, self._harm_weight))
 
     def column(self, requests: Sequence[PendingRequest], index: int) -> list[float]:
         name, token, budget, step, weight, wait = self._rates[index]

@@ -135,11 +135,11 @@ class WaitingQueue(Generic[T]):
         return [self._entries[name][2] for name in names[:limit]]
 
     def iter_ordered(self, now: float) -> Iterator[T]:
-        """Iterate over all items in order. Items already yielded may be removed meanwhile."""
+        """Iterate over all items in order. Items may be removed meanwhile."""
         if self._starving(now):
             return iter(self.ordered(now))
         entries = self._entries
-        return (entries[name][2] for _, name in self._sorted.copy())
+        return (entries[name][2] for _, name in self._sorted.copy() if name in entries)
 
     def estimate_wait_s(self) -> float:
         """Return the predicted wait of the last item, from the recent departures."""
@@ -163,10 +163,11 @@ class WaitingQueue(Generic[T]):
 class PendingRequestQueue:
     """All pending requests of a solver. A new request is not sorted until its first round ends
     without a worker for it. After that round, the request enters `queue`, or is rejected if the
-    queue is full."""
+    queue is full. A request that arrives during a round is new in the next one."""
 
     def __init__(self, queue: WaitingQueue[PendingRequest]) -> None:
         self._queue = queue
+        self._arrived: dict[str, PendingRequest] = {}
         self._new: dict[str, PendingRequest] = {}
         self._all: dict[str, PendingRequest] = {}
         self._rejected: list[tuple[PendingRequest, DynamoError]] = []
@@ -178,25 +179,35 @@ class PendingRequestQueue:
         """Iterate in order of arrival."""
         return iter(self._all.values())
 
+    def __contains__(self, request: PendingRequest) -> bool:
+        return self._all.get(request.id) is request
+
     def add(self, request: PendingRequest) -> None:
         """Add a new request."""
-        self._new[request.id] = self._all[request.id] = request
+        self._arrived[request.id] = self._all[request.id] = request
 
     def remove(self, request: PendingRequest, now: float | None = None) -> None:
         """Remove a request; unknown requests are ignored. Pass `now` if it was placed."""
         if self._all.get(request.id) is request:
             del self._all[request.id]
+            self._arrived.pop(request.id, None)
             self._new.pop(request.id, None)
             self._queue.pop(request.id, now)
 
     @property
     def new_requests(self) -> Collection[PendingRequest]:
-        """The requests added since the last round."""
+        """The requests that arrived before this round and after the last one."""
         return self._new.values()
 
+    def begin_round(self) -> None:
+        """Begin a round with the requests that are pending now."""
+        self._new.update(self._arrived)
+        self._arrived.clear()
+
     def ordered(self, now: float) -> Iterable[PendingRequest]:
-        """Return all requests in queue order, also those beyond the bound: a request that finds a
-        worker needs no place in the queue. Requests already yielded may be removed meanwhile."""
+        """Return the requests of the round in queue order, also those beyond the bound: a request
+        that finds a worker needs no place in the queue. Requests may be removed meanwhile; those
+        that were not yielded yet may then be yielded although they are not pending."""
         if len(self._queue):
             self._push_new()
             return self._queue.iter_ordered(now)
@@ -205,7 +216,7 @@ class PendingRequestQueue:
             new.sort(key=self._queue.sort_key)
         return new
 
-    def enqueue_new(self) -> None:
+    def end_round(self) -> None:
         """End a round: queue the new requests, and reject the latest of them beyond the bound."""
         self._push_new()
         queue, excess = self._queue, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -12,6 +11,9 @@ from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.prompt import common_prefix_blocks
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+
+REGRET_WINDOW = 12
+"""Requests that are placed jointly; the effort grows with its square."""
 
 
 class RegretRow:
@@ -38,6 +40,15 @@ class RegretRow:
         second = self._second_cost
         if self._tied or index == self.best_index or before <= second or cost <= second:
             self._update_best(rng)
+
+    def add_holder(self, worker: WorkerState, rng: Random) -> None:
+        """Add a worker that the row's own matrix lacks, if blocks of the prompt were sent there."""
+        request = self.request
+        if worker.name not in request.overlaps or worker.instance.id in request.excluded:
+            return
+        self.matrix.add_worker(worker)
+        self.costs += self.matrix.column([self.request], len(self.costs))
+        self._update_best(rng)
 
     def _update_best(self, rng: Random) -> None:
         costs = self.costs
@@ -75,7 +86,6 @@ class RegretStep:
         """Remove and return the row to place next; None when no row is left."""
         rows = self._rows
         if self._queue and self._queue_head not in rows:
-            self._next_blocks.pop()
             self._queue_head = self._build_row(self._queue.pop())
             rows.append(self._queue_head)
         if not rows:
@@ -95,22 +105,24 @@ class RegretStep:
         self._rows = [row for row in self._rows if due(row.request)]
         self._set_queue([request for request in self._queue if due(request)])
 
-    def on_placed(
-        self, placed: PlacedRequest, blocks: AbstractSet[int], common: CostMatrix, rng: Random
-    ) -> None:
-        """Update costs and overlaps after a placement. `blocks` are all blocks that the round sent
-        to that worker; `common` is the matrix of requests that may use any worker."""
-        groups: dict[CostMatrix, list[RegretRow]] = {common: []}
+    def on_placed(self, placed: PlacedRequest, common: CostMatrix | None, rng: Random) -> None:
+        """Update costs and overlaps after a placement. `common` is the matrix of all requests that
+        have no matrix of their own."""
+        worker = placed.worker
+        groups: dict[CostMatrix, list[RegretRow]] = {} if common is None else {common: []}
         for row in self._rows:
             _extend_overlap(row.request, placed)
             groups.setdefault(row.matrix, []).append(row)
         for matrix, group in groups.items():
-            index = matrix.refresh_worker(placed.worker)
+            index = matrix.refresh_worker(worker)
             if index is not None and group:
                 costs = matrix.column([row.request for row in group], index)
                 for row, cost in zip(group, costs, strict=True):
                     row.update_cost(index, cost, rng)
-        if not blocks.isdisjoint(self._next_blocks):
+            elif index is None:
+                for row in group:
+                    row.add_holder(worker, rng)
+        if self._queue and not self._next_blocks.isdisjoint(placed.hashes):
             self._promote_sharers(placed)
 
     def _promote_sharers(self, placed: PlacedRequest) -> None:
@@ -125,7 +137,7 @@ class RegretStep:
 
     def _set_queue(self, queue: list[PendingRequest]) -> None:
         self._queue = queue
-        self._next_blocks = [_first_uncached_block(request) for request in queue]
+        self._next_blocks = {_first_uncached_block(request) for request in queue}
 
 
 def _prompt_tokens(request: PendingRequest) -> int:

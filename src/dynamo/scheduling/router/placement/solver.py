@@ -3,7 +3,8 @@
 The solver is pure and synchronous, so that frontends, router processes and the simulator share it.
 Placement is joint, by regret: the request that would lose most by missing its best worker is
 placed first, then costs are updated. Source: the regret heuristic for generalised assignment
-(Martello and Toth).
+(Martello and Toth). A round goes over all pending requests in slices, so that a large burst does
+not block the event loop.
 """
 
 from __future__ import annotations
@@ -19,28 +20,23 @@ from dynamo.core.errors import DynamoError
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.candidates import SHORT_PROMPT_TOKENS, Candidates
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
-from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep
+from dynamo.scheduling.router.placement.regret import REGRET_WINDOW, RegretRow, RegretStep
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
-REGRET_WINDOW = 12
-"""Requests that are placed jointly; the effort grows with its square."""
+MAX_PAIRS_PER_SLICE = 4_096
+"""(Request, worker) pairs that one slice of a round evaluates one by one."""
 
-MAX_PAIRS_PER_ROUND = 4_096
-"""(Request, worker) pairs that one round evaluates; later arrivals wait for the next round."""
+LARGE_FLEET = 128
+"""Workers from which on costs are computed as arrays, if the cost supports that."""
 
 UNBOUND = 1 << 30
 RECHECK_INTERVAL_S = 0.05
 """Time to the next round after an overdue request was not placed. Freed workers start a round
 earlier."""
-
-STEP_FILL_SHARE = 0.25
-"""Share of a worker's step that pending prompts may fill before further prompts are held."""
-
-SHORT_PROMPT_TOKENS = 512
-"""Largest prompt that counts as short: a better worker would save little time."""
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
@@ -93,7 +89,15 @@ class PlacementSolver:
         self._select = select
         self._hold_limits = hold_limits or HoldLimits()
         self._threshold = threshold
-        self._round_blocks: dict[str, set[int]] = {}
+        self._candidates = Candidates(worker_states, cost, self._hold_limits.max_backlog_s)
+        self._workers: Sequence[WorkerState] = ()
+        self._now = 0.0
+        self._round: Iterator[bool] | None = None
+        self._slice_requests = 0
+        self._placed: list[PlacementResult] = []
+        self._round_blocks: dict[int, dict[str, set[int]]] = {}
+        """First block of a prompt -> worker -> blocks that this round sent there in such prompts.
+        Block hashes are chained: prompts that share a block share the first one."""
         self._pending = PendingRequestQueue(WaitingQueue(bound=UNBOUND) if queue is None else queue)
 
     def __len__(self) -> int:
@@ -114,41 +118,34 @@ class PlacementSolver:
 
     def pop_unplaceable(self) -> list[PendingRequest]:
         """Remove and return the requests for which no worker is left."""
-        unplaceable = [request for request in self._pending if not self._allowed_workers(request)]
+        unplaceable = [request for request in self._pending if not self._is_eligible(request)]
         for request in unplaceable:
             self._pending.remove(request)
         return unplaceable
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last `place` cut its round. Call `place` again soon, without an event."""
+        return self._round is not None
+
     def place(self, now: float) -> list[PlacementResult]:
-        """Place all requests that need not be held, and return them in order of placement."""
-        workers = self.worker_states.workers
-        if not workers or not any(map(self._is_eligible, self._pending)):
-            return []
-        self.worker_states.refresh_next(now)
-        self._round_blocks.clear()
-        joint = self.cost.joint and self._select is None and not self._threshold
-        may_hold = joint or (self.cost.joint and self._threshold)
-        if may_hold and not (
-            self._any_nearly_free(now) or self._is_overdue(next(iter(self._pending)), now)
-        ):
-            self._pending.enqueue_new()
-            return []
-        waiting = self._pending.ordered(now)
-        if may_hold:
-            waiting = self._with_free_worker(waiting, now)
-        else:
-            waiting = filter(self._is_eligible, waiting)
-        matrix = self.cost.build_matrix(workers, now)
-        if joint:
-            placed = self._place_jointly(waiting, matrix, now)
-        elif self._threshold:
-            placed = self._place_in_order(waiting, matrix, now)
-        else:
-            placed = [
-                result for request in waiting if (result := self._place_one(request, matrix, now))
-            ]
-        self._pending.enqueue_new()
-        return placed
+        """Place the next pending requests that need not be held, and return them in order of
+        placement. A round considers all pending requests once, and each call is a slice of it. A
+        request that arrives during a round is considered in the next one."""
+        states, self._now = self.worker_states, now
+        self._placed, self._slice_requests = [], 0
+        if self._round is None:
+            if not any(map(self._is_eligible, self._pending)):
+                return []
+            states.refresh_next(now)
+            self._round_blocks.clear()
+            if states.workers is not self._workers or self.cost is not self._candidates.cost:
+                self._choose_candidates()
+            self._round = self._run_round()
+        self._candidates.begin(now)
+        if not next(self._round, False):
+            self._round = None
+        return self._placed
 
     def on_first_token(self, placed: PlacedRequest, now: float) -> None:
         """Note that the prompt is computed."""
@@ -166,54 +163,97 @@ class PlacementSolver:
         """Return when `place` should run if no event starts it before; None without requests."""
         if not len(self._pending):
             return None
-        limits = self._hold_limits
-        due = next(iter(self._pending)).arrived_s + limits.max_hold_s
-        for worker in self.worker_states.workers:
-            if (
-                worker.pending_prefills
-                and now < (nearly_free_s := worker.prefill_free_s - limits.max_backlog_s) < due
-            ):
-                due = nearly_free_s
+        due = next(iter(self._pending)).arrived_s + self._hold_limits.max_hold_s
+        self._candidates.begin(now)
+        due = min(due, self._candidates.next_nearly_free_s())
         return due if due > now else now + RECHECK_INTERVAL_S
 
-    def _is_eligible(self, request: PendingRequest) -> bool:
-        return not request.excluded or any(
-            worker.instance.id not in request.excluded for worker in self.worker_states.workers
-        )
+    def _choose_candidates(self) -> None:
+        """Price workers one by one in small deployments, as arrays in large ones."""
+        self._workers = self.worker_states.workers
+        large = len(self._workers) >= LARGE_FLEET
+        arguments = self.worker_states, self.cost, self._hold_limits.max_backlog_s
+        if large and self.cost.has_arrays and self._select is None:
+            from dynamo.scheduling.router.placement.shortlist import ShortlistCandidates
 
-    def _with_free_worker(
-        self, waiting: Iterable[PendingRequest], now: float
-    ) -> Iterator[PendingRequest]:
+            self._candidates = ShortlistCandidates(*arguments, self._rng)
+        else:
+            self._candidates = Candidates(*arguments)
+
+    def _run_round(self) -> Iterator[bool]:
+        """Place all pending requests that need not be held. Yields True between two slices."""
+        pending, cost = self._pending, self.cost
+        pending.begin_round()
+        joint = cost.joint and self._select is None and not self._threshold
+        may_hold = joint or (cost.joint and self._threshold)
+        if may_hold and not (
+            self._candidates.any_nearly_free() or self._is_overdue(next(iter(pending)))
+        ):
+            pending.end_round()
+            return
+        waiting = pending.ordered(self._now)
+        if may_hold:
+            waiting = self._with_free_worker(waiting)
+        else:
+            waiting = filter(self._is_eligible, waiting)
+        if joint:
+            yield from self._place_jointly(waiting)
+        elif self._threshold:
+            yield from self._place_in_order(waiting)
+        else:
+            for window in self._windows(waiting):
+                if not window:
+                    yield True
+                for request in window:
+                    self._place_one(request)
+        pending.end_round()
+
+    def _windows(self, waiting: Iterable[PendingRequest]) -> Iterator[list[PendingRequest]]:
+        """Yield the requests in windows, and an empty window where the slice ends."""
+        waiting = iter(waiting)
+        size = max(1, min(REGRET_WINDOW, MAX_PAIRS_PER_SLICE // self._candidates.priced_workers))
+        while window := list(islice(waiting, size)):
+            if self._slice_requests:
+                yield []
+                pending = self._pending
+                window = [each for each in window if each in pending and self._is_eligible(each)]
+            self._slice_requests += len(window)
+            if window:
+                yield window
+
+    def _is_eligible(self, request: PendingRequest) -> bool:
+        workers, excluded = self.worker_states.workers, request.excluded
+        if not excluded:
+            return bool(workers)
+        return any(worker.instance.id not in excluded for worker in workers)
+
+    def _with_free_worker(self, waiting: Iterable[PendingRequest]) -> Iterator[PendingRequest]:
         """Yield the requests that have a nearly free worker or are overdue. A request whose allowed
         workers are all busy does not block the others."""
         free_by_excluded: dict[AbstractSet[str], bool] = {}
         for request in waiting:
             free = free_by_excluded.get(request.excluded)
             if free is None:
-                allowed = self._allowed_workers(request)
-                free = any(self._is_nearly_free(worker, now) for worker in allowed)
+                free = self._candidates.any_nearly_free(request.excluded)
                 free_by_excluded[request.excluded] = free
-            if free or (self._is_overdue(request, now) and self._is_eligible(request)):
+            if free or (self._is_overdue(request) and self._is_eligible(request)):
                 yield request
 
-    def _place_in_order(
-        self, waiting: Iterable[PendingRequest], matrix: CostMatrix, now: float
-    ) -> list[PlacementResult]:
+    def _place_in_order(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
         """Place in queue order while a worker is below the threshold. A request that may not use
         such a worker stays, and the next one is tried."""
-        placed: list[PlacementResult] = []
-        for request in islice(waiting, max(1, MAX_PAIRS_PER_ROUND // len(matrix.workers))):
-            if self._all_busy(self.worker_states.workers):
-                break
-            if request.excluded and self._all_busy(self._allowed_workers(request)):
-                continue
-            if self.cost.joint and self._should_hold(
-                self._build_regret_row(request, matrix, now), now
-            ):
-                continue
-            if result := self._place_one(request, matrix, now):
-                placed.append(result)
-        return placed
+        for window in self._windows(waiting):
+            if not window:
+                yield True
+            for request in window:
+                if self._all_busy(self.worker_states.workers):
+                    return
+                allowed = self._candidates.allowed_workers
+                if request.excluded and self._all_busy(allowed(request.excluded)):
+                    continue
+                if self.cost.joint and self._should_hold(self._build_regret_row(request)):
+                    continue
+                self._place_one(request)
 
     def _all_busy(self, workers: Sequence[WorkerState]) -> bool:
         """Whether every worker is above the threshold."""
@@ -222,17 +262,9 @@ class PlacementSolver:
             worker.pending_prefill_tokens > limit * worker.token_budget for worker in workers
         )
 
-    def _allowed_workers(self, request: PendingRequest) -> list[WorkerState]:
-        workers, excluded = self.worker_states.workers, request.excluded
-        if not excluded:
-            return workers
-        return [worker for worker in workers if worker.instance.id not in excluded]
-
-    def _place_one(
-        self, request: PendingRequest, common: CostMatrix, now: float
-    ) -> PlacementResult | None:
-        self._refresh_overlaps(request, now)
-        matrix = self._matrix_for(request, common, now)
+    def _place_one(self, request: PendingRequest) -> None:
+        self._refresh_overlaps(request)
+        matrix = self._candidates.matrix_for(request)
         costs = matrix.row(request)
         if self._select is None:
             lowest = lowest_indices(costs, self.cost.tie_tolerance)
@@ -242,71 +274,51 @@ class PlacementSolver:
                 index = self._select(request, matrix.workers, costs, self._rng)
             except DynamoError as error:
                 self._pending.reject(request, error)
-                return None
-        result = self._assign(request, matrix, costs, index, now)
-        common.refresh_worker(result.placed.worker)
-        return result
+                return
+        placed = self._assign(request, matrix, costs, index)
+        if self._candidates.common is not None:
+            self._candidates.common.refresh_worker(placed.worker)
 
-    def _place_jointly(
-        self, waiting: Iterable[PendingRequest], matrix: CostMatrix, now: float
-    ) -> list[PlacementResult]:
-        limit = max(1, MAX_PAIRS_PER_ROUND // len(matrix.workers))
-        waiting = islice(waiting, limit)
-        placed: list[PlacementResult] = []
+    def _place_jointly(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
+        """Place windows by regret. After a window that is held as a whole, only new requests are
+        tried: the last round held the queue behind it, and they may prefer other workers."""
         seen: set[str] = set()
-        while window := list(islice(waiting, REGRET_WINDOW)):
-            results = self._place_window(self._placeable(window, now), matrix, now)
-            placed += results
+        for window in self._windows(waiting):
+            if not window:
+                yield True
+                continue
+            any_placed = self._place_window(self._placeable(window))
             first_window = not seen
             seen.update(request.id for request in window)
-            if not (results or first_window):
-                break  # a whole window is held: so was the queue behind it in the last round
-        return placed + self._place_new(seen, limit, matrix, now)
+            if not (any_placed or first_window):
+                break
+        new = self._pending.new_requests
+        unseen = [each for each in new if each.id not in seen and self._is_eligible(each)]
+        for window in self._windows(unseen) if unseen else ():
+            if not window:
+                yield True
+            else:
+                self._place_window(self._placeable(window))
 
-    def _place_new(
-        self, seen: AbstractSet[str], limit: int, matrix: CostMatrix, now: float
-    ) -> list[PlacementResult]:
-        """Place new requests that are not in `seen`: they may prefer other workers than the held
-        requests before them."""
-        unseen = (
-            request
-            for request in self._pending.new_requests
-            if request.id not in seen and self._is_eligible(request)
-        )
-        new = list(islice(unseen, limit))
-        placed: list[PlacementResult] = []
-        for start in range(0, len(new), REGRET_WINDOW):
-            window = self._placeable(new[start : start + REGRET_WINDOW], now)
-            placed += self._place_window(window, matrix, now)
-        return placed
-
-    def _place_window(
-        self, waiting: list[PendingRequest], common: CostMatrix, now: float
-    ) -> list[PlacementResult]:
-        """Place one window of requests by regret."""
-
-        def overdue(request: PendingRequest) -> bool:
-            return self._is_overdue(request, now)
-
-        step = self._build_regret_step(waiting, common, now)
-        placed: list[PlacementResult] = []
+    def _place_window(self, waiting: list[PendingRequest]) -> bool:
+        """Place one window of requests by regret. Return whether any was placed."""
+        candidates, overdue = self._candidates, self._is_overdue
+        step = self._build_regret_step(waiting)
+        before = len(self._placed)
         while (row := step.pop()) is not None:
-            if self._should_hold(row, now):
+            if self._should_hold(row):
                 step.on_held(row, overdue)
                 continue
-            result = self._assign(row.request, row.matrix, row.costs, row.best_index, now)
-            placed.append(result)
-            worker = result.placed.worker
-            if not (self._is_nearly_free(worker, now) or self._any_nearly_free(now)):
+            placed = self._assign(row.request, row.matrix, row.costs, row.best_index)
+            worker = placed.worker
+            if not (candidates.is_nearly_free(worker) or candidates.any_nearly_free()):
                 step.keep_due(overdue)
-            step.on_placed(result.placed, self._round_blocks[worker.name], common, self._rng)
-        return placed
+            step.on_placed(placed, candidates.common, self._rng)
+        return len(self._placed) > before
 
-    def _build_regret_step(
-        self, waiting: list[PendingRequest], common: CostMatrix, now: float
-    ) -> RegretStep:
+    def _build_regret_step(self, waiting: list[PendingRequest]) -> RegretStep:
         """Split the window; short prompts with equal overlaps everywhere are queued."""
-        workers = len(common.workers)
+        workers = len(self.worker_states.workers)
         queued: list[PendingRequest] = []
         others: list[PendingRequest] = []
         for request in waiting:
@@ -318,77 +330,55 @@ class PlacementSolver:
                 queued.append(request)
             else:
                 others.append(request)
-        return RegretStep(
-            others, queued, lambda request: self._build_regret_row(request, common, now)
-        )
+        return RegretStep(others, queued, self._build_regret_row)
 
-    def _placeable(self, waiting: list[PendingRequest], now: float) -> list[PendingRequest]:
+    def _placeable(self, waiting: list[PendingRequest]) -> list[PendingRequest]:
         """Return the requests that this round may place; most rounds return none."""
-        if self._any_nearly_free(now):
+        if self._candidates.any_nearly_free():
             return waiting
-        return [request for request in waiting if self._is_overdue(request, now)]
+        return [request for request in waiting if self._is_overdue(request)]
 
-    def _any_nearly_free(self, now: float) -> bool:
-        return any(self._is_nearly_free(worker, now) for worker in self.worker_states.workers)
+    def _is_overdue(self, request: PendingRequest) -> bool:
+        return self._now - request.arrived_s >= self._hold_limits.max_hold_s
 
-    def _is_nearly_free(self, worker: WorkerState, now: float) -> bool:
-        """Whether the pending prompts fill part of a step, are short and fit into one step, or take
-        less than the allowed backlog."""
-        tokens, step = worker.pending_prefill_tokens, worker.token_budget
-        return (
-            tokens <= step * STEP_FILL_SHARE
-            or tokens <= min(step, SHORT_PROMPT_TOKENS * worker.pending_prefills)
-            or worker.backlog_ms(now) <= self._hold_limits.max_backlog_s * 1e3
-        )
+    def _should_hold(self, row: RegretRow) -> bool:
+        return not (self._candidates.is_nearly_free(row.worker) or self._is_overdue(row.request))
 
-    def _is_overdue(self, request: PendingRequest, now: float) -> bool:
-        return now - request.arrived_s >= self._hold_limits.max_hold_s
+    def _build_regret_row(self, request: PendingRequest) -> RegretRow:
+        self._refresh_overlaps(request)
+        return RegretRow(request, self._candidates.matrix_for(request), self._rng)
 
-    def _build_regret_row(
-        self, request: PendingRequest, common: CostMatrix, now: float
-    ) -> RegretRow:
-        self._refresh_overlaps(request, now)
-        return RegretRow(request, self._matrix_for(request, common, now), self._rng)
-
-    def _refresh_overlaps(self, request: PendingRequest, now: float) -> None:
+    def _refresh_overlaps(self, request: PendingRequest) -> None:
         """Look the overlaps up again if they are old or if this round sent shared blocks."""
-        late = now - request.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
+        late = self._now - request.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
         if late or self._overlap_grew(request):
-            request.overlaps_updated_s = now
+            request.overlaps_updated_s = self._now
             request.overlaps = self.view.find_overlaps(request.prompt.hashes)
 
     def _overlap_grew(self, request: PendingRequest) -> bool:
         hashes, overlap = request.prompt.hashes, request.overlaps.get
-        for worker, blocks in self._round_blocks.items():
+        sent = self._round_blocks.get(hashes[0]) if hashes else None
+        for worker, blocks in sent.items() if sent else ():
             depth = overlap(worker, 0)
             if depth < len(hashes) and hashes[depth] in blocks:
                 return True
         return False
 
-    def _matrix_for(self, request: PendingRequest, common: CostMatrix, now: float) -> CostMatrix:
-        if not request.excluded:
-            return common
-        return self.cost.build_matrix(self._allowed_workers(request), now)
-
-    def _should_hold(self, row: RegretRow, now: float) -> bool:
-        return not (self._is_nearly_free(row.worker, now) or self._is_overdue(row.request, now))
-
     def _assign(
-        self,
-        request: PendingRequest,
-        matrix: CostMatrix,
-        costs: Sequence[float],
-        index: int,
-        now: float,
-    ) -> PlacementResult:
-        worker = matrix.workers[index]
+        self, request: PendingRequest, matrix: CostMatrix, costs: Sequence[float], index: int
+    ) -> PlacedRequest:
+        now, worker, hashes = self._now, matrix.workers[index], request.prompt.hashes
         table = matrix.candidate_table(request, costs, index)
         placed = PlacedRequest(
             request.id, worker, request.prompt, request.uncached_tokens(worker.name), now
         )
         worker.place(placed, now)
         self.cost.on_placed(placed)
-        self.view.on_request_routed(worker.name, request.prompt.hashes)
-        self._round_blocks.setdefault(worker.name, set()).update(request.prompt.hashes)
+        self.view.on_request_routed(worker.name, hashes)
+        if hashes:
+            sent = self._round_blocks.setdefault(hashes[0], {})
+            sent.setdefault(worker.name, set()).update(hashes)
         self._pending.remove(request, now)
-        return PlacementResult(request, placed, table, len(matrix.workers))
+        candidates = matrix.allowed or len(matrix.workers)
+        self._placed.append(PlacementResult(request, placed, table, candidates))
+        return placed

@@ -21,6 +21,9 @@ from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.worker_state import PlacedRequest
 from dynamo.scheduling.router.worker_states import WorkerStates
 
+MAX_TURN_S = 0.002
+"""Time after which a round of placements lets the event loop run other callbacks."""
+
 PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
 """Fetch what a remote index knows of a prompt's blocks, before the prompt is placed."""
 
@@ -58,6 +61,7 @@ class KvPolicy(Policy):
         self._block_tokens = block_tokens
         self._name = name
         self._placement_scheduled = False
+        self._round_wanted = False
         self._timer_due_s: float | None = None
         self._stop_timer: Callable[[], None] | None = None
         clients = [client] if prefill_client is None else [client, prefill_client]
@@ -125,7 +129,7 @@ class KvPolicy(Policy):
 
     def on_worker_freed(self) -> None:
         """Run a round soon, since a worker may have become free; another router may report it."""
-        if not self._placement_scheduled and len(self.solver):
+        if not self._round_wanted and len(self.solver):
             self._schedule_placement()
 
     def _on_instances_changed(self) -> None:
@@ -155,20 +159,37 @@ class KvPolicy(Policy):
             _fail(pending, no_workers_error(self._client))
 
     def _schedule_placement(self) -> None:
+        self._round_wanted = True
         if not self._placement_scheduled:
-            self._placement_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run_placement)
+            self._continue_placement()
 
     def _run_placement(self) -> None:
         self._placement_scheduled = False
+        solver = self.solver
+        if not solver.unfinished:
+            self._round_wanted = False
         now = self._clock.now()
-        results = self.solver.place(now)
-        waiting = len(self.solver)
-        for result in results:
-            self._resolve(result, now, waiting)
-        for pending, error in self.solver.pop_rejected():
+        until = now + MAX_TURN_S
+        while True:
+            results = solver.place(now)
+            waiting = len(solver)
+            for result in results:
+                self._resolve(result, now, waiting)
+            if not solver.unfinished:
+                break
+            if (now := self._clock.now()) >= until:
+                self._continue_placement()
+                return
+        for pending, error in solver.pop_rejected():
             _fail(pending, error)
-        self._set_timer(self.solver.next_run_s(now))
+        self._set_timer(solver.next_run_s(now))
+        if self._round_wanted:
+            self._continue_placement()
+
+    def _continue_placement(self) -> None:
+        """Go on in the next turn of the event loop."""
+        self._placement_scheduled = True
+        asyncio.get_running_loop().call_soon(self._run_placement)
 
     def _resolve(self, result: PlacementResult, now: float, waiting: int) -> None:
         placed, pending = result.placed, result.request

@@ -1,0 +1,77 @@
+"""The workers that a pending request may be placed on: their costs, and which are nearly free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from math import inf
+
+from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_states import WorkerStates
+
+STEP_FILL_SHARE = 0.25
+"""Share of a worker's step that pending prompts may fill before further prompts are held."""
+
+SHORT_PROMPT_TOKENS = 512
+"""Largest prompt that counts as short: a better worker would save little time."""
+
+
+class Candidates:
+    """The candidates of every request at one time. This class computes the cost of each allowed
+    worker, which is fastest where there are few. Call `begin` when time or worker states changed;
+    after a placement, refresh the worker in `common`."""
+
+    def __init__(self, states: WorkerStates, cost: Cost, max_backlog_s: float) -> None:
+        """A worker with at most `max_backlog_s` of pending prefill is nearly free."""
+        self._states = states
+        self.cost = cost
+        self._max_backlog_s = max_backlog_s
+        self._now = 0.0
+        self.common: CostMatrix | None = None
+        """The matrix that all requests without excluded workers share, once it is built."""
+        self.priced_workers = 0
+        """The number of workers whose cost is computed one by one for each request."""
+
+    def begin(self, now: float) -> None:
+        """Forget all costs, and use the worker states of the time `now`."""
+        self._now = now
+        self.common = None
+        self.priced_workers = len(self._states.workers)
+
+    def matrix_for(self, request: PendingRequest) -> CostMatrix:
+        """Return the costs of the candidates of `request`."""
+        if request.excluded:
+            return self.cost.build_matrix(self.allowed_workers(request.excluded), self._now)
+        if self.common is None:
+            self.common = self.cost.build_matrix(self._states.workers, self._now)
+        return self.common
+
+    def allowed_workers(self, excluded: AbstractSet[str]) -> Sequence[WorkerState]:
+        """Return the workers of all instances that are not in `excluded`."""
+        return [worker for worker in self._states.workers if worker.instance.id not in excluded]
+
+    def any_nearly_free(self, excluded: AbstractSet[str] = frozenset()) -> bool:
+        """Whether an allowed worker is nearly free."""
+        workers = self.allowed_workers(excluded) if excluded else self._states.workers
+        return any(map(self.is_nearly_free, workers))
+
+    def is_nearly_free(self, worker: WorkerState) -> bool:
+        """Whether the pending prompts fill part of a step, are short and fit into one step, or take
+        less than the allowed backlog."""
+        tokens, step = worker.pending_prefill_tokens, worker.token_budget
+        return (
+            tokens <= step * STEP_FILL_SHARE
+            or tokens <= min(step, SHORT_PROMPT_TOKENS * worker.pending_prefills)
+            or worker.backlog_ms(self._now) <= self._max_backlog_s * 1e3
+        )
+
+    def next_nearly_free_s(self) -> float:
+        """Return when the next busy worker is nearly free; infinity without a prediction."""
+        times = (
+            worker.prefill_free_s - self._max_backlog_s
+            for worker in self._states.workers
+            if worker.pending_prefills
+        )
+        return min((time for time in times if time > self._now), default=inf)

@@ -1,0 +1,108 @@
+"""The worker states of a large deployment as arrays, one entry for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_states import WorkerStates
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+class WorkerArrays:
+    """Values of all workers at one time, float64 `[workers]` in the order of `workers`, named as in
+    `WorkerState`. Call `refresh` before every use: only the entries of changed workers are written
+    again."""
+
+    token_ms: Floats
+    step_ms: Floats
+    token_budget: Floats
+    stall_sensitivity: Floats
+    prefill_free_s: Floats
+    pending_prefills: Floats
+    pending_prefill_tokens: Floats
+    backlog_ms: Floats
+
+    def __init__(self, states: WorkerStates) -> None:
+        self.workers: Sequence[WorkerState] = ()
+        self._states = states
+        self._now = -inf
+        self._index: dict[str, int] = {}
+        self._ranks: dict[str, list[int]] = {}
+
+    def refresh(self, now: float) -> None:
+        """Read the workers that changed, and compute `backlog_ms` for the time `now`."""
+        states = self._states
+        if states.workers is not self.workers:
+            self._rebuild()
+        elif states.changed:
+            for worker in states.changed:
+                index = self._index.get(worker.name)
+                if index is not None and self.workers[index] is worker:
+                    self._values[:, index] = _values_of(worker)
+        elif now == self._now:
+            return
+        states.changed.clear()
+        self._now = now
+        pending = self.pending_prefills > 0.0
+        self.backlog_ms = np.abs(self.prefill_free_s - now) * 1e3 * pending
+
+    def uncached_tokens(
+        self, prompt_tokens: int, overlaps: Mapping[str, int], block_tokens: int
+    ) -> Floats:
+        """Return the prompt tokens that each worker would compute; the last token always."""
+        count = len(self.workers)
+        tokens = np.full(count + 1, max(1.0, prompt_tokens))
+        if overlaps:  # unknown workers write to the entry after the last
+            size = len(overlaps)
+            holders = np.fromiter(map(self._index.get, overlaps, repeat(count)), np.intp, size)
+            blocks = np.fromiter(overlaps.values(), np.float64, size)
+            tokens[holders] = np.maximum(prompt_tokens - blocks * block_tokens, 1.0)
+        return tokens[:count]
+
+    def prefill_steps_ms(self, new_tokens: Floats) -> Floats:
+        """Return the constant part of a prefill: ms per step times the steps of `new_tokens`."""
+        if new_tokens.max() <= self.token_budget.min():
+            return self.step_ms
+        return np.ceil(new_tokens / self.token_budget) * self.step_ms
+
+    def indices_of(self, instance_ids: Collection[str]) -> list[int]:
+        """Return the entries of these instances, all ranks."""
+        ranks = self._ranks
+        return [index for name in instance_ids if name in ranks for index in ranks[name]]
+
+    def _rebuild(self) -> None:
+        self.workers = workers = self._states.workers
+        self._index = {worker.name: index for index, worker in enumerate(workers)}
+        self._ranks = {}
+        for index, worker in enumerate(workers):
+            self._ranks.setdefault(worker.instance.id, []).append(index)
+        self._values = np.array([_values_of(worker) for worker in workers]).reshape(-1, 7).T.copy()
+        (
+            self.token_ms,
+            self.step_ms,
+            self.token_budget,
+            self.stall_sensitivity,
+            self.prefill_free_s,
+            self.pending_prefills,
+            self.pending_prefill_tokens,
+        ) = self._values
+
+
+def _values_of(worker: WorkerState) -> tuple[float, ...]:
+    return (
+        worker.token_ms,
+        worker.step_ms,
+        worker.token_budget,
+        worker.stall_sensitivity,
+        worker.prefill_free_s,
+        worker.pending_prefills,
+        worker.pending_prefill_tokens,
+    )
