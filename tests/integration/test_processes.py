@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,11 +44,13 @@ def test_ps_lists_every_process_and_its_state(
         )
     )
     assert sorted(p["role"] for p in listed) == ["frontend", "supervisor", "worker", "worker"]
+    assert all(p["instance"].startswith(p["name"] + "-") for p in listed)
     for process in listed:
         assert set(process) >= {
             "deployment",
             "role",
             "name",
+            "instance",
             "pid",
             "address",
             "status_url",
@@ -57,16 +60,32 @@ def test_ps_lists_every_process_and_its_state(
         assert alive(process["pid"])
 
 
+def chosen_worker(deployment: Deployment) -> str:
+    """Return the worker that answered a request, as the answer's header names it."""
+    headers = {"content-type": "application/json"}
+    url = f"{deployment.url}/v1/chat/completions"
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(CHAT).encode(), headers)
+    ) as answer:
+        return str(answer.headers["x-dynamo-worker"])
+
+
 def test_a_killed_worker_is_restarted_and_later_requests_succeed(
     start: Callable[..., Deployment], tiny_model: Path
 ) -> None:
     deployment = start("out=mock", tiny_model, "--workers", 2, *FAST)
-    victim = pids(deployment, "worker")[0]
+    chosen = chosen_worker(deployment)
+    (victim,) = [p["pid"] for p in deployment.processes() if p["instance"] == chosen]
+    log = deployment.log.read_text()
+    assert any("worker serves" in line and chosen in line for line in log.splitlines())
     os.kill(victim, signal.SIGKILL)
     until(lambda: victim not in pids(deployment, "worker"))
     for _ in range(20):
         assert deployment.post("/v1/chat/completions", CHAT)[0] == 200
     until(lambda: len(pids(deployment, "worker")) == 2)
+    log = deployment.log.read_text()
+    for message in ("process died", "connection broke"):  # of the supervisor and the frontend
+        assert any(message in line and f"instance={chosen}" in line for line in log.splitlines())
 
 
 def test_workers_join_and_leave_under_load(
@@ -106,7 +125,8 @@ def test_scale_restart_and_drain_print_what_the_deployment_did(
 
     assert control("scale", "worker=2") == (0, "worker-1 serves\n")
     before = set(pids(deployment, "worker"))
-    assert control("restart", "worker-1")[0] == 0
+    (instance,) = [p["instance"] for p in deployment.processes() if p["name"] == "worker-1"]
+    assert control("restart", instance) == (0, "worker-1 was replaced\n")
     assert len(before & set(pids(deployment, "worker"))) == 1
     assert control("drain", "worker-1") == (0, "worker-1 has left\n")
     assert len(pids(deployment, "worker")) == 1

@@ -78,7 +78,7 @@ DRAIN = ControlCommand(
     "Take one process out of service. The process gets no new requests and is not restarted. "
     "Its requests in flight move to others; the last process of a kind finishes its own.",
     "  dynamo drain worker-2",
-    {"metavar": "PROCESS", "help": "name of the process in `dynamo ps`"},
+    {"metavar": "PROCESS", "help": "name or instance of the process in `dynamo ps`"},
 )
 RESTART = ControlCommand(
     "restart",
@@ -92,6 +92,6 @@ RESTART = ControlCommand(
         "nargs": "?",
         "default": "",
         "metavar": "PROCESS|KIND",
-        "help": "default: every worker, or every process of a graph",
+        "help": "also an instance; default: every worker, or every process of a graph",
     },
 )

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.cli.parsing import Parser, format_table
 
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import ProcessRecord
 
-COLUMNS = ("deployment", "role", "name", "pid", "address", "status_url", "state", "restarts")
+COLUMNS = (
+    "deployment", "role", "name", "instance", "pid", "address", "status_url", "state", "restarts",
+)  # fmt: skip
 
 EXAMPLES = """\
   dynamo ps
@@ -49,6 +52,12 @@ def format_processes_json(records: Sequence[ProcessRecord]) -> str:
 
 
 def format_processes_table(records: Sequence[ProcessRecord]) -> str:
-    """Return a table with a row for each process."""
-    rows = [COLUMNS, *(tuple(str(getattr(record, key)) for key in COLUMNS) for record in records)]
-    return "\n".join(format_table(rows))
+    """Return a table with a row for each process. Addresses lack the incarnation of the process."""
+    shown = (replace(record, address=_without_incarnation(record.address)) for record in records)
+    cells = (tuple(str(getattr(record, key)) for key in COLUMNS) for record in shown)
+    return "\n".join(format_table([tuple(key.upper() for key in COLUMNS), *cells]))
+
+
+def _without_incarnation(address: str) -> str:
+    scheme, _, rest = address.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}" if scheme == "tcp" else address

@@ -29,7 +29,10 @@ def parser() -> Parser:
     """Return the parser: the deployment and how to stop it."""
     parser = Parser("dynamo stop", "Stop a deployment after its requests in flight.", EXAMPLES)
     parser.add_argument(
-        "deployment", nargs="?", metavar="DEPLOYMENT|PORT", help="name or HTTP port"
+        "deployment",
+        nargs="?",
+        metavar="DEPLOYMENT|PORT",
+        help="name or HTTP port, or the folder that `dynamo ps` shows",
     )
     parser.add_argument("--all", action="store_true", help="stop all your deployments")
     parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")

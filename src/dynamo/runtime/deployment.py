@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.runtime.pids import is_alive
+from dynamo.runtime.pids import is_alive, is_stopped
 
 if TYPE_CHECKING:
     from dynamo.communication.discovery.disk_reserve import DiskReserve
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ProcessState = Literal["starting", "ready", "draining", "hung"]
-"""A process reports its state itself, except for `hung`, which its supervisor reports."""
+"""A process reports its state itself, except for `hung`: its supervisor reports that, and readers
+of its record find a process that is stopped (SIGSTOP)."""
 RECORDS_FOLDER = "processes"
 DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"
@@ -33,7 +35,14 @@ STATE_FOLDER_HINT = "set XDG_RUNTIME_DIR to a writable folder of your own on a d
 STATE_ROOT_VARIABLE = "_DYNAMO_STATE_ROOT"
 """Environment variable by which a supervisor tells its children the root of its state folder."""
 
+_NOT_IN_INSTANCE_ID = re.compile(r"[^A-Za-z0-9_-]+")
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+
+def new_instance_id(process_name: str) -> str:
+    """Return the id of a new process: `worker-2-3f9a1c42d0` for `worker-2`. The id is a part of
+    discovery keys and HTTP headers."""
+    return f"{_NOT_IN_INSTANCE_ID.sub('-', process_name)}-{secrets.token_hex(5)}"
 
 
 class ChildStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -249,21 +258,30 @@ def _foreign_reason(status: os.stat_result) -> str:
 
 
 def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
-    """The deployments of this user with live processes; folders of others are removed. Blocks."""
+    """The deployments of this user with live processes; folders of others are removed. Blocks. Of
+    several with the same name, that of the first state root has the name as id, the others have
+    their folders."""
     return [deployment for deployment, _ in _with_live_processes(environ)]
 
 
 def live_processes(environ: Mapping[str, str] = os.environ) -> Sequence[ProcessRecord]:
-    """The live processes of all `live_deployments`. Blocks."""
-    return [record for _, records in _with_live_processes(environ) for record in records]
+    """The live processes of all `live_deployments`, with the ids of these. Blocks."""
+    return [
+        msgspec.structs.replace(record, deployment=deployment.id)
+        for deployment, records in _with_live_processes(environ)
+        for record in records
+    ]
 
 
 def _with_live_processes(
     environ: Mapping[str, str],
 ) -> Iterator[tuple[Deployment, Sequence[ProcessRecord]]]:
+    names: set[str] = set()
     for deployment in _list_deployments(environ):
         if records := deployment.live_processes():
-            yield deployment, records
+            unique = deployment.id if deployment.id not in names else str(deployment.folder)
+            names.add(deployment.id)
+            yield Deployment(unique, deployment.folder), records
         else:
             deployment.remove_if_unused()
 
@@ -285,7 +303,7 @@ def _read_live_record(path: Path) -> ProcessRecord | None:
         log.warning("bad process record", extra={"fields": {"path": path, "error": str(error)}})
         return None
     if is_alive(record.pid, record.start_ticks):
-        return record
+        return msgspec.structs.replace(record, state="hung") if is_stopped(record.pid) else record
     path.unlink(missing_ok=True)
     return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
@@ -24,7 +23,7 @@ from dynamo.runtime.background import Background, InlineBackground, Runtime, Thr
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
-from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.deployment import deployment_of, new_instance_id
 from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.health import ProcessHealth
@@ -72,8 +71,8 @@ class DistributedRuntime:
             )
         self.settings = settings
         self.role = role
-        self.instance_id = secrets.token_hex(8)
-        self.name = name or f"{role}-{self.instance_id[:6]}"
+        self.instance_id = new_instance_id(name or role)
+        self.name = name or self.instance_id
         self.clock = clock or SystemClock()
         self.rng = Random()
         self.tasks = BackgroundTasks()

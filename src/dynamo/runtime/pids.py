@@ -6,18 +6,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-PARENT_FIELD, START_TIME_FIELD = 3, 21
-"""Indices of `ppid` and `starttime` in /proc/PID/stat, counted from the pid (proc(5))."""
+STATE_FIELD, PARENT_FIELD, START_TIME_FIELD = 2, 3, 21
+"""Indices of `state`, `ppid` and `starttime` in /proc/PID/stat, counted from the pid (proc(5))."""
 
 
 def start_ticks(pid: int) -> int:
     """The start of `pid` in clock ticks since boot; 0 for a zombie or without such a process."""
-    return _read_stat_field(pid, START_TIME_FIELD)
+    return int(_read_stat_field(pid, START_TIME_FIELD))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether `pid` is stopped by a signal such as SIGSTOP, or by a debugger."""
+    return _read_stat_field(pid, STATE_FIELD) in {"T", "t"}
 
 
 def ancestors(pid: int) -> Iterator[int]:
     """Yield the pids of the visible ancestors of `pid`, parent first."""
-    while pid := _read_stat_field(pid, PARENT_FIELD):
+    while pid := int(_read_stat_field(pid, PARENT_FIELD)):
         yield pid
 
 
@@ -35,14 +40,14 @@ def command_line(pid: int) -> str:
     return raw.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
 
 
-def _read_stat_field(pid: int, field: int) -> int:
-    """Read a number of /proc/PID/stat; 0 for a zombie or without such a process."""
+def _read_stat_field(pid: int, field: int) -> str:
+    """Read a field of /proc/PID/stat; "0" for a zombie or without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
     except OSError:
-        return 0
+        return "0"
     fields = stat[stat.rindex(")") + 2 :].split()
-    return 0 if fields[0] in {"Z", "X"} else int(fields[field - 2])
+    return "0" if fields[0] in {"Z", "X"} else fields[field - 2]
 
 
 def _may_be_own(pid: int) -> bool:

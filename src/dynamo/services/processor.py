@@ -92,4 +92,4 @@ class ProcessorService:
         ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
-        log.info("processor serves", extra={"fields": {"id": runtime.instance_id}})
+        log.info("processor serves", extra={"fields": {"instance": runtime.instance_id}})

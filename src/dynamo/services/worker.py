@@ -51,7 +51,7 @@ class WorkerService:
         runtime.add_shutdown_hook(worker.close)
         runtime.health.set_healthy(MODEL_HEALTH_KEY)
         runtime.tasks.start(_watch_engine(runtime), "engine watch")
-        fields = {"model": served_card.name, "engine": kind, "id": runtime.instance_id}
+        fields = {"model": served_card.name, "engine": kind, "instance": runtime.instance_id}
         log.info("worker serves", extra={"fields": fields})
 
 

@@ -2,30 +2,33 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.conftest import until
 
 from dynamo.cli import main, ps, stop
 from dynamo.core.errors import ConfigError, NotFound
-from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.pids import start_ticks
+from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
+from dynamo.runtime.pids import is_stopped, start_ticks
 
-Start = Callable[[str, str], subprocess.Popen[bytes]]
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return `start(deployment, role)`, which starts and registers a process that only waits."""
+    """Return `start(deployment, role, root="dynamo")`, which starts a process that only waits, and
+    registers it under a state root."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     running: list[subprocess.Popen[bytes]] = []
 
-    def start_process(name: str, role: str) -> subprocess.Popen[bytes]:
+    def start_process(name: str, role: str, root: str = "dynamo") -> subprocess.Popen[bytes]:
         child = subprocess.Popen(["sleep", "60"])
         running.append(child)
-        deployment = Deployment(name, tmp_path / "dynamo" / name)
+        deployment = Deployment(name, tmp_path / root / name)
         deployment.create_folder()
         deployment.write_record(
             ProcessRecord(
@@ -61,6 +64,56 @@ def test_ps_lists_live_processes_only(start: Start, capsys: pytest.CaptureFixtur
 
     assert main(["ps"]) == 0
     assert "http://127.0.0.1:8123" in capsys.readouterr().out
+
+
+def test_a_stopped_process_is_not_ready(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen, other = start("http-8123", "worker"), start("http-8123", "frontend")
+    frozen.send_signal(signal.SIGSTOP)
+    until(lambda: is_stopped(frozen.pid))
+
+    assert main(["ps", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    states = {row["pid"]: row["state"] for row in rows}
+    assert (states[frozen.pid], states[other.pid]) == ("hung", "ready")
+
+
+def test_the_table_has_instances_and_addresses_without_incarnations() -> None:
+    record = ProcessRecord(
+        deployment="d",
+        role="worker",
+        name="worker-2",
+        pid=1,
+        address="tcp://127.0.0.1:5/0123456789abcdef",
+        instance="worker-2-3f9a1c42d0",
+    )
+    titles, row = ps.format_processes_table([record]).splitlines()
+    cells = dict(zip(titles.split(), row.split(), strict=False))
+    assert cells["INSTANCE"] == "worker-2-3f9a1c42d0"
+    assert cells["ADDRESS"] == "tcp://127.0.0.1:5"
+
+
+def test_deployments_of_one_name_in_two_state_roots_are_separate(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(STATE_ROOT_VARIABLE, str(tmp_path / "first"))
+    own, other = start("same", "worker", "first"), start("same", "worker", "dynamo")
+    folder = str(tmp_path / "dynamo" / "same")
+
+    assert main(["ps", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    names = {row["pid"]: row["deployment"] for row in rows}
+    assert (names[own.pid], names[other.pid]) == ("same", folder)
+    assert main(["stop", "same"]) == 0
+    assert own.wait(1) != 0
+    assert other.poll() is None
+    monkeypatch.setenv(STATE_ROOT_VARIABLE, str(tmp_path / "third"))
+    third = start("same", "worker", "third")
+    assert main(["stop", folder]) == 0
+    assert capsys.readouterr().out == f"stopped same\nstopped {folder}\n"
+    assert third.poll() is None
 
 
 def test_stop_ends_a_deployment_and_waits(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,7 @@ class InstanceView:
         if self._closed or not broken - self._unreachable:
             return
         text = "connection broke; instance gets no requests until it answers"
-        log.warning(text, extra={"fields": {"address": address}})
+        log.warning(text, extra={"fields": self._log_fields(address)})
         self._unreachable |= broken
         self._refresh()
         if address not in self._probing:
@@ -239,6 +239,9 @@ class InstanceView:
     def _ids_at(self, address: str) -> set[str]:
         return {name for name, instance in self._known.items() if instance.address == address}
 
+    def _log_fields(self, address: str) -> Mapping[str, str]:
+        return {"instance": ",".join(sorted(self._ids_at(address))), "address": address}
+
     def _refresh(self) -> None:
         excluded = self._unreachable | self._ejected
         live = {name: known for name, known in self._known.items() if name not in excluded}
@@ -255,7 +258,7 @@ class InstanceView:
                 await self._clock.sleep(delay_s)
                 if await self._is_reachable(address):
                     self._unreachable -= self._ids_at(address)
-                    log.info("instance answers again", extra={"fields": {"address": address}})
+                    log.info("instance answers again", extra={"fields": self._log_fields(address)})
                     self._refresh()
                 delay_s = min(delay_s * 2, MAX_PROBE_INTERVAL_S)
         finally:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,11 @@ class ChildProcess:
         self._stdin_writer: asyncio.StreamWriter | None = None
 
     @property
+    def instance(self) -> str:
+        """The instance id that the process reported, or an empty string."""
+        return self.report.key.rpartition("/")[2]
+
+    @property
     def ready(self) -> bool:
         """Whether the process runs and reported that it serves."""
         return self.pid != 0 and self.report.state == "ready"
@@ -159,8 +164,9 @@ class ChildProcess:
             self.restarts += 1
             self.last_exit = exit_text
             self._on_death(self)
+            fields = {"name": self.spec.name, "instance": self.instance, "exit": exit_text}
             self.report = ChildReport()
-            await self._wait_before_restart(exit_text, self._backoff.next_delay_s(served_s))
+            await self._wait_before_restart(fields, self._backoff.next_delay_s(served_s))
 
     @property
     def desired(self) -> bool:
@@ -199,7 +205,7 @@ class ChildProcess:
         if self._watchdog.hung != was_hung:
             self._on_change(self)
         if self._watchdog.expired and not was_expired:
-            fields = {"name": self.spec.name, "pid": self.pid, "silent_s": KILL_AFTER_S}
+            fields = {"name": self.spec.name, "instance": self.instance, "silent_s": KILL_AFTER_S}
             log.error("process killed: its event loop does not answer", extra={"fields": fields})
             self.send_signal(signal.SIGKILL)
 
@@ -213,11 +219,13 @@ class ChildProcess:
             else:
                 os.kill(self.pid, number)
 
-    async def _wait_before_restart(self, exit_text: str, wait_s: float) -> None:
-        fields = {"name": self.spec.name, "exit": exit_text, "restart_s": wait_s}
+    async def _wait_before_restart(self, death: Mapping[str, str], wait_s: float) -> None:
+        fields: dict[str, object] = {**death, "restart_s": wait_s}
         deaths = self._backoff.deaths_before_ready
         if self._backoff.crash_looping:
-            self.crash_loop_reason = f"died {deaths} times before it served, last by {exit_text}"
+            self.crash_loop_reason = (
+                f"died {deaths} times before it served, last by {self.last_exit}"
+            )
             text = "process is in a crash loop: it dies before it serves"
             log.error(text, extra={"fields": fields | {"deaths": deaths}})
             self._on_change(self)

@@ -39,6 +39,11 @@ def check_replicas(kind: str, count: int) -> None:
         raise ConfigError(f"cannot run {count} {kind} processes: a host runs 0 to {MAX_REPLICAS}")
 
 
+def _is_called(child: ChildProcess, name: str) -> bool:
+    """Whether `name` is the name or the instance id of a process."""
+    return bool(name) and name in {child.spec.name, child.instance}
+
+
 class ProcessGroup:
     """Starts, stops and replaces children. `children` holds all of them in order of their start.
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
@@ -86,7 +91,7 @@ class ProcessGroup:
         _, pending = await asyncio.wait(by_task, timeout=self._drain_s + KILL_GRACE_S)
         for task in pending:
             child = by_task[task]
-            fields = {"name": child.spec.name, "pid": child.pid}
+            fields = {"name": child.spec.name, "instance": child.instance}
             log.error("process killed after its drain time", extra={"fields": fields})
             child.send_signal(signal.SIGKILL)
         if pending:
@@ -121,7 +126,7 @@ class ProcessGroup:
         replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
-            named = [child for child in self.children if child.spec.name == name]
+            named = [child for child in self.children if _is_called(child, name)]
             for old in named or self._replaceable_children(name):
                 spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
                 new = self._start_new_child(replace(spec, name=old.spec.name))
@@ -191,7 +196,7 @@ class ProcessGroup:
 
     def _child_named(self, name: str) -> ChildProcess:
         for child in self.children:
-            if child.spec.name == name:
+            if _is_called(child, name):
                 return child
         raise self._not_found_error(name)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from dynamo.runtime.deployment import (
     ChildStatus,
     Deployment,
     ProcessRecord,
+    new_instance_id,
     report_unsafe_roots,
 )
 from dynamo.runtime.health import PREPARATION_REASON
@@ -347,7 +347,7 @@ def _own_record(deployment: Deployment, address: str) -> ProcessRecord:
         name=SUPERVISOR,
         pid=os.getpid(),
         address=address,
-        instance=secrets.token_hex(8),
+        instance=new_instance_id(SUPERVISOR),
         start_ticks=start_ticks(os.getpid()),
     )
 
