@@ -54,7 +54,7 @@ RETRY_S = 5
 
 def pages() -> Iterator[str]:
     """Yield the pages that have blocks to run."""
-    paths = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
+    paths = [ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/requirements.md"]
     paths += sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("examples/*/README.md")])
     for page in paths:
         if any(blocks(str(page.relative_to(ROOT)))):

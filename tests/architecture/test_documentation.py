@@ -13,6 +13,10 @@ import pytest
 from dynamo.cli.commands import COMMANDS
 from dynamo.core.errors import error_types
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
+from dynamo.inference.native.kv_storage import KvShape
+from dynamo.models.checkpoint.llama_config import LlamaConfig
+from dynamo.models.downloads.default_model import DEFAULT_MODEL
+from dynamo.services.deployment.launch import DEFAULT_OPEN_FILES
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -87,3 +91,21 @@ def test_every_dependency_is_explained() -> None:
     text = (ROOT / "docs" / "dependencies.md").read_text()
 
     assert [name for name in declared if f"| {re.split('[>=<]', name)[0]} |" not in text] == []
+
+
+def test_the_requirements_name_the_sizes_of_the_default_model() -> None:
+    """The figures follow from the code: sizes of files and of `make setup`, weights, KV memory."""
+    text = (ROOT / "docs" / "requirements.md").read_text()
+    config = LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
+    file_mb, fetched_mb = DEFAULT_MODEL.file_bytes / 1e6, DEFAULT_MODEL.wheel_bytes / 1e6
+    weights, kv_mb = config.count_weights(), 1000 * KvShape(30, 3, 64).token_bytes / 1e6
+
+    assert f"Q4_1) | {file_mb:.0f} |" in text
+    assert f"deleted afterwards | {fetched_mb:.0f} |" in text
+    row = f"| {weights / 1e6:.0f} million | {file_mb:.0f} (Q4_1) | {weights * 4 / 1e9:.2f} | "
+    assert f"{row}{kv_mb:.0f} |" in text
+    assert f"hard limit of {DEFAULT_OPEN_FILES:,} or more" in text
+    makefile = (ROOT / "Makefile").read_text()
+    run_mb, all_mb = map(int, re.findall(r"into \$\(VENV\), (\d+) MB", makefile))
+    assert f"with `.venv` | {run_mb} |" in text
+    assert f"(`make setup`) | {all_mb - run_mb} |" in text

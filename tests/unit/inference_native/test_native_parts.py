@@ -191,12 +191,12 @@ def test_too_little_memory_is_refused_with_the_sizes() -> None:
     )
     settings = EngineSettings()
     info = plan_engine_info(settings, default_model, shape, 0, needed)
-    assert (info.num_blocks, info.context_tokens) == (32, 512)
+    assert (info.num_blocks, info.context_tokens) == (64, 1024)
     with pytest.raises(ConfigError) as raised:
         plan_engine_info(settings, default_model, shape, 0, 600_000_000)
     assert str(raised.value.message) == (
-        "the engine has 600 MB of memory and needs 656 MB: 538 MB for the model's weights and "
-        "118 MB to compute 512 tokens of context"
+        "the engine has 600 MB of memory and needs 774 MB: 538 MB for the model's weights and "
+        "236 MB to compute 1024 tokens of context"
     )
     assert "--num-blocks" in raised.value.hint
     own_choice = EngineSettings(num_blocks=3)

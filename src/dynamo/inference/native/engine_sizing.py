@@ -26,7 +26,7 @@ the other sequences in the step."""
 KV_MEMORY_SHARE = 0.2
 """Share for blocks of the memory that the weights leave. The areas of running sequences take at
 most the same amount again."""
-MIN_KV_TOKENS = 512
+MIN_KV_TOKENS = 1024
 """An engine whose blocks would hold fewer tokens does not start, unless the model's context is
 shorter or `num_blocks` is set."""
 
@@ -92,7 +92,7 @@ def plan_engine_info(
 def _plan_kv_bytes(memory_bytes: int, weight_bytes: int, shape: KvShape, context: int) -> int:
     """Return the memory for KV blocks. Raises `ConfigError` if it holds too few tokens."""
     tokens = min(MIN_KV_TOKENS, context)
-    rest_bytes = int(tokens * shape.token_bytes / KV_MEMORY_SHARE)
+    rest_bytes = round(tokens * shape.token_bytes / KV_MEMORY_SHARE)
     if memory_bytes >= weight_bytes + rest_bytes:
         return int((memory_bytes - weight_bytes) * KV_MEMORY_SHARE)
     raise ConfigError(
