@@ -117,7 +117,8 @@ def test_a_request_moves_to_its_decode_worker_with_the_first_token() -> None:
 
     placed.worker = prefill
     placed.first_token_s = None
-    prefill.place_pair(placed, decode, cluster.now)
+    prefill.place(placed, cluster.now)
+    prefill.expect_answer(placed, decode)
     assert (list(prefill.active), list(decode.active)) == ([placed.id], [])
     assert decode.arriving_tokens == placed.prompt_tokens
 
@@ -137,8 +138,38 @@ def test_a_pair_that_ends_before_its_first_token_leaves_nothing() -> None:
     placed = cluster.add_prefill("p1", 500)
     cluster.worker_states["p1"].remove(placed, cluster.now)
     prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]
-    prefill.place_pair(placed, decode, cluster.now)
+    prefill.place(placed, cluster.now)
+    prefill.expect_answer(placed, decode)
 
     prefill.remove(placed, cluster.now)
     assert prefill.pending_prefill_tokens == decode.arriving_tokens == 0
     assert not prefill.active
+
+
+def test_the_solver_places_both_halves_and_forgets_them() -> None:
+    cluster = make_cluster(["p1", "p2", "d1", "d2"], mode="always")
+    requests = [cluster.submit(3_000, range(100 * n, 100 * n + 187)) for n in range(6)]
+    placed = cluster.place()
+    pairs = {(one.worker.name, one.decode_worker.name) for one in placed.values()}  # type: ignore[union-attr]
+
+    assert {prefill for prefill, _ in pairs} == {"p1", "p2"}
+    assert {decode for _, decode in pairs} == {"d1", "d2"}
+    assert cluster.view.open_prefills == 2 * len(placed)
+
+    for number, one in enumerate(placed.values()):
+        if number % 2:
+            cluster.solver.on_first_token(one, cluster.now + 0.1)
+        cluster.solver.on_ended(one, cluster.now + 0.2)
+    for request in requests:
+        cluster.solver.cancel(request)
+    states = cluster.worker_states.workers
+    assert cluster.view.open_prefills == 0
+    assert not any(state.active or state.arriving_tokens for state in states)
+    assert not any(state.pending_prefills or state.pending_prefill_tokens for state in states)
+
+
+def test_a_request_that_may_use_no_decode_worker_is_unplaceable() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="predicted")
+    request = cluster.submit(100, excluded=frozenset({"d1"}))
+
+    assert cluster.solver.pop_unplaceable() == [request]

@@ -250,9 +250,8 @@ class WorkerState:
         self.active[placed.id] = placed
         self._refreshed_s = float("-inf")
 
-    def place_pair(self, placed: PlacedRequest, decode_worker: WorkerState, now: float) -> None:
-        """Add a request whose prompt is computed here for `decode_worker`."""
-        self.place(placed, now)
+    def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
+        """Note that `decode_worker` decodes a request whose prompt is computed here."""
         placed.decode_worker = decode_worker
         decode_worker.arriving_tokens += placed.prompt_tokens
 

@@ -148,14 +148,16 @@ class PlacementSolver:
         return self._placed
 
     def on_first_token(self, placed: PlacedRequest, now: float) -> None:
-        """Note that the prompt is computed."""
-        placed.worker.on_first_token(placed, now)
-        self.view.on_prefill_ended(placed.worker.name, placed.hashes)
+        """Note that the prompt is computed. A request of a pair moves to its decode worker."""
+        worker = placed.worker
+        worker.on_first_token(placed, now)
+        self._end_prefill(placed)
+        worker.hand_over(placed)
 
     def on_ended(self, placed: PlacedRequest, now: float) -> None:
         """Note that the request left its worker."""
         if placed.first_token_s is None:
-            self.view.on_prefill_ended(placed.worker.name, placed.hashes)
+            self._end_prefill(placed)
         self.cost.on_ended(placed)
         placed.worker.remove(placed, now)
 
@@ -225,7 +227,7 @@ class PlacementSolver:
         workers, excluded = self.worker_states.workers, request.excluded
         if not excluded:
             return bool(workers)
-        return any(worker.instance.id not in excluded for worker in workers)
+        return any(worker.decodes and worker.instance.id not in excluded for worker in workers)
 
     def _with_free_worker(self, waiting: Iterable[PendingRequest]) -> Iterator[PendingRequest]:
         """Yield the requests that have a nearly free worker or are overdue. A request whose allowed
@@ -367,18 +369,32 @@ class PlacementSolver:
     def _assign(
         self, request: PendingRequest, matrix: CostMatrix, costs: Sequence[float], index: int
     ) -> PlacedRequest:
-        now, worker, hashes = self._now, matrix.workers[index], request.prompt.hashes
+        now, worker = self._now, matrix.workers[index]
         table = matrix.candidate_table(request, costs, index)
         placed = PlacedRequest(
             request.id, worker, request.prompt, request.uncached_tokens(worker.name), now
         )
+        decode_worker = matrix.workers[matrix.decode_index(request, index)]
         worker.place(placed, now)
+        self._note_blocks(worker.name, request.prompt.hashes)
+        if decode_worker is not worker:
+            worker.expect_answer(placed, decode_worker)
+            self._note_blocks(decode_worker.name, request.prompt.hashes)
+            matrix.refresh_worker(decode_worker)
         self.cost.on_placed(placed)
-        self.view.on_request_routed(worker.name, hashes)
-        if hashes:
-            sent = self._round_blocks.setdefault(hashes[0], {})
-            sent.setdefault(worker.name, set()).update(hashes)
         self._pending.remove(request, now)
         candidates = matrix.allowed or len(matrix.workers)
         self._placed.append(PlacementResult(request, placed, table, candidates))
         return placed
+
+    def _note_blocks(self, worker: str, hashes: Sequence[int]) -> None:
+        """Note that `worker` will have the blocks of a prompt."""
+        self.view.on_request_routed(worker, hashes)
+        if hashes:
+            sent = self._round_blocks.setdefault(hashes[0], {})
+            sent.setdefault(worker, set()).update(hashes)
+
+    def _end_prefill(self, placed: PlacedRequest) -> None:
+        self.view.on_prefill_ended(placed.worker.name, placed.hashes)
+        if placed.decode_worker is not None:
+            self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)

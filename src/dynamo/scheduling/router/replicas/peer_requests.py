@@ -104,7 +104,8 @@ class PeerRequests:
             worker.place(placed, now)
         else:
             placed.worker = prefill
-            prefill.place_pair(placed, worker, now)
+            prefill.place(placed, now)
+            prefill.expect_answer(placed, worker)
             view.on_request_routed(prefill.name, placed.hashes)
         view.on_request_routed(worker.name, placed.hashes)
 
