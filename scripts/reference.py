@@ -289,6 +289,7 @@ ROUTES = {
     "/health": "200 if requests can be served, else 503 with the reason",
     "/live": "200 while the process responds",
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
+    "/metrics/targets": "the status ports of all processes, for Prometheus' `http_sd_configs`",
     "/version": "the version",
     "/router/explain": "the last routing decisions (/router needs mode `kv` or `adaptive`)",
     "/router/explain/": "all decisions for a request; its id (x-request-id) follows",

@@ -22,7 +22,8 @@ NAME = re.compile(r"\b(?:dynamo|process)_\w+")
 COUNTED = re.compile(r"\b(?:rate|increase)\((\w+)")
 GROUPED = re.compile(r"by \(([^)]*)\)")
 SERVES = re.compile(r"graphs\.\w+:\w+")
-SCRAPED = {"job", "instance", "le"}
+SCRAPED = {"job", "instance", "le", "role", "process", "deployment"}
+"""Labels of buckets, and those that Prometheus adds: its own and those of /metrics/targets."""
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +83,19 @@ def test_containers_name_settings_graphs_and_files_that_exist(compose: dict[str,
     assert (ROOT / "configs" / "distributed.yaml").exists()
 
 
-def test_prometheus_scrapes_every_service_on_its_port(compose: dict[str, Any]) -> None:
+def test_prometheus_asks_every_frontend_for_the_ports(compose: dict[str, Any]) -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     services = compose["services"]
-    status = int(services["dynamo-worker"]["environment"]["DYNAMO_RUNTIME__STATUS_PORT"])
-    serving = {"frontend": 8000, "router": 8001, "worker": status + 1, "supervisor": status}
-    for job in jobs:
-        for config in job.get("dns_sd_configs", ()):
-            assert set(config["names"]) <= set(services)
-            assert config["port"] == serving[job["job_name"]]
-    configs = [config for job in jobs for config in job.get("dns_sd_configs", ())]
-    assert {name for config in configs for name in config["names"]} == {
-        name for name in services if name.startswith("dynamo-")
-    }
+    urls = {config["url"] for job in jobs for config in job.get("http_sd_configs", ())}
+    frontends = [name for name in services if name.startswith("dynamo-frontend")]
+    assert urls == {f"http://{name}:8000/metrics/targets" for name in frontends}
+    for name in frontends:
+        assert any(port.endswith(":8000") for port in services[name]["ports"])
+    for name, service in services.items():
+        if name.startswith("dynamo-"):
+            assert service["environment"]["DYNAMO_RUNTIME__STATUS_HOST"] == "0.0.0.0"
+    static = [config for job in jobs for config in job.get("static_configs", ())]
+    assert {host for config in static for host in config["targets"]} == {"etcd:2379"}
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynamo.application.access import ApiKeys, Cors, make_header_check
@@ -16,7 +16,7 @@ from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.large_bodies import LargeBodies
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
-from dynamo.application.status import ModelsHandler, StatusHandler
+from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
 from dynamo.communication.http import LARGE_BODY_BYTES, Request, Response, WebAccess
 from dynamo.core.clock import Clock
@@ -82,8 +82,8 @@ class Application:
     `check_headers`.
 
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
-    (workers, planes). `metrics_text` renders the metrics of all processes that share the port; the
-    default renders this process's. `routing` answers /router/...; None leaves these routes out.
+    (workers, planes). `metrics_source` knows the metrics of the other processes, and `routing`
+    answers /router/...; None leaves out what they answer.
     `share_cache` is `engine.share_cache`.
     """
 
@@ -96,7 +96,7 @@ class Application:
         *,
         reasons: Callable[[], Mapping[str, str]] = dict,
         facts: Callable[[], Mapping[str, Any]] = dict,
-        metrics_text: Callable[[], Awaitable[str]] | None = None,
+        metrics_source: MetricsSource | None = None,
         routing: RoutingSource | None = None,
         share_cache: bool = False,
     ) -> None:
@@ -131,7 +131,7 @@ class Application:
             registry,
             reasons=self._unhealthy_reasons,
             facts=self._health_facts,
-            metrics_text=metrics_text,
+            metrics_source=metrics_source,
         )
         self._routes = RouteTable(
             {**self._authenticated_routes(server, routing), **status.routes()}

@@ -1,9 +1,9 @@
-"""The routes /health, /live, /version, /metrics and /v1/models."""
+"""The routes /health, /live, /version, /metrics, /metrics/targets and /v1/models."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,11 +16,19 @@ from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Registry
 
 
+class MetricsSource(Protocol):
+    """The metrics of several processes: `services.shared_metrics.SharedPortMetrics`."""
+
+    async def render(self) -> str: ...
+    async def list_targets(self) -> Sequence[Any]: ...
+
+
 class StatusHandler:
     """Reports the state of this process.
 
     `reasons` returns why the process is unhealthy; `facts` returns more fields of /health.
-    `metrics_text` renders all processes that share the port; the default renders this one.
+    `metrics_source` knows the other processes. None renders this process alone and leaves out
+    /metrics/targets.
     """
 
     def __init__(
@@ -30,20 +38,23 @@ class StatusHandler:
         *,
         reasons: Callable[[], Mapping[str, str]],
         facts: Callable[[], Mapping[str, Any]],
-        metrics_text: Callable[[], Awaitable[str]] | None = None,
+        metrics_source: MetricsSource | None = None,
     ) -> None:
         self._report = HealthReport(clock, reasons, facts)
         self._registry = registry
-        self._metrics_text = metrics_text
+        self._metrics_source = metrics_source
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        return {
+        routes = {
             "/health": {"GET": self.health},
             "/live": {"GET": self.live},
             "/metrics": {"GET": self.metrics},
             "/version": {"GET": self.version},
         }
+        if self._metrics_source is not None:
+            routes |= {"/metrics/targets": {"GET": self.targets}}
+        return routes
 
     async def health(self, exchange: Exchange) -> None:
         """GET /health: 200 if a request would be served, otherwise 503."""
@@ -61,10 +72,16 @@ class StatusHandler:
 
     async def metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""
-        render = self._metrics_text
-        text = await render() if render is not None else self._registry.render()
+        source = self._metrics_source
+        text = self._registry.render() if source is None else await source.render()
         headers = (("content-type", PROMETHEUS_CONTENT_TYPE), *exchange.headers)
         exchange.response.send(200, headers, text.encode())
+
+    async def targets(self, exchange: Exchange) -> None:
+        """GET /metrics/targets: the status ports to scrape, for Prometheus' http_sd_configs."""
+        source = self._metrics_source
+        targets = [] if source is None else await source.list_targets()
+        exchange.send_json(200, msgspec.json.encode(targets))
 
 
 class ModelBody(msgspec.Struct, frozen=True):

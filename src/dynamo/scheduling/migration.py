@@ -111,6 +111,10 @@ class FailureHistory:
         return rng.random() * min(bound, MAX_BACKOFF_S)
 
 
+MIGRATION_REASONS = (WorkerFailed.code, InstanceGone.code, WorkerDraining.code)
+FAILED_MIGRATION_REASONS = ("no_workers", PoisonedRequest.code, "limit")
+
+
 class Migration(Operator):
     """Retries a request at other workers until its answer is complete, at most `limit` times."""
 
@@ -124,6 +128,10 @@ class Migration(Operator):
         self._failed_migration_counter = metrics.counter(
             "dynamo_migrations_failed_total", "Requests that could not be continued", ("reason",)
         )
+        for reason in MIGRATION_REASONS:
+            self._migration_counter.labels(reason)
+        for reason in FAILED_MIGRATION_REASONS:
+            self._failed_migration_counter.labels(reason)
 
     async def send(
         self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest

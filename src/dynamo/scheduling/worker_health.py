@@ -38,6 +38,7 @@ INITIAL_OPEN_S = 1.0
 MAX_OPEN_S = 30.0
 ENGINE_STALL_S = 60.0
 """An engine that has requests and completes no step for this time is stuck."""
+EJECTION_REASONS = ("failures", "probe", "stuck")
 FAILURE_THRESHOLD = 3
 """This many failed requests in a row open a worker's breaker."""
 PROBE_REQUEST_ID = "probe"
@@ -141,6 +142,8 @@ class WorkerHealth:
             "Workers ejected because their requests or probes failed",
             ("reason",),
         )
+        for reason in EJECTION_REASONS:
+            self._ejection_counter.labels(reason)
         self._unsubscribe = client.view.on_instance_removed(self._on_instance_removed)
 
     def start(self) -> None:

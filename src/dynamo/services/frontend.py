@@ -41,7 +41,7 @@ class FrontendService:
             runtime.metrics,
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,
-            metrics_text=SharedPortMetrics(runtime).render,
+            metrics_source=SharedPortMetrics(runtime),
             routing=queries,
             share_cache=runtime.settings.engine.share_cache,
         )

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import ProcessRecord, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.scrape_targets import ScrapeTarget, ScrapeTargets
 from dynamo.telemetry import render_merged
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class SharedPortMetrics:
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._deployment = deployment_of(runtime.settings)
+        self._targets = ScrapeTargets(runtime)
 
     async def render(self) -> str:
         """Return the metrics of all frontends as if of one process. A frontend that does not answer
@@ -34,6 +36,10 @@ class SharedPortMetrics:
         others = await self._other_frontends()
         texts = await run_all(*(self._scrape(other.status_url) for other in others))
         return render_merged([own, *filter(None, texts)])
+
+    async def list_targets(self) -> Sequence[ScrapeTarget]:
+        """Return the status ports of all processes. Raises `PlaneUnavailable`."""
+        return await self._targets.list_targets()
 
     async def _other_frontends(self) -> Sequence[ProcessRecord]:
         processes = await self._runtime.clock.offload(self._deployment.live_processes)

@@ -168,13 +168,16 @@ Open = Callable[..., Awaitable[Site]]
 
 @pytest.fixture
 async def open_site() -> AsyncIterator[Open]:
-    """`site = await open_site(**server_settings)` serves the model "words", alias "spoken"."""
+    """`site = await open_site(**server_settings)` serves the model "words", alias "spoken".
+
+    `metrics_source` stands for the metrics of other processes.
+    """
     running: list[tuple[HttpServer, Application]] = []
 
-    async def start(*, empty: bool = False, **settings: Any) -> Site:
+    async def start(*, empty: bool = False, metrics_source: Any = None, **settings: Any) -> Site:
         server = ServerSettings(**settings)
         clock, gateway, registry = SystemClock(), Gateway(), Registry()
-        application = Application(server, gateway, clock, registry)
+        application = Application(server, gateway, clock, registry, metrics_source=metrics_source)
         http = HttpServer(
             application.handle,
             HttpLimits.from_settings(server),

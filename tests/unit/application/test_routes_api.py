@@ -6,6 +6,7 @@ from typing import Any
 
 import dynamo
 from dynamo.application.openai.logprobs import completion_logprobs
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.text import DecodedTokenLogprob
 
 
@@ -54,6 +55,43 @@ async def test_before_any_model(open_site: Any, connect: Any) -> None:
         assert int(answer.headers["retry-after"]) >= 1
     site.add("words")
     assert (await get(connect, site, "/health")).status == 200
+
+
+class FakeMetricsSource:
+    """The metrics of a deployment whose discovery may be away."""
+
+    def __init__(self) -> None:
+        self.targets: list[Any] = []
+        self.reachable = True
+
+    async def render(self) -> str:
+        return ""
+
+    async def list_targets(self) -> list[Any]:
+        if not self.reachable:
+            raise PlaneUnavailable("discovery is away")
+        return self.targets
+
+
+async def test_scrape_targets(open_site: Any, connect: Any) -> None:
+    source = FakeMetricsSource()
+    site = await open_site(
+        metrics_source=source, api_keys=("secret",), allowed_hosts=("a.example",)
+    )
+    answer = await get(connect, site, "/metrics/targets")
+    assert (answer.status, answer.json) == (200, [])
+    source.targets.append({"targets": ["10.0.0.2:9101"], "labels": {"role": "worker"}})
+    answer = await get(connect, site, "/metrics/targets")
+    assert (answer.headers["content-type"], answer.json) == ("application/json", source.targets)
+    async with connect(site.port) as connection:
+        connection.ask("GET", "/metrics/targets", None, {"host": "evil.example"})
+        assert (await connection.answer()).status == 403
+    source.reachable = False
+    assert (await get(connect, site, "/metrics/targets")).status == 503
+
+
+async def test_without_other_processes_there_are_no_scrape_targets(site: Any, connect: Any) -> None:
+    assert (await get(connect, site, "/metrics/targets")).status == 404
 
 
 async def test_a_second_model_that_is_not_ready_yet(site: Any, connect: Any) -> None:

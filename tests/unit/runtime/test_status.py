@@ -17,9 +17,9 @@ def no_fields() -> Mapping[str, str]:
     return {}
 
 
-def server(port: int) -> StatusServer:
+def server(port: int, **runtime: str) -> StatusServer:
     base = Settings()
-    settings = replace(base, runtime=replace(base.runtime, status_port=port))
+    settings = replace(base, runtime=replace(base.runtime, status_port=port, **runtime))
     return StatusServer(settings, SystemClock(), Registry(), reasons=no_fields, details=no_fields)
 
 
@@ -42,3 +42,21 @@ async def test_port_0_is_any_free_port() -> None:
     assert first.url != second.url
     await first.stop()
     await second.stop()
+
+
+async def test_other_hosts_get_an_address_that_they_can_reach() -> None:
+    hosts = []
+    for settings in (
+        {},
+        {"public_host": "llm-1"},
+        {"status_host": "0.0.0.0"},
+        {"status_host": "0.0.0.0", "public_host": "llm-1"},
+    ):
+        status = server(0, **settings)
+        await status.start()
+        await status.stop()
+        port = status.url.rpartition(":")[2]
+        assert status.public_url.endswith(f":{port}")
+        hosts.append(status.public_url.removeprefix("http://").removesuffix(f":{port}"))
+    assert (hosts[0], hosts[1], hosts[3]) == ("127.0.0.1", "127.0.0.1", "llm-1")
+    assert hosts[2] != "0.0.0.0"

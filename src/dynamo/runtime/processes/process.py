@@ -28,7 +28,11 @@ from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
 from dynamo.runtime.processes.process_group import kind_of_process
-from dynamo.runtime.processes.process_record import ProcessRecordWriter
+from dynamo.runtime.processes.process_record import (
+    ProcessRecordWriter,
+    process_key,
+    publish_record,
+)
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.runtime.supervisors import supervised_kind
 from dynamo.telemetry import Registry
@@ -164,7 +168,7 @@ class ProcessRunner:
             instance=runtime.instance_id,
             start_ticks=start_ticks(os.getpid()),
         )
-        self._key = f"/_processes/{record.role}/{record.instance}"
+        self._key = process_key(record)
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
         runtime.on_role_change(lambda role: self._record_writer.update(role=role))
 
@@ -238,7 +242,9 @@ class ProcessRunner:
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(state=state, status_url=self._status.url, address=address)
         key, record = self._key, self._record_writer.record
-        await runtime.discovery.put(key, msgspec.json.encode(record))
+        namespace = runtime.settings.runtime.namespace
+        published = publish_record(record, namespace, self._status.public_url)
+        await runtime.discovery.put(key, msgspec.json.encode(published))
         if self._parent is not None:
             url = self._status.url
             self._parent.send_report(

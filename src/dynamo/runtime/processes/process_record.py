@@ -22,7 +22,6 @@ from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.planes import planes_of
-from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,26 @@ REFRESH_INTERVAL_S = 15.0
 """Interval at which a process checks that its record still exists."""
 SELF_EXPIRING_PLANES = ("file:", "memory:")
 """Planes that drop the records of a process when it dies."""
+PROCESSES_PREFIX = "/_processes/"
+"""The prefix of the keys of processes in discovery; the role and the instance follow."""
+
+
+class PublishedProcess(ProcessRecord, frozen=True, kw_only=True):
+    """The record of a process in discovery. `status_url` has the address for other hosts, unless
+    the port listens on loopback."""
+
+    namespace: str = ""
+
+
+def publish_record(record: ProcessRecord, namespace: str, status_url: str) -> PublishedProcess:
+    """Return the record of a process for discovery."""
+    fields = msgspec.structs.asdict(record) | {"status_url": status_url}
+    return PublishedProcess(**fields, namespace=namespace)
+
+
+def process_key(record: ProcessRecord) -> str:
+    """Return the key of a process in discovery."""
+    return f"{PROCESSES_PREFIX}{record.role}/{record.instance}"
 
 
 class ProcessRecordWriter:
@@ -90,27 +109,27 @@ class ProcessRecordWriter:
 
 
 class SupervisorDiscovery:
-    """Announces in discovery which processes a supervisor keeps running, and deletes the records of
-    dead ones there. The connection has a thread of its own."""
+    """Announces a supervisor in discovery and which processes it keeps running, and deletes the
+    records of dead ones there. The connection has a thread of its own."""
 
-    def __init__(self, settings: Settings, supervisor: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._key = supervisor_record_key(supervisor)
         self._background: ThreadBackground | None = None
         self._plane: Discovery | None = None
-        self._record: SupervisorRecord | None = None
+        self._records: dict[str, bytes] = {}
         self._open_lock, self._put_lock = asyncio.Lock(), asyncio.Lock()
 
-    def announce(self, record: SupervisorRecord) -> None:
-        """Put the supervisor's record if it changed."""
-        if record != self._record:
-            self._record = record
-            self.refresh()
+    def announce(self, key: str, record: msgspec.Struct) -> None:
+        """Put a record of the supervisor if it changed."""
+        value = msgspec.json.encode(record)
+        if value != self._records.get(key):
+            self._records[key] = value
+            self._submit(partial(self._put, key))
 
     def refresh(self) -> None:
-        """Put the last record again, since its lease may be lost."""
-        if self._record is not None:
-            self._submit(self._put)
+        """Put the last records again, since their lease may be lost."""
+        for key in self._records:
+            self._submit(partial(self._put, key))
 
     def delete(self, key: str) -> None:
         """Delete the record `key` of a dead process and all records under the same lease, as soon
@@ -119,8 +138,8 @@ class SupervisorDiscovery:
             self._submit(partial(self._delete, key))
 
     async def close(self) -> None:
-        """Withdraw the record. Records that could not be deleted expire with their leases."""
-        self._record = None
+        """Withdraw the records. Records that could not be deleted expire with their leases."""
+        self._records.clear()
         if self._background is not None:
             await self._background.run(self._close_plane())
             await self._background.close()
@@ -139,12 +158,12 @@ class SupervisorDiscovery:
                 self._plane = await open_discovery(planes.discovery, planes.discovery_options)
             return self._plane
 
-    async def _put(self) -> None:
+    async def _put(self, key: str) -> None:
         try:
             plane = await self._open()
             async with self._put_lock:
-                if self._record is not None:
-                    await plane.put(self._key, msgspec.json.encode(self._record))
+                if (value := self._records.get(key)) is not None:
+                    await plane.put(key, value)
         except (DynamoError, OSError) as error:
             text = "the supervisor's record was not written; requests do not wait for restarts"
             log.warning(text, extra={"fields": {"error": str(error)}})

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.communication.addresses import advertised_host, is_loopback
 from dynamo.communication.http import (
     RESERVED_FROM_STATUS,
     HttpLimits,
@@ -38,7 +39,8 @@ PORT_ATTEMPTS = 256
 
 class StatusServer:
     """Serves /health, /live and /metrics. `reasons` returns why the process is unhealthy, by name.
-    `details` returns the other fields of /health."""
+    `details` returns the other fields of /health. `public_url` is the URL for other hosts; a port
+    on loopback has none, and its `url` instead."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class StatusServer:
     ) -> None:
         self._host = settings.runtime.status_host
         self._port = settings.runtime.status_port
+        self._public_host = settings.runtime.public_host
         self._metrics = metrics
         self._report = HealthReport(clock, reasons, details)
         web_access = WebAccess.of_status_port(self._host, settings.server)
@@ -61,16 +64,20 @@ class StatusServer:
             check_headers=web_access.check,
             reserved_descriptors=RESERVED_FROM_STATUS,
         )
-        self.url = ""
+        self.url = self.public_url = ""
         add_process_metrics(metrics)
 
     async def start(self) -> None:
         """Listen on `runtime.status_port` or the next free port above it (0: any free port), and
-        set `url`. Raises `PortInUse`."""
+        set the URLs. Raises `PortInUse`."""
         for port in range(self._port, self._port + PORT_ATTEMPTS if self._port else 1):
             with suppress(PortInUse):
                 bound_port = await self._http.start(self._host, port)
+                public_host = self._host
+                if not is_loopback(self._host):
+                    public_host = advertised_host(self._host, self._public_host)
                 self.url = f"http://{bracket_ipv6(self._host)}:{bound_port}"
+                self.public_url = f"http://{bracket_ipv6(public_host)}:{bound_port}"
                 return
         raise PortInUse(self._host, self._port)
 

@@ -31,11 +31,16 @@ from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
 from dynamo.runtime.processes.process_group import ProcessGroup, kind_of_process
-from dynamo.runtime.processes.process_record import ProcessRecordWriter, SupervisorDiscovery
+from dynamo.runtime.processes.process_record import (
+    ProcessRecordWriter,
+    SupervisorDiscovery,
+    process_key,
+    publish_record,
+)
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
-from dynamo.runtime.supervisors import SupervisorRecord
+from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream, escape_unprintable
 
@@ -127,7 +132,8 @@ class Supervisor:
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
-        self._discovery = SupervisorDiscovery(settings, record.instance)
+        self._namespace = settings.runtime.namespace
+        self._discovery = SupervisorDiscovery(settings)
         self._start_s: dict[str, float] = {}
         self._drain_s = settings.runtime.drain_s
         self._group = self._create_group(specs)
@@ -148,6 +154,9 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._group.start()
                 self._announce_processes()
+                own_record = self._record_writer.record
+                published = publish_record(own_record, self._namespace, self._status.public_url)
+                self._discovery.announce(process_key(published), published)
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)
                 await self._control.start()
@@ -278,6 +287,7 @@ class Supervisor:
         )
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
+        self._restarts.labels(spec.name)
         return ChildProcess(
             spec,
             self._clock,
@@ -323,7 +333,10 @@ class Supervisor:
             else:
                 desired[kind] += 1
         start_s = {kind: round(seconds, 1) for kind, seconds in self._start_s.items() if seconds}
-        self._discovery.announce(SupervisorRecord(dict(desired), start_s, failing))
+        self._discovery.announce(
+            supervisor_record_key(self._record_writer.record.instance),
+            SupervisorRecord(dict(desired), start_s, failing),
+        )
 
     async def _refresh_announcements(self) -> None:
         self._discovery.refresh()

@@ -1,0 +1,136 @@
+"""Every query of the Grafana dashboard has data after traffic, in the ports that Prometheus finds."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import promql_parser
+import pytest
+from tests.conftest import until
+from tests.faults.cluster import Cluster
+
+BOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards" / "dynamo.json"
+SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)\Z")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+TARGET_LABELS = {"role", "process", "deployment"}
+TEXT = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models " * 6
+
+
+class Sample(NamedTuple):
+    """A value that Prometheus would store."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def fetch(url: str) -> tuple[str, str]:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.headers["content-type"], response.read().decode()
+
+
+def list_groups(port: int) -> list[dict[str, Any]]:
+    content_type, body = fetch(f"http://127.0.0.1:{port}/metrics/targets")
+    assert content_type == "application/json"
+    groups: list[dict[str, Any]] = json.loads(body)
+    return groups
+
+
+def scrape(group: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the samples of a target group, with the labels that Prometheus adds."""
+    for target in group["targets"]:
+        added = {"job": "dynamo", "instance": target, **group["labels"]}
+        for line in fetch(f"http://{target}/metrics")[1].splitlines():
+            if line[:1] != "#":
+                match = SAMPLE.match(line)
+                assert match is not None, line
+                labels = dict(LABEL.findall(match["labels"] or ""))
+                assert not labels.keys() & added.keys(), line
+                yield Sample(match["name"], labels | added, float(match["value"]))
+
+
+def ask(port: int) -> None:
+    """Request an answer of several tokens with a prompt of several blocks."""
+    body = {"model": "tiny", "prompt": TEXT, "max_tokens": 4, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        assert b"[DONE]" in response.read()
+
+
+def nodes(expression: Any, kind: type) -> list[Any]:
+    """Return the parts of an expression that are of a kind."""
+    parts: list[Any] = []
+    promql_parser.walk(expression, lambda n: parts.append(n) if isinstance(n, kind) else None)
+    return parts
+
+
+def select(samples: list[Sample], selector: Any) -> list[Sample]:
+    assert not selector.matchers.matchers, "this test knows no label matchers"
+    return [sample for sample in samples if sample.name == selector.name]
+
+
+def missing_data(query: str, samples: list[Sample]) -> Iterator[str]:
+    """Yield why Prometheus would have no value for a query."""
+    expression = promql_parser.parse(query.replace("$__rate_interval", "1m"))
+    for selector in nodes(expression, promql_parser.VectorSelector):
+        selected = select(samples, selector)
+        if not selected:
+            yield f"{selector.name} has no sample"
+        elif selector.name.endswith("_bucket") and not any(sample.value for sample in selected):
+            yield f"{selector.name} has counted nothing"
+    for division in nodes(expression, promql_parser.BinaryExpr):
+        for selector in nodes(division.rhs, promql_parser.VectorSelector):
+            if not any(sample.value for sample in select(samples, selector)):
+                yield f"{selector.name} is 0, and the query divides by it"
+    for aggregate in nodes(expression, promql_parser.AggregateExpr):
+        groups = set(aggregate.modifier.labels) if aggregate.modifier else set()
+        for selector in nodes(aggregate.expr, promql_parser.VectorSelector):
+            for sample in select(samples, selector):
+                if not groups <= sample.labels.keys():
+                    yield f"{selector.name} has no labels {groups - sample.labels.keys()}"
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    """All samples of a deployment that has answered requests."""
+    folder = tmp_path_factory.mktemp("grafana")
+    flags = ("--router-mode", "kv", "--router-replicas", "1")
+    with Cluster(tiny_model, folder, workers=2, frontends=2, flags=flags) as cluster:
+        for _ in range(6):
+            ask(cluster.port)
+        roles = ["frontend", "frontend", "router", "supervisor", "worker", "worker"]
+        groups = until(
+            lambda: len(listed := list_groups(cluster.port)) == len(roles) and listed, timeout_s=10
+        )
+        assert sorted(group["labels"]["role"] for group in groups) == roles
+        assert all(group["labels"].keys() == TARGET_LABELS for group in groups)
+        assert len({target for group in groups for target in group["targets"]}) == len(roles)
+        return [sample for group in groups for sample in scrape(group)]
+
+
+def test_every_query_of_the_dashboard_has_data(samples: list[Sample]) -> None:
+    panels = json.loads(BOARD.read_text())["panels"]
+    queries = [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
+    assert len(panels) >= 18
+    missing = [
+        f"{title}: {reason}" for title, query in queries for reason in missing_data(query, samples)
+    ]
+    assert not missing
+
+
+def test_a_query_without_data_is_noticed(samples: list[Sample]) -> None:
+    for query in (
+        "sum(rate(dynamo_unknown_total[1m]))",
+        "sum by (role, colour) (dynamo_worker_blocks)",
+        "sum(dynamo_worker_blocks) / sum(rate(dynamo_worker_preemptions_total[1m]))",
+    ):
+        assert list(missing_data(query, samples)), query
