@@ -76,7 +76,7 @@ class BatchedEngine(Engine):
         self._sequences: dict[Reply, EngineSequence] = {}
         self._kv_event_listeners: list[KvEventListener] = []
         self._failure_listeners: list[Callable[[], None]] = []
-        self.prefill_calls: set[PrefillCall] = set()
+        self.prefill_calls: dict[PrefillCall, None] = {}
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
         self.counters = EngineCounters()
         self.arrivals = EngineArrivals(self)
@@ -143,7 +143,7 @@ class BatchedEngine(Engine):
         try:
             await self.generate(request, context, call)
         finally:
-            self.prefill_calls.discard(call)
+            self.prefill_calls.pop(call, None)
             self._work_arrived.set()
 
     def has_request(self, reply: Reply) -> bool:
@@ -233,7 +233,7 @@ class BatchedEngine(Engine):
         if not sequence.min_length > sequence.prompt_tokens:
             sequence.stop_ids = frozenset()  # the other worker ends the answer
         reply.sequence = sequence
-        self.prefill_calls.add(reply)
+        self.prefill_calls[reply] = None
 
     def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self._simulation is not None and self._simulation.resolve_request is not None:
