@@ -15,7 +15,7 @@ PREFLIGHT_HEADERS: Headers = (
     ("access-control-allow-methods", "GET, POST, OPTIONS"),
     ("access-control-max-age", "86400"),
 )
-EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, retry-after"
+EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, x-dynamo-prefill-worker, retry-after"
 
 
 class ApiKeys:

@@ -69,9 +69,9 @@ class Exchange:
         """Send a complete JSON answer."""
         self.response.send(status, (JSON_CONTENT_TYPE, *self.headers, *extra), body)
 
-    def start_stream(self, worker: str) -> None:
+    def start_stream(self, worker: str, prefill_worker: str = "") -> None:
         """Send the head of an event stream."""
-        extra = (("x-dynamo-worker", worker),) if worker else ()
+        extra = worker_headers(worker, prefill_worker)
         self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
 
     def send_error(self, error: DynamoError) -> None:
@@ -82,3 +82,9 @@ class Exchange:
             self.send_json(self.error_status, body, error_headers(error))
         elif not self.response.ended:
             self.response.end(error_event(body))
+
+
+def worker_headers(worker: str, prefill_worker: str) -> Headers:
+    """Return the headers that name the workers of an answer and of its prompt, where known."""
+    names = (("x-dynamo-worker", worker), ("x-dynamo-prefill-worker", prefill_worker))
+    return tuple(header for header in names if header[1])

@@ -93,11 +93,10 @@ def _format_cost_table(decision: Mapping[str, Any]) -> list[str]:
     terms = list(decision["costs"][0]["terms"])
     rows = [("", "WORKER", "BLOCKS HELD", "COST", *(term.upper() for term in terms))]
     for row in decision["costs"]:
-        chosen = "->" if row["worker"] == decision["worker"] else ""
+        chosen = "->" if row["worker"] == (decision["prefill"] or decision["worker"]) else ""
         values = (f"{row['terms'].get(term, 0.0):.2f}" for term in terms)
-        rows.append(
-            (chosen, row["worker"], str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values)
-        )
+        name = f"{row['worker']} > {pair}" if (pair := row["decode_worker"]) else row["worker"]
+        rows.append((chosen, name, str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values))
     lines = format_table(rows)
     more = decision["candidates"] - len(decision["costs"])
     return [*lines, f"   and {more} more with no lower cost"] if more > 0 else lines

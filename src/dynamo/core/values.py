@@ -104,11 +104,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine began the request. `cached_tokens`: prompt tokens from its KV cache."""
+    """An engine began the request. `cached_tokens`: prompt tokens from its KV cache. `prefill`: the
+    worker that the router chose for the prompt, if another one."""
 
     worker: str = ""
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    prefill: str = ""
 
 
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -150,16 +150,19 @@ def test_the_solver_places_both_halves_and_forgets_them() -> None:
     cluster = make_cluster(["p1", "p2", "d1", "d2"], mode="always")
     requests = [cluster.submit(3_000, range(100 * n, 100 * n + 187)) for n in range(6)]
     placed = cluster.place()
-    pairs = {(one.worker.name, one.decode_worker.name) for one in placed.values()}  # type: ignore[union-attr]
+    pairs = {
+        (each.worker.name, str(each.decode_worker and each.decode_worker.name))
+        for each in placed.values()
+    }
 
     assert {prefill for prefill, _ in pairs} == {"p1", "p2"}
     assert {decode for _, decode in pairs} == {"d1", "d2"}
     assert cluster.view.open_prefills == 2 * len(placed)
 
-    for number, one in enumerate(placed.values()):
+    for number, each in enumerate(placed.values()):
         if number % 2:
-            cluster.solver.on_first_token(one, cluster.now + 0.1)
-        cluster.solver.on_ended(one, cluster.now + 0.2)
+            cluster.solver.on_first_token(each, cluster.now + 0.1)
+        cluster.solver.on_ended(each, cluster.now + 0.2)
     for request in requests:
         cluster.solver.cancel(request)
     states = cluster.worker_states.workers

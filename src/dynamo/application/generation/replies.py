@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.application.exchange import Exchange
+from dynamo.application.exchange import Exchange, worker_headers
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
@@ -175,7 +175,9 @@ class StreamReply(HttpReply):
 
     def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:
-            self._exchange.start_stream(self._usage_counter.worker)
+            self._exchange.start_stream(
+                self._usage_counter.worker, self._usage_counter.prefill_worker
+            )
         first_chunk = self._encoder.encode_first_chunk(choice)
         if first_chunk:
             self._response.write(first_chunk)
@@ -269,7 +271,7 @@ class UnaryReply(HttpReply):
         ends = [end for end in self._ends if end is not None]
         usage = self._usage_counter
         body = self._encoder.encode_response(texts, self._logprobs, ends, usage)
-        headers = (("x-dynamo-worker", usage.worker),) if usage.worker else ()
+        headers = worker_headers(usage.worker, usage.prefill_worker)
         self._exchange.send_json(200, body, headers)
 
 

@@ -17,11 +17,12 @@ class UsageCounter(msgspec.Struct):
     cached_tokens: int = 0
     completion_tokens: int = 0
     worker: str = ""
+    prefill_worker: str = ""
 
     def on_started(self, choice: int, started: Started) -> None:
         """Note the worker of a choice. The first choice of a prompt counts its cached tokens."""
         if not self.worker:
-            self.worker = started.worker
+            self.worker, self.prefill_worker = started.worker, started.prefill
         if choice % self.choices_per_prompt == 0:
             self.cached_tokens += started.cached_tokens
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from dynamo.core.clock import Clock
 from dynamo.core.fast_path import SendToken
 from dynamo.core.reply import LogprobsPerToken, Reply
@@ -46,6 +48,7 @@ class Attempt(Reply):
         "_counts_tokens",
         "_listeners",
         "_placed_s",
+        "_prefill",
         "_reply",
         "_tokens",
         "cached_tokens",
@@ -60,8 +63,11 @@ class Attempt(Reply):
         listeners: Sequence[AttemptListener],
         placement: Placement | None,
         clock: Clock,
+        prefill: str = "",
     ) -> None:
+        """`prefill`: the worker that computes the prompt, if another one."""
         self._reply = reply
+        self._prefill = prefill
         self._tokens = reply.tokens
         self._listeners = listeners
         self._clock = clock
@@ -77,6 +83,8 @@ class Attempt(Reply):
 
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
+        if self._prefill:
+            started = replace(started, prefill=self._prefill)
         for listener in self._listeners:
             listener.on_started(started)
         self._reply.begin(started)

@@ -28,12 +28,14 @@ def no_workers_error(client: Client) -> NoWorkers:
 
 class Candidate(msgspec.Struct, frozen=True):
     """A worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
-    name, in the policy's unit (milliseconds for predicted times)."""
+    name, in the policy's unit (milliseconds for predicted times). `decode_worker`: the worker that
+    would answer if `worker` computed the prompt for another one."""
 
     worker: str
     overlap_blocks: int
     cost: float
     terms: dict[str, float]
+    decode_worker: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -50,6 +50,10 @@ class WorkerRouter:
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
         )
+        self._remote_prefills = registry.counter(
+            "dynamo_router_remote_prefills_total",
+            "Requests whose prompt another worker than the one that answers was to compute",
+        )
         self._retried = registry.counter(
             "dynamo_router_retries_total", "Requests sent again because the worker was gone"
         )
@@ -67,6 +71,7 @@ class WorkerRouter:
             sent = request if rank is None else replace(request, rank=rank)
             if prefill is not None:
                 sent = replace(sent, prefill=prefill.id)
+                self._remote_prefills.inc()
             if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
             attempt = self._start_attempt(decision, sent, reply)
@@ -99,7 +104,7 @@ class WorkerRouter:
         listeners: list[AttemptListener] = []
         for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
             listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
-        return Attempt(reply, listeners, placement, self._clock)
+        return Attempt(reply, listeners, placement, self._clock, request.prefill)
 
     def _end_attempt(
         self,

@@ -142,28 +142,20 @@ class PairCostMatrix(PredictedCostMatrix):
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
     ) -> Sequence[Candidate]:
-        return tuple(
-            Candidate(
-                self.workers[at].name,
-                request.overlaps.get(self.workers[at].name, 0),
-                costs[at],
-                self._pair_terms(request, at),
-            )
-            for at in best_indices(costs, chosen)
-            if costs[at] < inf
-        )
+        indices = [at for at in best_indices(costs, chosen) if costs[at] < inf]
+        return tuple(self._candidate(request, at, costs[at]) for at in indices)
 
-    def _pair_terms(self, request: PendingRequest, index: int) -> dict[str, float]:
+    def _candidate(self, request: PendingRequest, index: int, cost: float) -> Candidate:
         worker = self.workers[index]
         rate = worker_rate(worker, self._now, self._pair_cost.harm_weight)
         terms = predicted_terms(rate, request.uncached_tokens(worker.name))
         at = self.decode_index(request, index)
-        price = self._prices.get(at)
-        if price is None:
-            return terms
-        own = _answer_costs(request.prompt.tokens, [price])[0]
-        moved = 0.0 if at == index else self._transfer_costs(request, [price])[0]
-        return {**terms, "decode": own, "transfer": moved}
+        decode_worker = "" if at == index else self.workers[at].name
+        if price := self._prices.get(at):
+            terms["decode"] = _answer_costs(request.prompt.tokens, [price])[0]
+            terms["transfer"] = self._transfer_costs(request, [price])[0] if decode_worker else 0.0
+        overlap = request.overlaps.get(worker.name, 0)
+        return Candidate(worker.name, overlap, cost, terms, decode_worker)
 
     def _ways(self, request: PendingRequest) -> tuple[bool, bool]:
         """Return whether a decode worker and whether a prefill worker may compute the prompt."""

@@ -21,9 +21,13 @@ _SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision in a readable form. `at`: Unix time. `router`: name of the process that chose.
-    `costs`: candidates with every term of their cost, best first. `outcome`: None while the worker
-    still answers. `why`: a sentence."""
+    """A decision in a readable form.
+
+    - `at`: Unix time. `router`: name of the process that chose.
+    - `prefill`: the worker that computes the prompt, if another one.
+    - `costs`: candidates with every term of their cost, best first.
+    - `outcome`: None while the worker still answers. `why`: a sentence.
+    """
 
     request_id: str
     choice: int
@@ -31,6 +35,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     router: str
     worker: str
+    prefill: str
     mode: str
     view: str
     candidates: int
@@ -73,6 +78,7 @@ class DecisionEntry:
             at=self.at,
             router=router,
             worker=decision.worker,
+            prefill="" if decision.prefill is None else decision.prefill.id,
             mode=decision.mode,
             view=decision.view,
             candidates=decision.candidates,
@@ -132,11 +138,15 @@ def http_request_id(request_id: str, client_id: str) -> str:
 def describe_decision(decision: Decision) -> str:
     """Return a decision as a sentence."""
     worker, table = decision.worker, decision.cost_table
+    prefill = "" if decision.prefill is None else decision.prefill.id
     candidates = f"of {decision.candidates} worker" + ("s" if decision.candidates != 1 else "")
     if not table:
-        return f"{decision.mode} chose {worker} {candidates}, without cache or cost data"
+        pair = f", and {prefill} for its prompt" if prefill else ""
+        return f"{decision.mode} chose {worker} {candidates}{pair}, without cache or cost data"
     parts = [f"{worker} {candidates}"]
-    chosen = next((row for row in table if row.worker == worker), None)
+    if prefill:
+        parts.append(f"its prompt computed by {prefill}")
+    chosen = next((row for row in table if row.worker == (prefill or worker)), None)
     if chosen is not None:
         parts.append(f"cost {chosen.cost:.4g}")
         others = [row for row in table if row is not chosen]
