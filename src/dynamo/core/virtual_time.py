@@ -86,9 +86,9 @@ class VirtualClock(Clock):
 
     async def wait_until_idle(self) -> None:
         """Return when no other callback is left at the present instant."""
-        idle = asyncio.get_running_loop().create_future()
-        self._time_selector.idle_callbacks.append(lambda: idle.done() or idle.set_result(None))
-        await idle
+        idle = asyncio.Event()
+        self._time_selector.idle_callbacks.append(idle.set)
+        await idle.wait()
 
 
 def run_in_virtual_time(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
