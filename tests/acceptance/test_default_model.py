@@ -72,11 +72,14 @@ def test_five_prompts_equal_transformers_greedy_text(client: openai.OpenAI) -> N
     cases = oracle()[1:6]
     assert len(cases) == 5
     for case in cases:
-        text = greedy(client, case).choices[0].message.content
+        answer = greedy(client, case)
+        text = answer.choices[0].message.content
         assert text
         assert case["text"].startswith(text), case["name"]
-        if case["ends"]:
-            assert greedy(client, case).choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == case["length"] + case["ends"], "the end counts"
+        assert answer.choices[0].finish_reason == ("stop" if case["ends"] else "length")
+    assert any(case["ends"] for case in cases)
 
 
 def test_a_repeated_prompt_comes_from_the_cache(client: openai.OpenAI) -> None:
