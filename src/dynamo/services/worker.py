@@ -43,7 +43,7 @@ class WorkerService:
         )
         runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")
         card = make_card(files, settings)
-        memory_bytes = available_memory_bytes()
+        memory_bytes = available_memory_bytes(settings.worker_count)
         inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes)
         engine = await open_engine(kind, inputs)
         worker = inference_worker.EngineWorker(engine, card)

@@ -178,7 +178,7 @@ def test_blocks_take_a_share_of_the_memory_that_the_weights_leave(caplog: Any) -
         "tokens": info.num_blocks * 16,
         "kv_mb": 2,
         "weights_mb": round(weights / 1e6),
-        "available_mb": round((weights + rest) / 1e6),
+        "memory_mb": round((weights + rest) / 1e6),
         "rule": "20% of the memory that the weights leave",
     }
 
@@ -219,17 +219,18 @@ def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> 
 
 
 def test_available_memory_respects_the_container_s_limit(tmp_path: Path) -> None:
-    machine = available_memory_bytes(tmp_path / "none", tmp_path / "none")
+    machine = available_memory_bytes(1, tmp_path / "none", tmp_path / "none")
     assert machine > 10_000_000
     member = tmp_path / "cgroup"
     member.write_text("0::/\n")
     group(tmp_path, "10000000", 9_000_000, 7_000_000)
-    assert available_memory_bytes(tmp_path, member) == 8_000_000
-    assert available_memory_bytes(tmp_path, tmp_path / "none") == 8_000_000
+    assert available_memory_bytes(1, tmp_path, member) == 8_000_000
+    assert available_memory_bytes(1, tmp_path, tmp_path / "none") == 8_000_000
+    assert available_memory_bytes(2, tmp_path, member) == 5_000_000, "half of the limit"
     group(tmp_path, "100", 9_000_000, 0)
-    assert available_memory_bytes(tmp_path, member) == 0
+    assert available_memory_bytes(1, tmp_path, member) == 0
     group(tmp_path, "max", 9_000_000, 0)
-    assert available_memory_bytes(tmp_path, member) > 10_000_000
+    assert available_memory_bytes(1, tmp_path, member) > 10_000_000
 
 
 @pytest.mark.parametrize("limits", [("max", "6000000"), ("6000000", "max"), ("6000000", "8000000")])
@@ -240,7 +241,7 @@ def test_the_lowest_limit_of_all_parent_groups_counts(
     member.write_text("0::/system.slice/dynamo.service\n")
     group(tmp_path / "system.slice", limits[0], 1_000_000, 0)
     group(tmp_path / "system.slice/dynamo.service", limits[1], 1_000_000, 0)
-    assert available_memory_bytes(tmp_path, member) == 5_000_000
+    assert available_memory_bytes(1, tmp_path, member) == 5_000_000
 
 
 @pytest.mark.parametrize("path", ["/docker/4711", "/"])
@@ -248,7 +249,7 @@ def test_groups_of_version_1_are_read(tmp_path: Path, path: str) -> None:
     member = tmp_path / "cgroup"
     member.write_text(f"5:cpu,cpuacct:/x\n4:memory:{path}\n0::/\n")
     group(tmp_path / "memory", "6000000", 1_000_000, 500_000, version=1)  # the container's root
-    assert available_memory_bytes(tmp_path, member) == 5_500_000
+    assert available_memory_bytes(1, tmp_path, member) == 5_500_000
 
 
 async def test_weights_that_do_not_fit_are_reported(tiny_llama: Path) -> None:

@@ -73,7 +73,7 @@ def plan_engine_info(
         "tokens": num_blocks * block_tokens,
         "kv_mb": _megabytes(num_blocks * block_tokens * shape.token_bytes),
         "weights_mb": _megabytes(weight_bytes),
-        "available_mb": _megabytes(memory_bytes),
+        "memory_mb": _megabytes(memory_bytes),
         "rule": rule,
     }
     log.info("KV blocks are planned", extra={"fields": fields})
@@ -108,12 +108,20 @@ def _megabytes(size: int) -> int:
     return round(size / 1e6)
 
 
-def available_memory_bytes(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int:
+def available_memory_bytes(
+    workers: int = 1, root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP
+) -> int:
     """Return the memory that is free without swapping, within the limits of the control groups that
-    hold this process. `root` has the groups' folders, `membership` names those of this process."""
-    limits = map(_group_memory_bytes, set(_memory_groups(root, membership)))
-    left = [limit for limit in limits if limit is not None]
-    return max(0, min([_machine_memory_bytes(), *left]))
+    hold this process.
+
+    The result is at most the part of one of `workers` that share the whole memory: those that start
+    together all see the same free memory. `root` has the groups' folders, `membership` names those
+    of this process.
+    """
+    groups = set(_memory_groups(root, membership))
+    bounds = [_machine_memory(), *filter(None, map(_group_memory, groups))]
+    total, free = min(bound[0] for bound in bounds), min(bound[1] for bound in bounds)
+    return max(0, min(free, total // max(1, workers)))
 
 
 def _memory_groups(root: Path, membership: Path) -> Iterator[Path]:
@@ -131,23 +139,26 @@ def _memory_groups(root: Path, membership: Path) -> Iterator[Path]:
             yield from (parent for parent in group.parents if parent.is_relative_to(folder))
 
 
-def _group_memory_bytes(group: Path) -> int | None:
-    """Return what a group may still use; None for a group without a limit."""
+def _group_memory(group: Path) -> tuple[int, int] | None:
+    """Return a group's limit and what it may still use; None for a group without a limit."""
     for limit, used, cache in GROUP_FILES:
         try:
-            left = int((group / limit).read_text()) - int((group / used).read_text())
+            total = int((group / limit).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            return left + int(stat[cache])  # the kernel drops this cache on demand
+            unused_cache = int(stat[cache])  # the kernel drops this cache on demand
+            return total, total - int((group / used).read_text()) + unused_cache
         except (OSError, ValueError, KeyError):  # another version, or "max"
             continue
     return None
 
 
-def _machine_memory_bytes() -> int:
+def _machine_memory() -> tuple[int, int]:
+    """Return the machine's memory and what of it is available."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                return total, int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return total, total // 2
