@@ -197,8 +197,8 @@ def metrics_page() -> str:
     parts = [_title("Metrics")]
     parts.append(
         "`/metrics` of the HTTP port has the metrics of all frontends that share the port. Every "
-        "process has a status port with its own metrics; `dynamo ps` lists these ports. Histograms "
-        "have `_bucket`, `_sum` and `_count`.\n"
+        "process has a status port with its own metrics; `dynamo ps` and `/metrics/targets` list "
+        "these ports. Histograms have `_bucket`, `_sum` and `_count`.\n"
     )
     rows = [
         (f"`{metric.name}`", metric.kind, metric.labels, metric.help)

@@ -171,6 +171,17 @@ def test_every_rule_has_evidence_and_advice() -> None:
         assert rule.advice.endswith(".")
 
 
+def test_every_rule_looks_at_a_metric_that_exists() -> None:
+    records = [
+        record(at, view=view, seen_ratio=0.5, achieved_ratio=0.5, predicted_ttft_s=0.1)
+        for at, view in enumerate(("exact", "stale", NO_PREFIX_CACHE))
+    ]
+    metrics = collector_of(*records).report().aggregated_metrics
+    for name, rule in ALERT_RULES.items():
+        aggregator, measure = rule.metric
+        assert measure in metrics[aggregator], name
+
+
 def test_blocks_without_a_look_up_are_not_reachable() -> None:
     """A mode that looks up no overlaps cannot report routing losses."""
     report = collector_of(record(1, cache_hit_ratio=0.4, reachable_ratio=None)).report()

@@ -12,12 +12,13 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from dynamo.communication.http import PortInUse, raise_open_file_limit
-from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, PlaneUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import wait_for_first
 from dynamo.runtime.cancellation import CancellationToken
@@ -170,7 +171,7 @@ class ProcessRunner:
         )
         self._key = process_key(record)
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
-        runtime.on_role_change(lambda role: self._record_writer.update(role=role))
+        runtime.on_role_change(self._publish_role)
 
     async def run(self, main: ProcessMain) -> None:
         """Run until drained. Raises errors of `main` and the runtime's `failure`."""
@@ -241,15 +242,24 @@ class ProcessRunner:
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(state=state, status_url=self._status.url, address=address)
-        key, record = self._key, self._record_writer.record
-        namespace = runtime.settings.runtime.namespace
-        published = publish_record(record, namespace, self._status.public_url)
-        await runtime.discovery.put(key, msgspec.json.encode(published))
+        await self._publish_record()
         if self._parent is not None:
             url = self._status.url
             self._parent.send_report(
-                ChildReport(state=state, address=address, status_url=url, key=key)
+                ChildReport(state=state, address=address, status_url=url, key=self._key)
             )
+
+    async def _publish_role(self, role: str) -> None:
+        await self._record_writer.update(role=role)
+        with suppress(PlaneUnavailable):  # only Prometheus reads the role there
+            await self._publish_record()
+
+    async def _publish_record(self) -> None:
+        """Put the record of the process into discovery."""
+        runtime, record = self._runtime, self._record_writer.record
+        namespace = runtime.settings.runtime.namespace
+        published = publish_record(record, namespace, self._status.public_url)
+        await runtime.discovery.put(self._key, msgspec.json.encode(published))
 
 
 class LoopLagMonitor:
