@@ -141,12 +141,14 @@ class Endpoint:
         check_handler(function, self.path, ("request",), "serve takes payload and writer")
         return await self.serve(item_handler(function), capabilities=capabilities)
 
-    async def client(self, where: InstanceFilter | None = None) -> Client:
+    async def client(self, where: InstanceFilter | None = None, *, verify: bool = False) -> Client:
         """Open a client that knows the present instances, filtered by `where`. The client ends with
-        `close` or with the runtime."""
+        `close` or with the runtime. With `verify`, an instance counts once it was reached."""
         runtime = self.runtime
         prefix = instances_prefix(self.component.namespace.name, self.component.name, self.name)
-        view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
+        view = InstanceView(
+            runtime.discovery, runtime.requests, prefix, runtime.clock, where, verify=verify
+        )
         await view.start()
         client = Client(self.path, view, runtime.requests, runtime.rng, runtime.clients.discard)
         runtime.clients.add(client)

@@ -57,7 +57,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
     request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
     same pid. `children` are the unusual children of a supervisor by pid. `restarts` is added by
-    readers from there."""
+    readers from there. `reason` says why the process is not healthy, or is empty."""
 
     deployment: str
     role: str
@@ -69,6 +69,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
     start_ticks: int = 0
     restarts: int = 0
+    reason: str = ""
     children: dict[int, ChildStatus] = {}
 
 

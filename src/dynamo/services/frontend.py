@@ -86,6 +86,7 @@ class FrontendService:
         return {
             "workers": self._model_watcher.count_workers(),
             "refused_workers": self._model_watcher.incompatible_workers(),
+            "unreachable_workers": self._model_watcher.unreachable_workers(),
             "routing": self._routing.view_modes(),
             "routers": self._routing.router_states(),
             "planes": self._runtime.plane_status(),

@@ -119,11 +119,12 @@ async def _open_client(pipeline: ModelPipeline) -> None:
     accepts = CardCompatibility(pipeline.card).accepts
     endpoint = pipeline.runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
     pipeline.client = await endpoint.client(
-        lambda instance: decodes(instance) and accepts(instance)
+        lambda instance: decodes(instance) and accepts(instance), verify=pipeline.sends_requests
     )
     pipeline.resources.push_async_callback(pipeline.client.close)
     pipeline.prefill_client = await endpoint.client(
-        lambda instance: only_prefills(instance) and accepts(instance)
+        lambda instance: only_prefills(instance) and accepts(instance),
+        verify=pipeline.sends_requests,
     )
     pipeline.resources.push_async_callback(pipeline.prefill_client.close)
 
@@ -213,8 +214,8 @@ async def _open_starts(pipeline: ModelPipeline) -> None:
     runtime = pipeline.runtime
     view = SupervisorView(runtime.discovery, runtime.clock)
     pipeline.starts = WorkerStarts(pipeline.client, view, runtime.clock)
-    pipeline.resources.push_async_callback(pipeline.starts.close)
-    pipeline.starts.start()
+    pipeline.resources.callback(pipeline.starts.close)
+    pipeline.resources.callback(runtime.tasks.start(view.follow(), "watch supervisors").cancel)
 
 
 async def _open_admission(pipeline: ModelPipeline) -> None:
@@ -232,11 +233,26 @@ async def _open_admission(pipeline: ModelPipeline) -> None:
 
 
 async def _open_loads(pipeline: ModelPipeline) -> None:
-    pipeline.loads = LoadView(pipeline.runtime.clock)
+    pipeline.loads = loads = LoadView(pipeline.runtime.clock)
     for listener in pipeline.load_listeners:
-        pipeline.loads.add_listener(listener)
-    pipeline.resources.callback(pipeline.loads.close)
-    await pipeline.loads.subscribe(pipeline.runtime.events, pipeline.worker_component)
+        loads.add_listener(listener)
+    pipeline.resources.callback(loads.close)
+    for client in (pipeline.client, pipeline.prefill_client):
+        pipeline.resources.callback(_repeat_loads_of_new(client, loads))
+    await loads.subscribe(pipeline.runtime.events, pipeline.worker_component)
+
+
+def _repeat_loads_of_new(client: Client, loads: LoadView) -> Callable[[], None]:
+    """Repeat the last report of each worker that the client begins to use. Returns a function that
+    ends this."""
+    known = client.instances
+
+    def repeat() -> None:
+        nonlocal known
+        before, known = known, client.instances
+        loads.repeat(known.keys() - before.keys())
+
+    return client.on_change(repeat)
 
 
 async def _open_migration(pipeline: ModelPipeline) -> None:
@@ -295,7 +311,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("client", _open_client, "connects to the workers that agree with the model's card"),
+    Stage("client", _open_client, "finds workers that agree with the model's card, and connects"),
     Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
     Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
     Stage("starts", _open_starts, "predicts when a supervisor will have started a lost worker"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import ChainMap
 from collections.abc import Mapping
+from functools import partial
 from urllib.parse import unquote
 
 from dynamo.application import Gateway, ServedModel
@@ -31,15 +33,19 @@ async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) 
     offload = runtime.clock.offload
     if await offload(find_file, ref) is not None:
         return ref
+    reason = ""
     for instance in list(files.instances.values()):
         context = Context(request_id=secrets.token_hex(8))
         try:
             parts = await files.collect(instance, ref.sha256.encode(), context)
-        except (NotFound, WorkerFailed):
+        except (NotFound, WorkerFailed) as error:
+            reason = f": {error.message}"
             continue
         await offload(store_file, ref, b"".join(parts))
         return ref
-    raise ModelUnavailable(f"no worker serves the file {ref.name}", hint="the frontend retries")
+    raise ModelUnavailable(
+        f"no worker serves the file {ref.name}{reason}", hint="the frontend retries"
+    )
 
 
 log = logging.getLogger(__name__)
@@ -81,7 +87,8 @@ class ModelWatcher:
         self._runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
 
     async def wait_until_opened(self, timeout_s: float) -> None:
-        """Wait until all models that are announced now are open, at most `timeout_s`."""
+        """Wait until all models that are announced now are open and their workers were tried, at
+        most `timeout_s`."""
         runtime = self._runtime
         try:
             cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
@@ -89,8 +96,12 @@ class ModelWatcher:
             return
         announced = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
         deadline = runtime.clock.now() + timeout_s
-        while not announced <= self._pipelines.keys() and runtime.clock.now() < deadline:
+        while not all(map(self._is_settled, announced)) and runtime.clock.now() < deadline:
             await runtime.clock.sleep(POLL_INTERVAL_S)
+
+    def _is_settled(self, name: str) -> bool:
+        pipeline = self._pipelines.get(name)
+        return pipeline is not None and not pipeline.client.view.verifying
 
     def count_workers(self) -> Mapping[str, int]:
         """Return the number of instances by model."""
@@ -99,6 +110,11 @@ class ModelWatcher:
     def incompatible_workers(self) -> Mapping[str, str]:
         """Return by instance how a worker's card differs from its model's card."""
         return self._catalogue.incompatible_workers()
+
+    def unreachable_workers(self) -> Mapping[str, str]:
+        """Return by instance why an announced worker gets no requests."""
+        views = [pipeline.client.view for pipeline in self._pipelines.values()]
+        return dict(ChainMap(*(dict(view.unreachable_reasons()) for view in views)))
 
     async def _open_model(self, card: ModelCard) -> None:
         """Build the pipeline and processor of a card's model and serve it."""
@@ -126,16 +142,45 @@ class ModelWatcher:
             runtime.settings.sampling,
             runtime.clock,
         )
-        self._gateway.add(ServedModel(card.names, processor, card.created, card.context_tokens))
+        served = ServedModel(card.names, processor, card.created, card.context_tokens)
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline
-        pipeline.client.on_change(lambda: self._update_health(name, pipeline))
-        self._update_health(name, pipeline)
-        runtime.health.set_healthy(MODELS_HEALTH_KEY)
+        if previous is not None:  # requests go on with the new pipeline's queue
+            self._gateway.add(served)
+        update = partial(self._on_workers_changed, pipeline, served)
+        pipeline.client.on_change(update)
+        pipeline.client.view.on_reason_change(update)
+        runtime.health.add_check(name, partial(self._unreachable_reason, name))
+        update()
+        runtime.health.set_healthy(MODELS_HEALTH_KEY)  # from now on under the model's name
         if previous is not None:
             await previous.close()
         fields = {"model": name, "encoder": tokenizer.encoder_name}
         log.info("model ready", extra={"fields": fields})
+
+    def _on_workers_changed(self, pipeline: ModelPipeline, served: ServedModel) -> None:
+        """Serve a model from its first reachable worker on, and report the lack of workers."""
+        name, health = served.names[0], self._runtime.health
+        if self._pipelines.get(name) is not pipeline:
+            return
+        if pipeline.client.instances:
+            if name not in self._gateway.models:
+                self._gateway.add(served)
+            health.set_healthy(name)
+            return
+        reason = self._unreachable_reason(name)
+        health.set_unhealthy(name, reason)
+        if name not in self._gateway.models:
+            self._gateway.set_pending(name, reason)
+
+    def _unreachable_reason(self, name: str) -> str:
+        """Return why a model has no worker at present, or "" if it has one."""
+        pipeline = self._pipelines[name]
+        if pipeline.client.instances:
+            return ""
+        causes = pipeline.starts.describe(), pipeline.client.view.describe_unavailable()
+        text = "; ".join(filter(None, causes))
+        return "no worker of this model is reachable" + (f": {text}" if text else "")
 
     def _on_health_change(self) -> None:
         """Answer requests with the deployment's health reason while no model is open."""
@@ -153,11 +198,3 @@ class ModelWatcher:
             self._runtime.health.set_unhealthy(
                 MODELS_HEALTH_KEY, f"{name}: {reason}" if name else reason
             )
-
-    def _update_health(self, name: str, pipeline: ModelPipeline) -> None:
-        if self._pipelines.get(name) is not pipeline:
-            return
-        if pipeline.client.instances:
-            self._runtime.health.set_healthy(name)
-        else:
-            self._runtime.health.set_unhealthy(name, "no worker of this model is reachable")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.conftest import until
 
 from dynamo.cli import main, ps, stop
@@ -60,7 +61,7 @@ def test_ps_lists_live_processes_only(start: Start, capsys: pytest.CaptureFixtur
     assert main(["ps", "--json"]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["deployment"] == "http-8123"]
     assert [row["pid"] for row in rows] == [live.pid]
-    assert tuple(rows[0]) == ps.COLUMNS
+    assert tuple(rows[0]) == (*ps.COLUMNS, "reason")
 
     assert main(["ps"]) == 0
     assert "http://127.0.0.1:8123" in capsys.readouterr().out
@@ -114,6 +115,18 @@ def test_deployments_of_one_name_in_two_state_roots_are_separate(
     assert main(["stop", folder]) == 0
     assert capsys.readouterr().out == f"stopped same\nstopped {folder}\n"
     assert third.poll() is None
+
+
+def test_ps_says_why_a_process_does_not_serve() -> None:
+    record = ProcessRecord(deployment="d", role="frontend", name="frontend", pid=1)
+    healthy = ps.format_processes_table([record]).splitlines()
+    assert len(healthy) == 2
+    unhealthy = replace(record, reason="tiny: no worker of this model is reachable")
+    assert ps.format_processes_table([unhealthy]).splitlines() == [
+        *healthy,
+        "",
+        "frontend: tiny: no worker of this model is reachable",
+    ]
 
 
 def test_stop_ends_a_deployment_and_waits(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from tests.unit.processes import play_virtually
 
 from dynamo.communication.discovery import RecordChange
-from dynamo.core.errors import InstanceGone, NotFound
+from dynamo.core.errors import InstanceGone, NotFound, WorkerFailed
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.runtime.calls.instances import (
     MAX_PROBE_INTERVAL_S,
@@ -23,6 +24,8 @@ from dynamo.runtime.calls.instances import (
     encode_instance,
     instance_key,
 )
+
+UNREACHABLE = "unreachable: no process has this address"
 
 
 def instance(name: str, address: str = "", **capabilities: Any) -> Instance:
@@ -98,13 +101,16 @@ class FakeCluster:
         return set(self.view.live)
 
 
-def play(scenario: Callable[[FakeCluster], Awaitable[None]], *names: str) -> None:
+def play(
+    scenario: Callable[[FakeCluster], Awaitable[None]], *names: str, verify: bool = False
+) -> None:
     """Run `scenario` in a cluster in which the instances `names` are announced."""
 
     async def run(cluster: FakeCluster) -> None:
+        cluster.view._verify = verify
         cluster.batches.put_nowait([put(instance(name)) for name in names])
         await cluster.view.start()
-        assert cluster.live == set(names)
+        assert cluster.live == (set() if verify else set(names))
         await scenario(cluster)
 
     play_virtually(FakeCluster, run)
@@ -161,7 +167,7 @@ def test_a_new_watch_with_unchanged_records_readmits_no_instance() -> None:
         assert cluster.live == {"c", "d"}
         assert (
             cluster.view.describe_unavailable()
-            == "2 excluded for this call, 1 not answering, 1 unhealthy"
+            == f"2 excluded for this call, 1 unhealthy, 1 {UNREACHABLE}"
         )
         await cluster.announce(unchanged[0])
         assert cluster.live == {"a", "c", "d"}
@@ -273,7 +279,7 @@ def test_an_answered_probe_readmits_only_the_instances_at_that_address() -> None
         cluster.dead.discard("memory:a")
         await cluster.clock.sleep(1.0)
         assert cluster.live == {"a", "c"}
-        assert cluster.view.describe_unavailable() == "2 excluded for this call, 1 not answering"
+        assert cluster.view.describe_unavailable() == f"2 excluded for this call, 1 {UNREACHABLE}"
 
     play(scenario, "a", "b", "c")
 
@@ -316,3 +322,64 @@ GOOD_RECORD = (
 def test_a_bad_record_is_skipped(value: bytes) -> None:
     assert decode_instance(RECORD_KEY, GOOD_RECORD) is not None
     assert decode_instance(RECORD_KEY, value) is None
+
+
+def test_a_verified_instance_counts_after_its_first_answer() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        assert cluster.view.verifying
+        await cluster.clock.wait_until_idle()
+        assert cluster.live == {"a", "b"}
+        assert not cluster.view.verifying
+        assert cluster.clock.now() == 0.0
+        cluster.dead.add("memory:c")
+        await cluster.announce(put(instance("c")))
+        assert cluster.live == {"a", "b"}
+        assert cluster.view.unreachable_reasons() == {"c": UNREACHABLE}
+        await cluster.clock.sleep(10.0)
+        cluster.dead.clear()
+        await cluster.announce(put(instance("c")))  # the next probe is due in 2 s
+        assert cluster.live == {"a", "b", "c"}
+        assert cluster.view.unreachable_reasons() == {}
+
+    play(scenario, "a", "b", verify=True)
+
+
+def test_changed_reasons_of_verified_instances_are_reported_once() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        reports = 0
+
+        def report() -> None:
+            nonlocal reports
+            reports += 1
+
+        cluster.view.on_reason_change(report)
+        cluster.call_error = WorkerFailed("tcp://a cannot be reached: it has another secret")
+        await cluster.clock.sleep(30.0)
+        assert reports == 2  # two addresses
+        assert cluster.view.describe_unavailable() == "2 unreachable: it has another secret"
+        cluster.call_error = WorkerFailed("tcp://a cannot be reached: no answer")
+        await cluster.clock.sleep(30.0)
+        assert reports == 4
+        cluster.call_error = None
+        await cluster.clock.sleep(3.0)
+        assert cluster.live == {"a", "b"}
+
+    play(scenario, "a", "b", verify=True)
+
+
+def test_a_verified_instance_stays_while_its_record_changes_and_is_probed_at_a_new_address() -> (
+    None
+):
+    async def scenario(cluster: FakeCluster) -> None:
+        await cluster.clock.wait_until_idle()
+        cluster.dead.add("memory:a")
+        await cluster.announce(put(msgspec.structs.replace(instance("a"), lease_id="7")))
+        assert cluster.live == {"a"}
+        cluster.dead.add("memory:moved")
+        await cluster.announce(put(instance("a", "memory:moved")))
+        assert cluster.live == set()
+        cluster.dead.clear()
+        await cluster.clock.sleep(PROBE_INTERVAL_S + 0.01)
+        assert cluster.live == {"a"}
+
+    play(scenario, "a", verify=True)

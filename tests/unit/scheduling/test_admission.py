@@ -238,7 +238,7 @@ def test_a_new_worker_takes_waiting_requests_and_close_unsubscribes() -> None:
         await cluster.clock.wait_until_idle()
         assert cluster.attempts == [("u", "a"), ("v", "b")]
         cluster.admission.close()
-        await cluster.starts.close()
+        cluster.starts.close()
         assert cluster.listeners == []
 
     run_scenario(scenario, 1)

@@ -179,7 +179,9 @@ class TcpRequests(Requests):
             await connection.handshake.connect(partial(self._transport.dial, address=address))
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
             self._notify_broken(address)
-            return InstanceGone(f"{address} cannot be reached: {str(error) or 'no answer'}")
+            refused = isinstance(error, ConnectionRefusedError)
+            reason = "connection refused" if refused else str(error) or "no answer"
+            return InstanceGone(f"{address} cannot be reached: {reason}")
         former = self._client_connections.get(address)
         if not connection.link.closed.is_set():
             self._client_connections[address] = connection

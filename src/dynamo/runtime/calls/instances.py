@@ -25,6 +25,8 @@ PROBE_INTERVAL_S = 0.02
 MAX_PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 0.5
+CONNECTION_BROKE = "not answering"
+NOT_CONNECTED = "not connected yet"
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -109,7 +111,8 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
 class InstanceView:
     """A live view of the instances under a discovery prefix that `accepts` returns True for. An
     instance whose connection broke is withheld until discovery announces it again or it answers a
-    probe. A dead worker would otherwise look idle and attract calls."""
+    probe. A dead worker would otherwise look idle and attract calls. With `verify`, an announced
+    instance is withheld until it answered a probe, over a connection with a handshake."""
 
     def __init__(
         self,
@@ -118,7 +121,10 @@ class InstanceView:
         prefix: str,
         clock: Clock,
         accepts: InstanceFilter | None = None,
+        *,
+        verify: bool = False,
     ) -> None:
+        self._verify = verify
         self._discovery = discovery
         self._requests = requests
         self._prefix = prefix
@@ -126,10 +132,11 @@ class InstanceView:
         self._clock = clock
         self._tasks = BackgroundTasks()
         self._known: dict[str, Instance] = {}
-        self._unreachable: set[str] = set()
+        self._unreachable: dict[str, str] = {}
         self._ejected: set[str] = set()
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
+        self._reason_listeners: list[Callable[[], None]] = []
         self._removal_listeners: list[Callable[[Instance], object]] = []
         self._synced = asyncio.Event()
         self._closed = False
@@ -154,6 +161,10 @@ class InstanceView:
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
+    def on_reason_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the reason changed why an instance cannot be reached."""
+        self._reason_listeners.append(callback)
+
     def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
         """Call `callback` with every instance that leaves discovery, after `live` changed.
         Returns a function that unsubscribes."""
@@ -163,15 +174,13 @@ class InstanceView:
     def mark_unreachable(self, address: str) -> None:
         """Withhold every instance at `address` and begin to probe the address."""
         broken = self._ids_at(address)
-        if self._closed or not broken - self._unreachable:
+        if self._closed or not broken - self._unreachable.keys():
             return
         text = "connection broke; instance gets no requests until it answers"
         log.warning(text, extra={"fields": self._log_fields(address)})
-        self._unreachable |= broken
+        self._unreachable |= dict.fromkeys(broken, CONNECTION_BROKE)
         self._refresh()
-        if address not in self._probing:
-            self._probing.add(address)
-            self._tasks.start(self._probe(address), f"probe {address}")
+        self._start_probing(address, PROBE_INTERVAL_S)
 
     def eject(self, instance_id: str) -> bool:
         """Exclude an unhealthy instance until `readmit`. Returns whether it was excluded. An
@@ -195,9 +204,18 @@ class InstanceView:
         counts = Counter(map(self._unavailable_reason, self._known))
         return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
 
+    @property
+    def verifying(self) -> bool:
+        """Whether no instance is live and the first probe of some is not answered yet."""
+        return not self.live and NOT_CONNECTED in self._unreachable.values()
+
+    def unreachable_reasons(self) -> Mapping[str, str]:
+        """Return by id why announced instances cannot be reached."""
+        return self._unreachable
+
     def _unavailable_reason(self, name: str) -> str:
-        if name in self._unreachable:
-            return "not answering"
+        if (reason := self._unreachable.get(name)) is not None:
+            return reason
         return "unhealthy" if name in self._ejected else "excluded for this call"
 
     async def _watch_forever(self) -> None:
@@ -218,6 +236,7 @@ class InstanceView:
     def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
         before = self._known
         known = {} if replace else dict(before)
+        announced: list[Instance] = []
         for change in batch:
             name = change.key.rsplit("/", 1)[-1]
             instance = None if change.value is None else decode_instance(change.key, change.value)
@@ -225,16 +244,32 @@ class InstanceView:
                 known.pop(name, None)
             else:
                 known[name] = instance
-            if not replace or before.get(name) != instance:
-                self._unreachable.discard(name)
+                if not replace or before.get(name) != instance:
+                    announced.append(instance)
         self._known = known
-        self._unreachable &= known.keys()
+        self._admit_announced(announced, before)
+        self._unreachable = {
+            name: reason for name, reason in self._unreachable.items() if name in known
+        }
         self._ejected &= known.keys()
         self._synced.set()
         self._refresh()
         for name in before.keys() - known.keys():
             for listener in tuple(self._removal_listeners):
                 listener(before[name])
+
+    def _admit_announced(
+        self, announced: Sequence[Instance], before: Mapping[str, Instance]
+    ) -> None:
+        """Admit instances that discovery announced, or probe them first with `verify`."""
+        for instance in announced:
+            former, name = before.get(instance.id), instance.id
+            moved = former is None or former.address != instance.address
+            if not self._verify:
+                self._unreachable.pop(name, None)
+            elif moved or name in self._unreachable:
+                self._unreachable.setdefault(name, NOT_CONNECTED)
+                self._start_probing(instance.address, 0.0)
 
     def _ids_at(self, address: str) -> set[str]:
         return {name for name, instance in self._known.items() if instance.address == address}
@@ -243,7 +278,7 @@ class InstanceView:
         return {"instance": ",".join(sorted(self._ids_at(address))), "address": address}
 
     def _refresh(self) -> None:
-        excluded = self._unreachable | self._ejected
+        excluded = self._unreachable.keys() | self._ejected
         live = {name: known for name, known in self._known.items() if name not in excluded}
         if live == self.live:
             return
@@ -251,27 +286,53 @@ class InstanceView:
         for listener in tuple(self._listeners):
             listener()
 
-    async def _probe(self, address: str) -> None:
-        delay_s = PROBE_INTERVAL_S
+    def _start_probing(self, address: str, delay_s: float) -> None:
+        if address not in self._probing:
+            self._probing.add(address)
+            self._tasks.start(self._probe_until_reachable(address, delay_s), f"probe {address}")
+        elif not delay_s:  # do not wait for the next probe
+            self._tasks.start(self._probe(address), f"probe {address} now")
+
+    async def _probe_until_reachable(self, address: str, delay_s: float) -> None:
         try:
-            while any(self._known[name].address == address for name in self._unreachable):
+            while not self._unreachable.keys().isdisjoint(self._ids_at(address)):
                 await self._clock.sleep(delay_s)
-                if await self._is_reachable(address):
-                    self._unreachable -= self._ids_at(address)
-                    log.info("instance answers again", extra={"fields": self._log_fields(address)})
-                    self._refresh()
-                delay_s = min(delay_s * 2, MAX_PROBE_INTERVAL_S)
+                await self._probe(address)
+                delay_s = min(max(delay_s * 2, PROBE_INTERVAL_S), MAX_PROBE_INTERVAL_S)
         finally:
             self._probing.discard(address)
 
-    async def _is_reachable(self, address: str) -> bool:
-        """Whether a process answers at `address`. The error of an unknown endpoint counts too."""
+    async def _probe(self, address: str) -> None:
+        """Admit the instances at `address` if a process answers there. Otherwise record why not."""
+        error = await self._ping(address)
+        withheld = self._ids_at(address) & self._unreachable.keys()
+        before = {self._unreachable[name] for name in withheld}
+        if not error:
+            for name in withheld:
+                del self._unreachable[name]
+            if before - {NOT_CONNECTED}:
+                log.info("instance answers again", extra={"fields": self._log_fields(address)})
+            self._refresh()
+        elif before - {error}:
+            self._unreachable |= dict.fromkeys(withheld, error)
+            if NOT_CONNECTED in before:
+                fields = {**self._log_fields(address), "reason": error}
+                log.warning("announced instance gets no requests", extra={"fields": fields})
+            for listener in self._reason_listeners:
+                listener()
+
+    async def _ping(self, address: str) -> str:
+        """Return "" if a process answers at `address`, otherwise the error. The error of an unknown
+        endpoint is an answer, too."""
         context = Context(request_id="probe")
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._requests.call(address, PING_ENDPOINT, b"", context, lambda _: True)
         except NotFound:
-            return True
-        except (DynamoError, OSError, TimeoutError):
-            return False
-        return True
+            return ""
+        except TimeoutError:
+            return f"unreachable: no answer within {PROBE_TIMEOUT_S:g} s"
+        except (DynamoError, OSError) as error:
+            text = str(error)  # without the address, so that equal reasons can be counted
+            return f"unreachable: {text.partition(' cannot be reached: ')[2] or text}"
+        return ""

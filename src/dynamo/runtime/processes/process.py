@@ -177,6 +177,7 @@ class ProcessRunner:
         """Run until drained. Raises errors of `main` and the runtime's `failure`."""
         runtime = self._runtime
         runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
+        runtime.health.on_change(self._on_health_change)
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             start = self._parent.start_message
@@ -203,6 +204,14 @@ class ProcessRunner:
             refresh.cancel()
             await self._status.stop()
             await self._record_writer.remove()
+
+    def _on_health_change(self) -> None:
+        """Write the reasons for being unhealthy to the process record, for `dynamo ps`."""
+        reasons = self._runtime.health.reasons
+        texts = [f"{name}: {text}" for name, text in reasons.items() if name != STARTING_REASON]
+        reason = "; ".join(texts)
+        if reason != self._record_writer.record.reason:
+            self._runtime.tasks.start(self._record_writer.update(reason=reason), "process record")
 
     def _on_notice(self, notice: ChildNotice) -> None:
         if notice.settings is not None:

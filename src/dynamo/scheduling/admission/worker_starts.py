@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import NoWorkers
-from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
@@ -18,7 +17,7 @@ CRASH_LOOP_RETRY_S = 10.0
 
 
 class WorkerStarts:
-    """Remembers which supervisors ran the workers of one client, and follows their records.
+    """Remembers which supervisors ran the workers of one client, and reads their records in `view`.
 
     A worker is expected while the client has no instance and one of these supervisors keeps
     processes of that kind running. Workers that were drained or scaled to zero are not expected,
@@ -32,21 +31,15 @@ class WorkerStarts:
         self._kinds: set[str] = set()
         self._lost_at_s = clock.now()
         self._last_instances: Mapping[str, Instance] = client.instances
-        self._tasks = BackgroundTasks()
         self._unsubscribe = [
             client.on_change(self._on_instances_changed),
             client.view.on_instance_removed(lambda instance: self._remember([instance])),
         ]
 
-    def start(self) -> None:
-        """Start to follow the supervisors."""
-        self._tasks.start(self._view.follow(), "watch supervisors")
-
-    async def close(self) -> None:
-        """Stop following instances and supervisors."""
+    def close(self) -> None:
+        """Stop following the instances."""
         for unsubscribe in self._unsubscribe:
             unsubscribe()
-        await self._tasks.close()
 
     @property
     def is_expected(self) -> bool:
@@ -84,15 +77,15 @@ class WorkerStarts:
     def describe(self) -> str:
         """Return why no worker serves at present, as far as a supervisor knows, or ""."""
         if self.is_expected:
-            return f"its supervisor starts one, expected in {self.predict_s():.1f} s"
+            return "its supervisor starts one"
         reasons = (record.failing.get(kind) for kind, record in self._records())
         return next((f"crash loop: {reason}" for reason in reasons if reason), "")
 
     def late_error(self, limit_s: float) -> NoWorkers:
         """Return the error of a request that waits at most `limit_s` for an expected worker."""
         return NoWorkers(
-            f"no worker serves this model now: {self.describe()}; this request may wait "
-            f"{limit_s:.1f} s",
+            f"no worker serves this model now: its supervisor starts one, expected in "
+            f"{self.predict_s():.1f} s; this request may wait {limit_s:.1f} s",
             hint="send it again then; router.max_queue_wait, router.ttft_slo and the request's own "
             "timeout limit the wait",
             retry_after_s=self.predict_s(),

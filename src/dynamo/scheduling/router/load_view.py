@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -60,6 +60,16 @@ class LoadView:
             log.warning("invalid load report skipped", extra={"fields": fields})
             return
         self.loads[event.publisher] = load
+        self._notify(event.publisher, load)
+
+    def repeat(self, workers: Iterable[str]) -> None:
+        """Call the listeners with the last reports of workers that they did not know before. An
+        idle worker sends no further report."""
+        for worker in workers:
+            if (load := self.loads.get(worker)) is not None:
+                self._notify(worker, load)
+
+    def _notify(self, worker: str, load: Load) -> None:
         now = self._clock.now()
         for listener in self._listeners:
-            listener(event.publisher, load, now)
+            listener(worker, load, now)

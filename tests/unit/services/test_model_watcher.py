@@ -1,0 +1,96 @@
+"""Models are served from the first worker on that a frontend can reach, over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.application import Gateway
+from dynamo.core.errors import ModelNotReady, ProtocolError
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.inference.mock.engine import make_mock_engine
+from dynamo.inference.worker import EngineWorker
+from dynamo.models.card import ModelCard
+from dynamo.models.file_cache import FileRef
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.routing import ProcessRouting
+
+WRONG_SECRET = "the server does not know this deployment's secret (security.secret)"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def open_process(folder: Path, secret: str) -> DistributedRuntime:
+    settings = Settings()
+    runtime = replace(settings.runtime, discovery=f"file:{folder}")
+    security = replace(settings.security, secret=secret * 32)
+    return await DistributedRuntime.create(replace(settings, runtime=runtime, security=security))
+
+
+async def start_worker(runtime: DistributedRuntime, model: Path) -> None:
+    path = model / "tokenizer.json"
+    data = path.read_bytes()
+    file = FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data), str(path))
+    card = ModelCard(names=("tiny",), context_tokens=4096, vocab_size=1000, tokenizer=file)
+    settings = EngineSettings(kind="mock", speedup_ratio=1000)
+    engine = make_mock_engine(settings, range(100, 900), runtime.clock, context_tokens=4096)
+    await EngineWorker(engine, card).attach(runtime)
+
+
+async def test_a_model_whose_workers_have_another_secret_is_not_served(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    strange = await open_process(tmp_path, "s")
+    await start_worker(strange, tiny_model)
+    runtime = await open_process(tmp_path, "f")
+    gateway = Gateway()
+    watcher = ModelWatcher(runtime, gateway, ProcessRouting(runtime))
+    watcher.start()
+    await until(lambda: "unreachable" in runtime.health.reasons.get("tiny", ""))
+    await watcher.wait_until_opened(20)
+    reason = f"no worker of this model is reachable: 1 unreachable: {WRONG_SECRET}"
+    assert runtime.health.reasons == {"tiny": reason}
+    assert watcher.unreachable_workers() == {strange.instance_id: f"unreachable: {WRONG_SECRET}"}
+    assert (gateway.models, watcher.count_workers()) == ({}, {"tiny": 0})
+    with pytest.raises(ModelNotReady, match="does not know this deployment's secret"):
+        gateway.find("tiny")
+
+    known = await open_process(tmp_path, "f")
+    await start_worker(known, tiny_model)
+    await until(lambda: gateway.models)
+    assert runtime.health.healthy
+    assert watcher.count_workers() == {"tiny": 1}
+    assert watcher.unreachable_workers().keys() == {strange.instance_id}
+    for process in (runtime, known, strange):
+        await process.shutdown(0)
+
+
+async def test_the_reason_of_other_versions_and_dead_addresses_is_named(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start_worker(worker := await open_process(tmp_path, "f"), tiny_model)
+    runtime = await open_process(tmp_path, "f")
+    health = runtime.health
+
+    def refuse(_: object) -> int:
+        raise ProtocolError("the peer speaks protocol 7 to 8, this process 1 to 2")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dynamo.communication.handshake.negotiate_version", refuse)
+        ModelWatcher(runtime, Gateway(), ProcessRouting(runtime)).start()
+        await until(lambda: "protocol 7 to 8" in health.reasons.get("tiny", ""))
+        await worker.requests.close()
+        await until(lambda: "connection refused" in health.reasons.get("tiny", ""))
+    for process in (runtime, worker):
+        await process.shutdown(0)
