@@ -59,7 +59,8 @@ async def _watch_engine(runtime: DistributedRuntime) -> None:
     """End the process when its engine has died, so that the supervisor starts another."""
     while not (reason := runtime.health.reasons.get(ENGINE_HEALTH_KEY)):
         await runtime.clock.sleep(ENGINE_CHECK_INTERVAL_S)
-    runtime.fail(WorkerFailed(f"the engine died: {reason}"))
+    if not runtime.stopping.cancelled:  # else the engine was stopped with the process
+        runtime.fail(WorkerFailed(f"the engine died: {reason}"))
 
 
 def make_card(files: ModelFiles, settings: Settings) -> ModelCard:
