@@ -1,35 +1,50 @@
 #!/usr/bin/env python3
-"""Measure the CPU of a whole routing decision: hash, match, cost, choose, explain.
+"""Measure the CPU of a whole routing decision (hash, match, cost, choose, explain), and a burst.
 
-    benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512] [--active 16] [--rounds 300]
+    benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512 1000 10000] [--active 16]
+                              [--rounds 300] [--idle 256 1000 4000] [--burst 200]
 
-Prints medians. Every worker has `--active` requests in flight and holds a part of the prompts' blocks.
+Prints the median CPU of a decision. Every worker has `--active` requests in flight. Four workers hold a
+part of each prompt, and either a few more or all of them hold the quarter that all prompts share. Then
+`--burst` prompts come at one instant over idle workers, in virtual time: mean time to first token of mode
+kv and of round robin, and the CPU of all decisions together, which virtual time does not contain. Exits
+with 1 if a decision takes more than 1 ms over up to 1,000 workers or 2 ms over more, or if the burst's mean
+is more than 1.1 times that of round robin.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
+import sys
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Self
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import (
     BlocksStored,
+    EngineInfo,
     Finish,
     GenerateRequest,
     SamplingParams,
     Started,
     StopConditions,
 )
+from dynamo.inference.mock.timing import DYNAMO_TIMING
+from dynamo.operations.replay.cluster import ReplayWorkers
+from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt, make_prompt_reader
 from dynamo.scheduling.router.worker_state import PlacedRequest
 from dynamo.scheduling.router.worker_states import WorkerStates
@@ -43,6 +58,10 @@ ENGINE = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8_192,
 }
+
+
+BURST_TOKENS = 520
+MAX_SMALL_US, MAX_LARGE_US, MAX_BURST_RATIO = 1_000, 2_000, 1.1
 
 
 class IgnoringReply(Reply):
@@ -84,7 +103,7 @@ def make_worker_states(workers: int, active: int, rng: random.Random, now: float
     return states
 
 
-def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
+def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tuple[float, float]:
     """Return the median and the 99th percentile in microseconds."""
     rng, clock = random.Random(7), SystemClock()
     states = make_worker_states(workers, args.active, rng, clock.now())
@@ -96,6 +115,10 @@ def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
         for worker in rng.sample(states.workers, min(4, workers)):
             cached = hashes[: rng.randrange(len(hashes) // 4, len(hashes))]
             view.apply(worker.name, [BlocksStored(0, tuple(cached))])
+    if shared_by_all:
+        shared = tuple(read(requests[0]).hashes[: args.tokens // 4 // BLOCK])
+        for worker in states.workers:
+            view.apply(worker.name, [BlocksStored(0, shared)])
     placement = PlacementSolver(states, view, PredictedCost(), rng)
     times_us = []
     now = clock.now()
@@ -112,20 +135,78 @@ def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
     return statistics.median(times_us), times_us[int(len(times_us) * 0.99)]
 
 
-def main() -> None:
-    """Print a line for each number of workers."""
+class TimedPlacements:
+    """Sums the CPU of all placements while it is entered."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self.slowest_s = 0.0
+        self._place = PlacementSolver.place
+
+    def __enter__(self) -> Self:
+        def place(solver: PlacementSolver, now: float) -> list[PlacementResult]:
+            start = time.process_time()
+            results = self._place(solver, now)
+            took_s = time.process_time() - start
+            self.cpu_s += took_s
+            self.slowest_s = max(self.slowest_s, took_s)
+            return results
+
+        PlacementSolver.place = place  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        PlacementSolver.place = self._place  # type: ignore[method-assign]
+
+
+def burst_ttft_ms(mode: str, workers: int, prompts: int, tokens: int) -> float:
+    """Return the mean TTFT of prompts without common blocks that come at one instant."""
+    blocks = 256
+    info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, 256, 8_192)
+    cluster = ReplayWorkers(workers, info, DYNAMO_TIMING, "reuse")
+    requests = [TraceConversation(0.0, (TraceRequest(n, tokens, 20),)) for n in range(prompts)]
+    plan = ReplayPlan("burst", cluster, RouterSettings(mode=mode), BLOCK)
+    result, _ = Replay(plan).run(requests)
+    return result.ttft_ms.mean
+
+
+def main() -> int:
+    """Print a line for each number of workers. Return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=8_192)
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--workers", type=int, nargs="*", default=[8, 64, 512, 1_000, 10_000])
     parser.add_argument("--active", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--idle", type=int, nargs="*", default=[256, 1_000, 4_000])
+    parser.add_argument("--burst", type=int, default=200)
     args = parser.parse_args()
+    logging.disable()
+    missed = False
     for workers in args.workers:
-        median, high = decide(workers, args)
-        print(f"{workers:4d} workers, {args.tokens} tokens: {median:6.0f} us (p99 {high:.0f})")
+        for shared_by_all in (False, True):
+            median, high = decide(workers, args, shared_by_all=shared_by_all)
+            missed |= median > (MAX_SMALL_US if workers <= 1_000 else MAX_LARGE_US)
+            holders = "all workers hold" if shared_by_all else "some workers hold"
+            print(
+                f"{workers:5d} workers, {args.tokens} tokens, {holders} the shared part: "
+                f"{median:5.0f} us (p99 {high:.0f})",
+                flush=True,
+            )
+    for workers in args.idle:
+        round_robin = burst_ttft_ms("round_robin", workers, args.burst, BURST_TOKENS)
+        with TimedPlacements() as timed:
+            kv = burst_ttft_ms("kv", workers, args.burst, BURST_TOKENS)
+        missed |= kv > MAX_BURST_RATIO * round_robin
+        print(
+            f"{workers:5d} idle workers, {args.burst} prompts: mean TTFT {kv:.1f} ms, round robin "
+            f"{round_robin:.1f}; all decisions {timed.cpu_s * 1e3:.1f} ms of CPU, the longest slice "
+            f"{timed.slowest_s * 1e3:.1f}",
+            flush=True,
+        )
+    return int(missed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,7 @@ from dynamo.scheduling.router.placement.shortlist import (
     find_cheapest,
 )
 
-WORKERS = 160
+WORKERS = 200
 TENANTS = 12
 
 
@@ -34,8 +34,8 @@ def busy_cluster(seed: int, workers: int = WORKERS) -> FakeCluster:
                 cluster.solver.on_first_token(placed, cluster.now + rng.random())
                 placed.emitted = rng.randrange(500)
         worker.refresh(cluster.now + 1.0)
-        if rng.random() < 0.3:
-            root = rng.randrange(TENANTS) * 10_000
+        if rng.random() < 0.6:
+            root = rng.choice((0, rng.randrange(TENANTS))) * 10_000
             cluster.view.caches[worker.name] = set(range(root + 1, root + rng.randrange(2, 400)))
     cluster.now += rng.uniform(1.0, 2.0)
     return cluster

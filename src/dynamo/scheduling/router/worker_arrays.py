@@ -16,6 +16,11 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
+DENSE_OVERLAP_SHARE = 0.2
+"""Share of workers with an overlap from which on looking up all workers in order is faster, since
+the order of their names follows the order in memory."""
+
+
 class WorkerArrays:
     """Values of all workers at one time, float64 `[workers]` in the order of `workers`, named as in
     `WorkerState`. Call `refresh` before every use: only the entries of changed workers are written
@@ -58,10 +63,12 @@ class WorkerArrays:
         self, prompt_tokens: int, overlaps: Mapping[str, int], block_tokens: int
     ) -> Floats:
         """Return the prompt tokens that each worker would compute; the last token always."""
-        count = len(self.workers)
+        count, size = len(self.workers), len(overlaps)
+        if size > count * DENSE_OVERLAP_SHARE:
+            blocks = np.fromiter(map(overlaps.get, self._index, repeat(0)), np.float64, count)
+            return np.maximum(prompt_tokens - blocks * block_tokens, 1.0)
         tokens = np.full(count + 1, max(1.0, prompt_tokens))
-        if overlaps:  # unknown workers write to the entry after the last
-            size = len(overlaps)
+        if size:  # unknown workers write to the entry after the last
             holders = np.fromiter(map(self._index.get, overlaps, repeat(count)), np.intp, size)
             blocks = np.fromiter(overlaps.values(), np.float64, size)
             tokens[holders] = np.maximum(prompt_tokens - blocks * block_tokens, 1.0)

@@ -69,9 +69,10 @@ class Candidates:
 
     def next_nearly_free_s(self) -> float:
         """Return when the next busy worker is nearly free; infinity without a prediction."""
-        times = (
-            worker.prefill_free_s - self._max_backlog_s
-            for worker in self._states.workers
-            if worker.pending_prefills
-        )
-        return min((time for time in times if time > self._now), default=inf)
+        earliest_s = inf
+        for worker in self._states.workers:
+            if worker.pending_prefills:
+                free_s = worker.prefill_free_s - self._max_backlog_s
+                if self._now < free_s < earliest_s:
+                    earliest_s = free_s
+        return earliest_s

@@ -179,8 +179,9 @@ class PendingRequestQueue:
         """Iterate in order of arrival."""
         return iter(self._all.values())
 
-    def __contains__(self, request: PendingRequest) -> bool:
-        return self._all.get(request.id) is request
+    def still_pending(self, requests: Iterable[PendingRequest]) -> list[PendingRequest]:
+        """Return those of `requests` that were not removed."""
+        return [request for request in requests if self._all.get(request.id) is request]
 
     def add(self, request: PendingRequest) -> None:
         """Add a new request."""

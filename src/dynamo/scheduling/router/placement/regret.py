@@ -86,6 +86,7 @@ class RegretStep:
         """Remove and return the row to place next; None when no row is left."""
         rows = self._rows
         if self._queue and self._queue_head not in rows:
+            self._next_blocks.pop()
             self._queue_head = self._build_row(self._queue.pop())
             rows.append(self._queue_head)
         if not rows:
@@ -122,7 +123,7 @@ class RegretStep:
             elif index is None:
                 for row in group:
                     row.add_holder(worker, rng)
-        if self._queue and not self._next_blocks.isdisjoint(placed.hashes):
+        if self._queue and not set(placed.hashes).isdisjoint(self._next_blocks):
             self._promote_sharers(placed)
 
     def _promote_sharers(self, placed: PlacedRequest) -> None:
@@ -137,7 +138,7 @@ class RegretStep:
 
     def _set_queue(self, queue: list[PendingRequest]) -> None:
         self._queue = queue
-        self._next_blocks = {_first_uncached_block(request) for request in queue}
+        self._next_blocks = [_first_uncached_block(request) for request in queue]
 
 
 def _prompt_tokens(request: PendingRequest) -> int:

@@ -24,6 +24,9 @@ SHORTLIST = TABLE_ROWS + REGRET_WINDOW
 """Workers in a shortlist. The placements of a window use up at most REGRET_WINDOW - 1 of them, so
 the cheapest TABLE_ROWS of all workers, the second best among them, are always known."""
 
+BOUND_SAMPLE = 512
+"""Costs from which a bound of the lowest ones is estimated."""
+
 
 class ShortlistCandidates(Candidates):
     """Candidates for a cost with `costs_of_all`. The matrix of a request has the SHORTLIST workers
@@ -103,13 +106,24 @@ def find_cheapest(costs: Floats, count: int, tolerance: float, rng: Random) -> I
         costs[best] = lowest
         chosen = _sample(tied, count - 2, rng)
         return np.unique(np.append(chosen, (best, second)))
-    chosen = np.argpartition(costs, count - 1)[:count]
-    highest = costs[chosen].max()
+    chosen = _lowest(costs, count)
+    highest = costs[chosen[-1]]
     equal = np.flatnonzero(costs == highest)
     below = chosen[costs[chosen] < highest]
     if len(below) + len(equal) > count:
         chosen = np.append(below, _sample(equal, count - len(below), rng))
     return np.sort(chosen)
+
+
+def _lowest(costs: Floats, count: int) -> Indices:
+    """Return the indices of the `count` lowest costs, lowest first. A bound from a part of the
+    costs leaves few to sort; `argpartition` is slow if the costs are partly in order."""
+    stride = max(1, len(costs) // BOUND_SAMPLE)
+    ordered = np.sort(costs[::stride])
+    low = np.flatnonzero(costs <= ordered[min(len(ordered) - 1, 2 * count // stride + 4)])
+    if len(low) < count:
+        low = np.arange(len(costs))
+    return low[np.argsort(costs[low])[:count]]
 
 
 def _sample(indices: Indices, count: int, rng: Random) -> Indices:

@@ -30,7 +30,7 @@ from dynamo.scheduling.router.worker_states import WorkerStates
 MAX_PAIRS_PER_SLICE = 4_096
 """(Request, worker) pairs that one slice of a round evaluates one by one."""
 
-LARGE_FLEET = 128
+LARGE_FLEET = 192
 """Workers from which on costs are computed as arrays, if the cost supports that."""
 
 UNBOUND = 1 << 30
@@ -142,6 +142,10 @@ class PlacementSolver:
             if states.workers is not self._workers or self.cost is not self._candidates.cost:
                 self._choose_candidates()
             self._round = self._run_round()
+        elif not states.workers:
+            self._round = None
+            self._pending.end_round()
+            return []
         self._candidates.begin(now)
         if not next(self._round, False):
             self._round = None
@@ -217,8 +221,11 @@ class PlacementSolver:
         while window := list(islice(waiting, size)):
             if self._slice_requests:
                 yield []
-                pending = self._pending
-                window = [each for each in window if each in pending and self._is_eligible(each)]
+                window = [
+                    request
+                    for request in self._pending.still_pending(window)
+                    if not request.excluded or self._is_eligible(request)
+                ]
             self._slice_requests += len(window)
             if window:
                 yield window
