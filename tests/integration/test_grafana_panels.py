@@ -100,21 +100,26 @@ def missing_data(query: str, samples: list[Sample]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def samples(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    """All samples of a deployment that has answered requests."""
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("grafana")
     flags = ("--router-mode", "kv", "--router-replicas", "1")
-    with Cluster(tiny_model, folder, workers=2, frontends=2, flags=flags) as cluster:
-        for _ in range(6):
-            ask(cluster.port)
-        roles = ["frontend", "frontend", "router", "supervisor", "worker", "worker"]
-        groups = until(
-            lambda: len(listed := list_groups(cluster.port)) == len(roles) and listed, timeout_s=10
-        )
-        assert sorted(group["labels"]["role"] for group in groups) == roles
-        assert all(group["labels"].keys() == TARGET_LABELS for group in groups)
-        assert len({target for group in groups for target in group["targets"]}) == len(roles)
-        return [sample for group in groups for sample in scrape(group)]
+    with Cluster(tiny_model, folder, workers=2, frontends=2, flags=flags) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def samples(cluster: Cluster) -> list[Sample]:
+    """All samples of a deployment that has answered requests."""
+    for _ in range(6):
+        ask(cluster.port)
+    roles = ["frontend", "frontend", "router", "supervisor", "worker", "worker"]
+    groups = until(
+        lambda: len(listed := list_groups(cluster.port)) == len(roles) and listed, timeout_s=10
+    )
+    assert sorted(group["labels"]["role"] for group in groups) == roles
+    assert all(group["labels"].keys() == TARGET_LABELS for group in groups)
+    assert len({target for group in groups for target in group["targets"]}) == len(roles)
+    return [sample for group in groups for sample in scrape(group)]
 
 
 def test_every_query_of_the_dashboard_has_data(samples: list[Sample]) -> None:
@@ -134,3 +139,16 @@ def test_a_query_without_data_is_noticed(samples: list[Sample]) -> None:
         "sum(dynamo_worker_blocks) / sum(rate(dynamo_worker_preemptions_total[1m]))",
     ):
         assert list(missing_data(query, samples)), query
+
+
+async def test_the_label_follows_a_role_that_changes(
+    cluster: Cluster, samples: list[Sample]
+) -> None:
+    def role() -> str:
+        labels = (group["labels"] for group in list_groups(cluster.port))
+        return str(next(each["role"] for each in labels if each["process"] == "worker-2"))
+
+    assert role() == "worker"
+    assert {sample.labels["role"] for sample in samples} >= {"worker"}
+    await cluster.command("roles", "worker-2", "prefill")
+    until(lambda: role() == "prefill_worker", timeout_s=10)

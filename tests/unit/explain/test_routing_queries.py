@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.core.errors import ProtocolError
 from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation
 from dynamo.scheduling.router.policy import Candidate, Outcome
-from dynamo.services.routing_queries import build_report, merge_explanations
+from dynamo.services.routing_queries import RoutingQueries, build_report, merge_explanations
 
 OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
 COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
@@ -61,6 +67,13 @@ def test_attempts_and_choices_are_separate_and_in_order() -> None:
         (2.5, "w1", 1),
         (3.0, "w2", 0),
     ]
+
+
+async def test_a_query_of_another_version_is_refused_without_a_traceback() -> None:
+    nothing: Any = None
+    payload = msgspec.msgpack.encode({"type": "samples", "since": 0.0})
+    with pytest.raises(ProtocolError, match="is not a query"):
+        await RoutingQueries(nothing, nothing)._handle_query(payload, nothing)
 
 
 def test_a_report_covers_the_records_of_all_processes() -> None:
