@@ -35,7 +35,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     router: str
     worker: str
-    prefill: str
+    prefill: str = ""
     mode: str
     view: str
     candidates: int
