@@ -18,10 +18,10 @@ from pathlib import Path
 from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.mock.timing import DYNAMO_TIMING
-from dynamo.operations.replay.cluster import ReplayWorkers
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 4_000
@@ -57,7 +57,7 @@ def main() -> None:
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    workers = ReplayWorkers(args.workers, info, DYNAMO_TIMING, "reuse")
+    workers = ReplayWorkers([ReplayGroup(args.workers, info, DYNAMO_TIMING)], "reuse")
     plan = ReplayPlan("flood", workers, RouterSettings(mode=args.mode), BLOCK_TOKENS)
     every_s = args.minutes * 60 / PARTS
     reported = [0]

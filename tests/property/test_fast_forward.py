@@ -9,9 +9,9 @@ from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.inference import fast_forward
-from dynamo.operations.replay.cluster import ReplayWorkers
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.workers import ReplayWorkers
 
 
 def run_replay(

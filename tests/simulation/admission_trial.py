@@ -16,9 +16,10 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.mock.timing import LinearTiming
-from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster, ReplayWorkers
+from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.router.load_view import LoadView
@@ -33,7 +34,7 @@ CAPACITY = SLOTS / (HOLD_S + 0.05)
 def make_workers(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWorkers:
     """Return workers with few slots that take 23 ms a token under any load."""
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
-    return ReplayWorkers(number, info, LinearTiming(23.0, 0.01), "reuse")
+    return ReplayWorkers([ReplayGroup(number, info, LinearTiming(23.0, 0.01))], "reuse")
 
 
 class AdmissionTrial:
@@ -111,8 +112,8 @@ class AdmissionCluster(ReplayCluster):
     async def add_frontend(self, first: AdmissionTrial, limits: SloLimits) -> AdmissionTrial:
         """Add a second frontend; both receive the load reports after this call."""
         send, admission = self.add_admission(limits)
-        for number, engine in enumerate(self.engines):
-            await self._publish_load(engine, str(number))
+        for worker in self._workers_by_id.values():
+            await self._publish_load(worker)
         loads = LoadView(self._clock)
         loads.add_listener(first.admission.on_load_report)
         loads.add_listener(admission.on_load_report)

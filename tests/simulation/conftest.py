@@ -11,11 +11,11 @@ import pytest
 from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.mock.timing import DYNAMO_TIMING
-from dynamo.operations.replay.cluster import ReplayWorkers
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK = 64
 Outcome = tuple[ReplayResult, ReplayLog]
@@ -33,7 +33,7 @@ def cluster(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
     )
-    return ReplayWorkers(number, info, DYNAMO_TIMING, eviction)
+    return ReplayWorkers([ReplayGroup(number, info, DYNAMO_TIMING)], eviction)
 
 
 def chats(

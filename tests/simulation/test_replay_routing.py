@@ -119,7 +119,8 @@ def test_mode_adaptive_spreads_a_burst_and_respects_memory(replay):
     round_robin, _ = replay(conversations, "round_robin")
     assert adaptive.ttft_ms.mean <= round_robin.ttft_ms.mean
 
-    workers = replace(cluster(4), num_blocks=(200, 4096))
+    groups = [*cluster(2, num_blocks=200).groups, *cluster(2, num_blocks=4096).groups]
+    workers = replace(cluster(4), groups=groups)
     adaptive, _ = replay(conversations, "adaptive", workers=workers)
     fewest, _ = replay(conversations, "least_loaded", workers=workers)
     assert adaptive.ttft_ms.mean < fewest.ttft_ms.mean

@@ -63,6 +63,29 @@ def test_the_plot_is_a_png_file(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_roles_and_transfers_are_set_by_flags(tmp_path, capsys):
+    timing = tmp_path / "fast.json"
+    timing.write_text('{"type": "linear", "c0": 1, "c1": 0.001}')
+    flags = ["--prefill-workers", "1", "--decode-workers", "2", "--disagg", "always"]
+    flags += ["--kv-bytes-per-token", "1000", "--prefill-timing", str(timing), "--json", "-"]
+    assert run([TRACE, "--trace-block-size", "64", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    remote = result["prefills"]["remote"]
+    assert remote > 50
+    assert remote + result["prefills"]["local"] == 64
+    assert result["kv_bytes_moved"] % 64_000 == 0
+    assert result["kv_bytes_moved"] > remote * 64_000
+    assert len(result["requests_per_worker"]) == 3
+    assert result["requests_per_worker"][0] == remote
+    settings = result["settings"]
+    assert (settings["workers"], settings["prefill_workers"], settings["disagg"]) == (
+        3,
+        1,
+        "always",
+    )
+    assert result["ttft_ms"]["p50"] < 15
+
+
 SYNTHETIC = ["--synthetic", "isl=500,osl=20,requests=200,rate=20", "--workers", "2"]
 
 
@@ -137,6 +160,10 @@ def test_a_wrong_load_or_limit_is_rejected(wrong):
         ["--speed", "0"],
         ["--smear", "-1"],
         ["--workers", "0"],
+        ["--prefill-workers", "2"],
+        ["--role", "prefill"],
+        ["--kv-bytes-per-token", "0"],
+        ["--transfer-gbps", "-1"],
         ["--timing", "warp"],
         ["--eviction", "fifo"],
         ["--json", "/no/such/folder/out.json"],

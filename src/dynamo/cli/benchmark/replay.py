@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,16 +23,17 @@ from dynamo.cli.parsing import check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import LoadedSettings
+from dynamo.core.settings import LoadedSettings, Settings
+from dynamo.core.values import BOTH_ROLES
 
 if TYPE_CHECKING:
     from dynamo.core.settings.schema_engine import EngineSettings
     from dynamo.core.settings.schema_router import RouterSettings
-    from dynamo.core.values import EngineInfo
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.replay.request_log import ReplayLog
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
     from dynamo.operations.replay.trace import TraceConversation
+    from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
     from dynamo.scheduling.admission import SloLimits
 
 ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
@@ -41,11 +43,19 @@ UNSUPPORTED_SETTINGS = (
     "router.migration_limit",
     "router.replicas",
     "engine.labels",
+    "engine.role",
     "engine.threads",
     "engine.speedup_ratio",
 )
 """Settings of the router and engine sections that a replay does not simulate."""
-SIMULATED_SETTINGS = ("router.", "engine.", "model.context_tokens")
+SIMULATED_SETTINGS = (
+    "router.",
+    "engine.",
+    "workers.flexible",
+    "workers.prefill.",
+    "workers.decode.",
+    "model.context_tokens",
+)
 """Prefixes of the settings that have an effect on a replay."""
 
 
@@ -167,35 +177,68 @@ def _trace_name(args: argparse.Namespace) -> str:
 
 
 def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
-    from dynamo.inference.mock.engine import make_mock_engine_info
-    from dynamo.inference.mock.timing import parse_timing
     from dynamo.operations.bench.workload import LatencyObjectives
-    from dynamo.operations.replay.cluster import ReplayWorkers
     from dynamo.operations.replay.replay import ReplayPlan
 
-    engine = _engine_settings(loaded)
-    context_tokens = loaded.settings.model.context_tokens or sys.maxsize
-    info = make_mock_engine_info(engine, context_tokens=context_tokens)
+    _check_flags(loaded)
+    settings = replace(loaded.settings, engine=_engine_settings(loaded))
+    workers = _make_workers(args, settings)
     routing = _router_settings(loaded)
     slo = _slo_limits(loaded, routing)
-    workers = ReplayWorkers(
-        engine.workers,
-        info,
-        parse_timing(engine.timing),
-        engine.eviction,
-        ranks=engine.data_parallel_size,
-        prefix_caching=engine.prefix_caching,
-    )
     return ReplayPlan(
         trace=_trace_name(args),
         workers=workers,
         router_settings=routing,
-        trace_block_tokens=args.trace_block_size if args.trace else info.block_tokens,
+        trace_block_tokens=args.trace_block_size if args.trace else workers.block_tokens,
         seed=args.seed,
         slo=slo,
         objectives=args.good or LatencyObjectives(),
-        settings=_settings_summary(args, loaded, engine, info) | _router_summary(routing, slo),
+        settings=_settings_summary(args, settings, workers) | _router_summary(routing, slo),
     )
+
+
+def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers:
+    """Return the groups of workers that the settings name. Raises `ConfigError`."""
+    from dynamo.inference.mock.engine import make_mock_engine_info
+    from dynamo.inference.mock.timing import parse_timing
+    from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
+    from dynamo.services.deployment.worker_groups import answering_groups
+
+    groups = []
+    for group in answering_groups(settings):
+        engine = group.settings.engine
+        timing = args.prefill_timing if engine.role == "prefill" else None
+        info = make_mock_engine_info(
+            engine, context_tokens=settings.model.context_tokens or sys.maxsize
+        )
+        roles = BOTH_ROLES if engine.role == "both" else (engine.role,)
+        groups.append(
+            ReplayGroup(
+                group.replicas, replace(info, roles=roles), parse_timing(timing or engine.timing)
+            )
+        )
+    if not groups:
+        raise ConfigError("a replay needs at least one worker", hint="--workers N")
+    engine = settings.engine
+    return ReplayWorkers(
+        groups,
+        engine.eviction,
+        ranks=engine.data_parallel_size,
+        prefix_caching=engine.prefix_caching,
+        transfer=_kv_transfer(args, settings, groups),
+    )
+
+
+def _kv_transfer(
+    args: argparse.Namespace, settings: Settings, groups: Sequence[ReplayGroup]
+) -> KvTransfer | None:
+    """Return how KV moves; None if no worker computes prompts for others."""
+    from dynamo.operations.replay.workers import KvTransfer
+
+    flexible = settings.router.disaggregation.mode == "flexible"
+    if flexible or any(group.engine.roles == ("prefill",) for group in groups):
+        return KvTransfer(args.kv_bytes_per_token, args.transfer_gbps * 1e9 or math.inf)
+    return None
 
 
 def _router_settings(loaded: LoadedSettings) -> RouterSettings:
@@ -217,14 +260,16 @@ def _slo_limits(loaded: LoadedSettings, routing: RouterSettings) -> SloLimits | 
 
 
 def _settings_summary(
-    args: argparse.Namespace, loaded: LoadedSettings, engine: EngineSettings, info: EngineInfo
+    args: argparse.Namespace, settings: Settings, workers: ReplayWorkers
 ) -> dict[str, object]:
+    engine, info = settings.engine, workers.groups[-1].engine
     return {
-        "workers": engine.workers,
+        "workers": workers.count,
         "data_parallel_size": engine.data_parallel_size,
         "eviction": engine.eviction,
         "prefix_caching": engine.prefix_caching,
         "timing": engine.timing,
+        **_roles_summary(args, settings, workers),
         "speed": args.speed,
         "smear_s": args.smear,
         "rows": args.rows or None,
@@ -234,7 +279,26 @@ def _settings_summary(
         "block_size": info.block_tokens,
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,
-        "context_tokens": loaded.settings.model.context_tokens or None,
+        "context_tokens": settings.model.context_tokens or None,
+    }
+
+
+def _roles_summary(
+    args: argparse.Namespace, settings: Settings, workers: ReplayWorkers
+) -> dict[str, object]:
+    """Return the settings of workers that compute prompts for others; empty without such."""
+    if workers.transfer is None:
+        return {}
+    counts = Counter({"prefill_workers": 0, "decode_workers": 0, "flexible_workers": 0})
+    for group in workers:
+        roles = group.engine.roles
+        counts[f"{roles[0] if len(roles) == 1 else 'flexible'}_workers"] += 1
+    return {
+        **counts,
+        "disagg": settings.router.disaggregation.mode,
+        "prefill_timing": args.prefill_timing or settings.engine.timing,
+        "kv_bytes_per_token": args.kv_bytes_per_token,
+        "transfer_gbps": args.transfer_gbps,
     }
 
 
@@ -265,15 +329,16 @@ def _engine_settings(loaded: LoadedSettings) -> EngineSettings:
         for name, value in ENGINE_DEFAULTS.items()
         if loaded.origins.get(f"engine.{name}", "default") == "default"
     }
-    engine = replace(engine, **defaults)
-    if engine.workers < 1:
-        raise ConfigError("a replay needs at least one worker", hint="--workers N")
+    return replace(engine, **defaults)
+
+
+def _check_flags(loaded: LoadedSettings) -> None:
+    """Raise `ConfigError` for a flag without an effect on a replay."""
     for key, origin in loaded.origins.items():
         if origin.startswith("flag ") and (
             key in UNSUPPORTED_SETTINGS or not key.startswith(SIMULATED_SETTINGS)
         ):
             raise ConfigError(f"{origin} has no effect on a replay")
-    return engine
 
 
 def _write_lines(path: str, lines: Iterable[bytes]) -> None:

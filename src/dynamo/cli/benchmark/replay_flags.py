@@ -45,9 +45,10 @@ def parser() -> Parser:
     )
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, plain or .gz")
     _add_arrival_flags(parser.add_argument_group("replay"))
+    _add_transfer_flags(parser.add_argument_group("prompts computed by other workers"))
     _add_load_flags(parser.add_argument_group("several loads"))
     _add_output_flags(parser.add_argument_group("output"))
-    add_settings_flags(parser, shown=("router", "engine"))
+    add_settings_flags(parser, shown=("router", "engine", "workers"))
     return parser
 
 
@@ -83,6 +84,29 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     rows = "only the first N lines"
     group.add_argument("--rows", type=_number(int), default=0, metavar="N", help=rows)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+
+
+def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-bytes-per-token",
+        type=_number(int),
+        default=131_072,
+        metavar="BYTES",
+        help="size of a token's KV (default: 131072)",
+    )
+    group.add_argument(
+        "--transfer-gbps",
+        type=_number(float, allow_zero=True),
+        default=64.0,
+        metavar="GB/S",
+        help="speed of each engine's link; 0: a transfer takes no time (default: 64)",
+    )
+    group.add_argument(
+        "--prefill-timing",
+        default="",
+        metavar="TIMING",
+        help="--timing of prefill workers (default: as the others)",
+    )
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:

@@ -64,6 +64,7 @@ def format_replay_result(result: ReplayResult) -> str:
         f"prompt tokens {result.reuse_first_admission:.1%} cached at first admission",
         f"{result.evictions} blocks evicted, {result.preemptions} preemptions",
         f"requests per worker: {' '.join(map(str, result.requests_per_worker))}",
+        *_prefill_lines(result),
         "",
         *_latency_lines(result),
         f"{'rejected':<10}{result.rejected:>8}",
@@ -75,6 +76,17 @@ def format_replay_result(result: ReplayResult) -> str:
     lines += _load_lines(result)
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)
+
+
+def _prefill_lines(result: ReplayResult) -> Iterator[str]:
+    prefills = result.prefills
+    if prefills.remote or result.prefill_fallbacks:
+        yield (
+            f"prompts: {prefills.local} computed where they are decoded, {prefills.remote} by "
+            f"another worker; {result.kv_bytes_moved / 1e9:.1f} GB of KV moved"
+        )
+    for reason, count in result.prefill_fallbacks.items():
+        yield f"prompts whose KV did not arrive: {count}  {reason}"
 
 
 def _load_lines(result: ReplayResult) -> Iterator[str]:

@@ -13,29 +13,28 @@ from random import Random
 from typing import Self
 
 import msgspec
-from msgspec.structs import replace
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
 from dynamo.core.kv_events import worker_name
-from dynamo.core.reply import Engine, Reply, SendRequest
+from dynamo.core.reply import Reply, SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import EngineInfo, GenerateRequest, Load
+from dynamo.core.values import GenerateRequest, Load
 from dynamo.core.virtual_time import VirtualClock
-from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
-from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import (
     Instance,
+    InstanceFilter,
     InstanceView,
     encode_instance,
     instance_key,
@@ -48,29 +47,12 @@ from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
 from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.telemetry import Registry
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
 _plane_numbers = count()
 OnLoadReport = Callable[[str, Load, float], None]
-
-
-class ReplayWorkers(msgspec.Struct, frozen=True):
-    """`count` workers with `ranks` engines each. If `num_blocks` is not empty, the workers take its
-    values in turn for their number of blocks."""
-
-    count: int
-    engine: EngineInfo
-    timing: StepTiming
-    eviction: str
-    num_blocks: tuple[int, ...] = ()
-    ranks: int = 1
-    prefix_caching: bool = True
-
-    def engine_info_of(self, number: int) -> EngineInfo:
-        """Return the engine info of worker `number`."""
-        sizes = self.num_blocks or (self.engine.num_blocks,)
-        return replace(self.engine, num_blocks=sizes[number % len(sizes)])
 
 
 class ReplayCluster:
@@ -95,8 +77,7 @@ class ReplayCluster:
         self._rng = rng
         self._exit_stack = AsyncExitStack()
         self._fast_forwards: list[FastForward] = []
-        self._load_publishers: list[LoadPublisher] = []
-        self._worker_engines: list[Engine] = []
+        self._workers_by_id: dict[str, ReplayWorker] = {}
         self._tasks = BackgroundTasks()
         self.send: SendRequest
         self.engines: list[BatchedEngine] = []
@@ -112,9 +93,12 @@ class ReplayCluster:
         self._requests = await open_requests("memory:")
         self._exit_stack.push_async_callback(self._requests.close)
         await self._exit_stack.enter_async_context(self._tasks)
-        for number in range(self._workers.count):
-            await self._add_worker(number)
-        self._client = await self._open_client()
+        for number, group in enumerate(self._workers):
+            await self._add_worker(number, group)
+        if self._workers.transfer is not None:
+            for worker in self._workers_by_id.values():
+                await worker.open_links(self._workers.transfer, self._workers_by_id)
+        self._client = await self._open_client(decodes)
         self._policy = await self._open_policy()
         self._exit_stack.push_async_callback(self._policy.close)
         listeners = self._load_report_listeners()
@@ -148,14 +132,14 @@ class ReplayCluster:
         for fast_forward in self._fast_forwards:
             fast_forward.catch_up()
 
-    async def _add_worker(self, number: int) -> None:
-        ranks = [self._make_engine(number) for _ in range(self._workers.ranks)]
-        engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
-        info = await engine.start()
-        self._exit_stack.push_async_callback(engine.stop)
-        self._worker_engines.append(engine)
+    async def _add_worker(self, number: int, group: ReplayGroup) -> None:
+        ranks = [self._make_engine(str(number), group) for _ in range(self._workers.ranks)]
+        worker = ReplayWorker(number, ranks, self._clock)
+        info = await worker.start()
+        self._exit_stack.push_async_callback(worker.stop)
+        self._workers_by_id[worker.id] = worker
         instance = Instance(
-            id=str(number),
+            id=worker.id,
             address=f"memory://{number}",
             namespace=NAMESPACE,
             component=COMPONENT,
@@ -164,36 +148,40 @@ class ReplayCluster:
         )
         await self._discovery.put(instance_key(instance), encode_instance(instance))
 
-    def _make_engine(self, number: int) -> BatchedEngine:
-        """Create and register an engine of worker `number`, which logs its requests."""
+    def _make_engine(self, worker: str, group: ReplayGroup) -> BatchedEngine:
+        """Create and register an engine of the worker of that id, which logs its requests."""
         workers, engine_number = self._workers, len(self.engines)
+        transfer = workers.transfer
 
         def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
+            if request.prefill == worker:
+                return self._log.on_prefill_placed(request, engine_number)
             return self._log.on_placed(request, engine_number, fast_forward)
 
         engine, fast_forward = make_simulated_engine(
-            workers.engine_info_of(number),
-            workers.timing,
+            group.engine,
+            group.timing,
             self._clock,
             resolve_request=log_placement,
             wait_until_quiescent=self._clock.wait_until_idle,
             eviction=workers.eviction,
             prefix_caching=workers.prefix_caching,
+            region=None if transfer is None else transfer.make_region(group.engine),
         )
         self.engines.append(engine)
         self._fast_forwards.append(fast_forward)
         return engine
 
-    async def _open_client(self) -> Client:
+    async def _open_client(self, accepts: InstanceFilter) -> Client:
         prefix = instances_prefix(NAMESPACE, COMPONENT, ENDPOINT)
-        view = InstanceView(self._discovery, self._requests, prefix, self._clock)
+        view = InstanceView(self._discovery, self._requests, prefix, self._clock, accepts=accepts)
         await view.start()
         client = Client(f"{NAMESPACE}.{COMPONENT}.{ENDPOINT}", view, self._requests, self._rng)
         self._exit_stack.push_async_callback(client.close)
         return client
 
     async def _open_policy(self) -> Policy:
-        block_tokens = self._workers.engine.block_tokens
+        block_tokens = self._workers.block_tokens
         if self._router_settings.mode == KV:
             self.cache_view = CacheView(self._clock, block_tokens=block_tokens)
             ranks = self._workers.ranks
@@ -211,6 +199,7 @@ class ReplayCluster:
                 block_tokens=block_tokens,
                 read_prompt=self._log.prompt_of,
                 view=self.cache_view,
+                prefill_client=await self._open_client(only_prefills),
             )
         )
 
@@ -230,24 +219,23 @@ class ReplayCluster:
             await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
             self._exit_stack.callback(loads.close)
         if listeners or self._router_settings.mode == ADAPTIVE:
-            for number, engine in enumerate(self._worker_engines):
-                await self._publish_load(engine, str(number))
+            for worker in self._workers_by_id.values():
+                await self._publish_load(worker)
 
-    async def _publish_load(self, engine: Engine, name: str) -> None:
-        """Publish the engine's load on the event plane, as a worker of a deployment does."""
+    async def _publish_load(self, worker: ReplayWorker) -> None:
+        """Publish a worker's load on the event plane, as a worker of a deployment does."""
         subject = f"{NAMESPACE}.{COMPONENT}{LOAD_METRICS_SUFFIX}"
-        source = await self._events.open_source(subject, name, latest=True)
+        source = await self._events.open_source(subject, worker.id, latest=True)
         self._exit_stack.push_async_callback(source.close)
-        publisher = LoadPublisher(engine, source, self._clock)
-        self._load_publishers.append(publisher)
+        publisher = LoadPublisher(worker.engine, source, self._clock)
+        worker.load_publisher = publisher
         self._tasks.start(publisher.run(), "load report")
 
     async def _dispatch(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
         """Send a request to the engine of `instance` (a `SendTo`)."""
-        number = int(instance.id)
-        for publisher in self._load_publishers[number : number + 1]:
-            publisher.on_load_changed()
+        worker = self._workers_by_id[instance.id]
+        worker.on_load_changed()
         with self._client.track_call(instance):
-            await self._worker_engines[number].generate(request, context, reply)
+            await worker.engine.generate(request, context, reply)

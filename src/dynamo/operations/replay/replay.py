@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from random import Random
 
@@ -17,10 +18,11 @@ from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import summarize_latencies
-from dynamo.operations.replay.cluster import ReplayCluster, ReplayWorkers
+from dynamo.operations.replay.cluster import ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import PrefillCounts, ReplayResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
+from dynamo.operations.replay.workers import ReplayWorkers
 from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.factory import KV
 
@@ -64,7 +66,7 @@ class Replay:
         self, clock: VirtualClock, conversations: Iterable[TraceConversation]
     ) -> ReplayLog:
         plan = self._plan
-        block_tokens = plan.workers.engine.block_tokens
+        block_tokens = plan.workers.block_tokens
         blocks = TraceBlockConverter(plan.trace_block_tokens, block_tokens)
         log = ReplayLog(clock, blocks, block_tokens, plan.objectives)
         rng = Random(plan.seed)
@@ -83,7 +85,19 @@ class Replay:
             self._duration_s = clock.now()
             self._preemptions = sum(engine.scheduler.preemptions for engine in cluster.engines)
             self._evictions = sum(engine.scheduler.pool.evictions for engine in cluster.engines)
+            self._count_arrivals(cluster)
         return log
+
+    def _count_arrivals(self, cluster: ReplayCluster) -> None:
+        """Count the prompts that came from prefill workers."""
+        arrivals = [engine.arrivals.counters for engine in cluster.engines]
+        self._fallbacks = sum((counters.fallbacks for counters in arrivals), Counter[str]())
+        prompts = sum(counters.prompts for counters in arrivals)
+        self._remote_prefills = prompts - self._fallbacks.total()
+        blocks = sum(counters.blocks_arrived for counters in arrivals)
+        transfer = self._plan.workers.transfer
+        token_bytes = transfer.kv_bytes_per_token if transfer is not None else 0
+        self._kv_bytes_moved = blocks * self._plan.workers.block_tokens * token_bytes
 
     async def _run_conversation(
         self,
@@ -135,8 +149,9 @@ class Replay:
             preemptions=self._preemptions,
             evictions=self._evictions,
             requests_per_worker=[log.count_requests(engine) for engine in range(engines)],
-            prefills=PrefillCounts(log.completed, 0),
-            kv_bytes_moved=0,
+            prefills=PrefillCounts(log.completed - self._remote_prefills, self._remote_prefills),
+            prefill_fallbacks=dict(self._fallbacks),
+            kv_bytes_moved=self._kv_bytes_moved,
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),

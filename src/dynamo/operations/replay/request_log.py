@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -89,6 +90,7 @@ class ReplayLog:
         self.in_flight: dict[str, ReplayRequest] = {}
         self._requests, self._workers = array("q"), array("i")
         self._placed_ms = array("d")
+        self._prefills = Counter[int]()
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.arrived_s = array("d")
         self.last_progress_s = 0.0
@@ -141,10 +143,21 @@ class ReplayLog:
         tokens and output tokens for that engine."""
         replayed = self.in_flight[request.request_id]
         replayed.fast_forward = fast_forward
-        turn = replayed.trace_request
-        self._requests.append(turn.row)
+        self._requests.append(replayed.trace_request.row)
         self._workers.append(worker)
         self._placed_ms.append(self.clock.now() * 1e3)
+        return self._engine_inputs(replayed)
+
+    def on_prefill_placed(
+        self, request: GenerateRequest, worker: int
+    ) -> tuple[SequenceContent, int, int]:
+        """Record that a prompt was sent to the engine of that number for another worker. Returns
+        the same as `on_placed`."""
+        self._prefills[worker] += 1
+        return self._engine_inputs(self.in_flight[request.request_id])
+
+    def _engine_inputs(self, replayed: ReplayRequest) -> tuple[SequenceContent, int, int]:
+        turn = replayed.trace_request
         content = HashContent(replayed.block_hashes.copy(), self.new_unique_block)
         return content, turn.prompt_tokens, turn.output_tokens
 
@@ -154,8 +167,8 @@ class ReplayLog:
         return map(PlacementRecord, self._requests, self._workers, self._placed_ms)
 
     def count_requests(self, worker: int) -> int:
-        """Return the number of requests that were sent to the engine of that number."""
-        return self._workers.count(worker)
+        """Return the number of prompts and requests that the engine of that number got."""
+        return self._workers.count(worker) + self._prefills[worker]
 
     def on_fast_forward(self, ends: Sequence[float]) -> None:
         """Record a token at each time of `ends` for one request. Requests of one batch pass the

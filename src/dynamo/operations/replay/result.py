@@ -41,7 +41,8 @@ class ReplayResult(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens, `itl_ms` every single one. `duration_s` is virtual time; `wall_s` and `cpu_s` are what
     the replay took. `requests_per_worker` has an entry for each data-parallel rank of each
     worker. `good_share` is the share of all requests that were completed within the objectives of
-    the plan. The fields from `good_share` on are written only where they were asked for."""
+    the plan. `prefill_fallbacks` counts prompts whose KV did not arrive, by reason. Empty fields
+    from there on are not written."""
 
     trace: str
     settings: Mapping[str, object]
@@ -63,6 +64,7 @@ class ReplayResult(msgspec.Struct, frozen=True, omit_defaults=True):
     errors: Mapping[str, int]
     wall_s: float
     cpu_s: float
+    prefill_fallbacks: Mapping[str, int] = {}
     good_share: float | None = None
     capacity: ReplayCapacity | None = None
     pareto: Sequence[LoadPoint] = ()

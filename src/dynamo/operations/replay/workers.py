@@ -1,0 +1,148 @@
+"""The workers of a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from dynamo.communication.transfer import RegionPeer, TransferPlane
+from dynamo.communication.transfer.memory import MemoryTransfer
+from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.reply import Engine
+from dynamo.core.values import EngineInfo, GenerateRequest
+from dynamo.inference.data_parallel import DataParallelEngine
+from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.kv_source import PrefillSink
+from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.mock.timing import StepTiming
+
+
+class ReplayGroup(msgspec.Struct, frozen=True):
+    """`count` equal workers. `engine` names their roles."""
+
+    count: int
+    engine: EngineInfo
+    timing: StepTiming
+
+
+class KvTransfer(msgspec.Struct, frozen=True):
+    """The size of KV, and the speed of each engine's link in both directions together."""
+
+    kv_bytes_per_token: int
+    bytes_per_s: float
+
+    def make_region(self, engine: EngineInfo) -> MemoryRegion:
+        """Return the memory of an engine's blocks, of which only the generations exist."""
+        slot_bytes = engine.block_tokens * self.kv_bytes_per_token
+        return MemoryRegion.allocate(engine.num_blocks, slot_bytes, with_memory=False)
+
+
+class ReplayWorkers(msgspec.Struct, frozen=True):
+    """The workers of all `groups`, numbered in their order, with `ranks` engines each. All have the
+    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`."""
+
+    groups: Sequence[ReplayGroup]
+    eviction: str
+    ranks: int = 1
+    prefix_caching: bool = True
+    transfer: KvTransfer | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self.groups[0].engine.block_tokens
+
+    def __iter__(self) -> Iterator[ReplayGroup]:
+        """Yield the group of each worker."""
+        for group in self.groups:
+            for _ in range(group.count):
+                yield group
+
+
+class ReplayWorker:
+    """A worker of the cluster: an engine for each rank, and their links if KV is moved."""
+
+    def __init__(self, number: int, ranks: Sequence[BatchedEngine], clock: Clock) -> None:
+        self.id = str(number)
+        self.ranks = ranks
+        self.engine: Engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
+        self.load_publisher: LoadPublisher | None = None
+        self.regions: list[RegionDescriptor] = []
+        self._clock = clock
+        self._planes: list[TransferPlane] = []
+
+    async def start(self) -> EngineInfo:
+        """Start the engines."""
+        return await self.engine.start()
+
+    async def stop(self) -> None:
+        """Stop the engines, and close their links."""
+        await self.engine.stop()
+        for plane in self._planes:
+            await plane.close()
+
+    async def open_links(self, transfer: KvTransfer, workers: Mapping[str, ReplayWorker]) -> None:
+        """Let the engines read the memory of those of the other `workers`, which call each other
+        directly. Call after `start`."""
+        for engine in self.ranks:
+            plane = MemoryTransfer(self._clock, bytes_per_s=transfer.bytes_per_s)
+            self._planes.append(plane)
+            assert engine.runner.region is not None  # noqa: S101 - made with `transfer`
+            self.regions.append(await plane.expose(engine.runner.region, layout="replay"))
+            engine.kv_source = PeerPrefill(_ReplayPeers(plane, workers).find, self._clock, self.id)
+
+    def on_load_changed(self) -> None:
+        """Publish the load soon, because a request has arrived."""
+        if self.load_publisher is not None:
+            self.load_publisher.on_load_changed()
+
+
+class _ReplayPeers:
+    """The prefill workers of one engine, by their ids."""
+
+    def __init__(self, plane: TransferPlane, workers: Mapping[str, ReplayWorker]) -> None:
+        self._plane = plane
+        self._workers = workers
+        self._peers: dict[str, ReplayPeer] = {}
+
+    async def find(self, worker_id: str) -> ReplayPeer | None:
+        """Return the worker as a peer (a `FindPeer`)."""
+        peer = self._peers.get(worker_id)
+        if peer is None and worker_id in self._workers:
+            peer = self._peers[worker_id] = ReplayPeer(self._plane, self._workers[worker_id])
+        return peer
+
+
+class ReplayPeer(PrefillPeer):
+    """A prefill worker that is called without a request plane."""
+
+    def __init__(self, plane: TransferPlane, worker: ReplayWorker) -> None:
+        self.ranks = len(worker.ranks)
+        self._plane = plane
+        self._worker = worker
+        self._regions: dict[int, RegionPeer] = {}
+
+    async def connect(self, rank: int) -> RegionPeer:
+        if rank not in self._regions:
+            self._regions[rank] = await self._plane.connect(self._worker.regions[rank])
+        return self._regions[rank]
+
+    async def prefill(
+        self,
+        rank: int,
+        request: GenerateRequest,
+        context: Context,
+        have_blocks: int,
+        sink: PrefillSink,
+    ) -> None:
+        self._worker.on_load_changed()
+        await self._worker.ranks[rank].prefill(request, context, have_blocks, sink)
