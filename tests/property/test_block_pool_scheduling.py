@@ -1,7 +1,7 @@
-"""Step scheduler and block pool under random arrivals, cancellations, failing steps and clearing.
+"""Step scheduler and block pool under random requests, cancellations, failing steps and clearing.
 
 A runner that stores blocks as token ids proves that every block that a plan loads has the right
-content.
+content. Some prompts come from sources, which end at any point, and some are computed for others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dynamo.core.values import BlocksCleared, BlocksStored, EngineInfo, KvEvent
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import make_eviction_policy
+from dynamo.inference.kv_source import Arrival, KvSource
 from dynamo.inference.model_runner import StepPlan
 from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
@@ -26,6 +27,13 @@ BLOCK_TOKENS = 4
 def next_token(tokens: array[int]) -> int:
     """Return the next token of a context. Every token before it matters."""
     return (sum(token * (index + 1) for index, token in enumerate(tokens)) * 31 + 7) % 5
+
+
+class ManualSource(KvSource):
+    """A source that the test itself plays."""
+
+    async def fill(self, arrival: Arrival) -> None:
+        raise NotImplementedError
 
 
 class StoringRunner:
@@ -55,19 +63,19 @@ class StoringRunner:
             area = self.areas[chunk.sequence]
             for index, block in chunk.save_blocks:
                 saved = area[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
-                assert len(saved) == BLOCK_TOKENS
+                assert len(saved) == BLOCK_TOKENS or chunk.sequence.prefill_only
                 self.blocks[block] = saved
         return sampled
 
     def _load(self, load: tuple[int, ...], sequence: EngineSequence, start: int) -> array[int]:
-        assert len(load) * BLOCK_TOKENS == start
+        assert len(load) == -(-start // BLOCK_TOKENS)
         if not self.stores:
             return sequence.tokens[:start]
         area = array("I")
         for block in load:
             area.extend(self.blocks[block])
-        assert area == sequence.tokens[:start], "what was hit is not what was stored"
-        return area
+        assert area[:start] == sequence.tokens[:start], "what was hit is not what was stored"
+        return area[:start]
 
 
 class KvEventView:
@@ -112,10 +120,13 @@ class SchedulerHarness:
         self.runner = StoringRunner(stores=hits_from == "computed")
         self.view = KvEventView()
         self.live: list[EngineSequence] = []
+        self.held: list[EngineSequence] = []
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, priority: int, way: str) -> None:
         content = TokenContent(array("I", prompt).tobytes(), BLOCK_TOKENS)
         sequence = EngineSequence(content, len(prompt), max_tokens, priority=priority)
+        sequence.source = ManualSource() if way == "from a source" else None
+        sequence.prefill_only = way == "for another worker"
         if len(prompt) < self.scheduler.context_tokens:
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -124,12 +135,43 @@ class SchedulerHarness:
         if self.live:
             self.scheduler.remove(self.live.pop(number % len(self.live)))
 
+    def arrive(self, number: int) -> None:
+        """Let a sequence go on to arrive: a block, the first token, or the end of the arrival."""
+        arriving = [s for s in self.scheduler.arriving if s.source is not None]
+        if not arriving:
+            return
+        sequence = arriving[number % len(arriving)]
+        arrived, prompt = sequence.computed_tokens, sequence.prompt_tokens
+        ends = sequence.ended or number % 4 == 0
+        if ends or (arrived == prompt and (sequence.length > prompt or number % 4 == 3)):
+            self.scheduler.end_arrival(sequence)
+        elif arrived == prompt or (number % 4 == 1 and sequence.length == prompt):
+            self.scheduler.append_first_token(sequence, next_token(sequence.tokens))
+            self._end_complete()
+        else:
+            end = min(arrived + BLOCK_TOKENS, prompt)
+            block = sequence.blocks[arrived // BLOCK_TOKENS]
+            self.runner.blocks[block.id] = sequence.tokens[arrived:end]
+            self.scheduler.on_arrived(sequence, end)
+
+    def release(self) -> None:
+        """End the oldest call for which blocks are held, after its blocks were read."""
+        if self.held:
+            sequence = self.held.pop(0)
+            stored = array("I")
+            for block in sequence.blocks:
+                stored.extend(self.runner.blocks[block.id] if self.runner.stores else ())
+            if self.runner.stores:
+                assert stored[: sequence.prompt_tokens] == sequence.tokens[:-1]
+            self.scheduler.remove(sequence)
+
     def clear(self) -> None:
         self.pool.clear()
 
     def fail(self) -> None:
         """Run a step that raises after its runner has finished. None of its work counts."""
         plan = self.scheduler.schedule()
+        self.scheduler.new_arrivals.clear()
         if plan is None:
             return
         self.runner.step(plan)
@@ -139,22 +181,51 @@ class SchedulerHarness:
 
     def step(self, within: Callable[[], None] = lambda: None) -> bool:
         plan = self.scheduler.schedule()
+        self.scheduler.new_arrivals.clear()
         if plan is None:
-            assert not self.live, "requests wait and nothing is done"
-            return False
+            outside = self.scheduler.arriving or self.held
+            assert outside or not self.live, "requests wait and nothing is done"
+            self.arrive(len(self.scheduler.arriving) * 4 + 2)
+            self.release()
+            return bool(outside)
         assert sum(chunk.count for chunk in plan.chunks) <= self.limits.max_num_batched_tokens
         assert plan.new_tokens + plan.decode_seqs == sum(chunk.count for chunk in plan.chunks)
-        assert len(self.scheduler.running) <= self.limits.max_num_seqs
+        in_batch = len(self.scheduler.running) + len(self.scheduler.arriving)
+        assert in_batch <= self.limits.max_num_seqs
         tokens = self.runner.step(plan)
         within()
         self.scheduler.complete(plan, tokens)
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.prefill_only and chunk.samples and not sequence.ended:
+                self.scheduler.hold(sequence)
+                self.live.remove(sequence)
+                self.held.append(sequence)
+        self._end_complete()
+        return True
+
+    def _end_complete(self) -> None:
         for sequence in [
             sequence for sequence in self.live if sequence.length >= sequence.max_length
         ]:
             self.scheduler.remove(sequence)
             self.live.remove(sequence)
             check_answer(sequence)
-        return True
+
+    def act(self, kind: str, number: int) -> None:
+        """Do what `events` names."""
+        actions = {
+            "cancel": partial(self.cancel, number),
+            "arrive": partial(self.arrive, number),
+            "clear": self.clear,
+            "fail": self.fail,
+            "release": self.release,
+            "step": self.step,
+            "step_arriving": partial(self.step, partial(self.arrive, number)),
+            "step_cancelling": partial(self.step, partial(self.cancel, number)),
+            "step_clearing": partial(self.step, self.clear),
+        }
+        actions[kind]()
 
     def check(self) -> None:
         self.pool.check_invariants()
@@ -163,7 +234,9 @@ class SchedulerHarness:
         dump.apply(self.pool.dump_events())
         assert dump.parents == self.view.parents
         self.view.check_chains()
-        used = [block for sequence in self.scheduler.running for block in sequence.blocks]
+        assert self.scheduler._to_load <= set(self.scheduler.running)
+        sequences = [*self.scheduler.running, *self.scheduler.arriving, *self.held]
+        used = [block for sequence in sequences for block in sequence.blocks]
         assert len(set(used)) == self.pool.active
         assert all(block.ref_count == used.count(block) for block in used)
 
@@ -185,12 +258,17 @@ events = st.one_of(
     st.just(("step", 0)),
     st.just(("step", 0)),
     st.tuples(st.sampled_from(["step_cancelling", "cancel"]), st.integers(0, 9)),
-    st.tuples(st.sampled_from(["step_clearing", "clear", "fail"]), st.just(0)),
+    st.tuples(st.sampled_from(["step_arriving", "arrive", "arrive"]), st.integers(0, 99)),
+    st.tuples(st.just("arrive"), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["step_clearing", "clear", "fail", "release"]), st.just(0)),
 )
+ways = st.sampled_from(["", "", "from a source", "for another worker"])
 bursts = st.lists(
     st.tuples(
-        st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(0, 1)), min_size=1, max_size=3),
-        st.lists(events, max_size=5),
+        st.lists(
+            st.tuples(prompts, st.integers(1, 20), st.integers(0, 1), ways), min_size=1, max_size=3
+        ),
+        st.lists(events, max_size=8),
     ),
     min_size=6,
     max_size=14,
@@ -221,19 +299,7 @@ def test_no_block_is_lost_and_all_requests_complete(
         for arrival in arrivals:
             harness.add(*arrival)
         for kind, number in actions:
-            match kind:
-                case "cancel":
-                    harness.cancel(number)
-                case "clear":
-                    harness.clear()
-                case "fail":
-                    harness.fail()
-                case "step_clearing":
-                    harness.step(harness.clear)
-                case "step_cancelling":
-                    harness.step(partial(harness.cancel, number))
-                case _:
-                    harness.step()
+            harness.act(kind, number)
             harness.check()
     steps = 0
     while harness.step():

@@ -46,10 +46,13 @@ class DiscardedReply(Reply):
 
 
 async def answer_probe(engine: Engine) -> ProbeResult:
-    """Return the engine's progress. An idle engine computes a token first. Raises the errors of
-    `Engine.generate`."""
+    """Return the engine's progress. An engine without work computes a token first. Requests that
+    wait for KV from another worker are no work, nor are those behind them while no other request
+    runs: the engine makes no steps for them. Raises the errors of `Engine.generate`."""
     load = engine.report_load()
     if not load.running + load.waiting:
         await engine.generate(CANARY_REQUEST, Context(request_id=PROBE_ID), DiscardedReply())
         load = engine.report_load()
-    return ProbeResult(load.steps, load.running + load.waiting)
+    running = load.running - load.arriving
+    blocked = load.arriving > 0 and not running
+    return ProbeResult(load.steps, 0 if blocked else running + load.waiting)

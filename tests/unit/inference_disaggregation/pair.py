@@ -190,11 +190,12 @@ def with_pair(
     main: Callable[[Pair], Coroutine[Any, Any, T]],
     p: dict[str, Any] | None = None,
     d: dict[str, Any] | None = None,
+    make_pair: type[Pair] = Pair,
 ) -> T:
     """Run `main` with a started pair in virtual time, and check afterwards that it is idle."""
 
     async def run(clock: VirtualClock) -> T:
-        pair = Pair(clock, p, d)
+        pair = make_pair(clock, p, d)
         await pair.start()
         try:
             result = await main(pair)

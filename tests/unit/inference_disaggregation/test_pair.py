@@ -10,8 +10,17 @@ from msgspec.structs import replace
 from tests.unit.inference_disaggregation.pair import Pair, make_request, with_pair
 
 from dynamo.core.tasks import run_all
-from dynamo.core.values import BlocksStored, Finish, GenerateRequest, KvEvent, RequestGroup, Started
+from dynamo.core.values import (
+    BlocksStored,
+    Finish,
+    GenerateRequest,
+    KvEvent,
+    ProbeResult,
+    RequestGroup,
+    Started,
+)
 from dynamo.inference.mock.timing import LinearTiming
+from dynamo.inference.probe import answer_probe
 from dynamo.testing.fakes import CollectedReply
 
 SMALL_CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 8}
@@ -198,6 +207,18 @@ def test_the_load_counts_arriving_requests_as_running() -> None:
         await task
 
     with_pair(main)
+
+
+def test_an_engine_that_waits_for_blocks_is_not_stuck() -> None:
+    """Without steps it reports no requests to probes, even if all its batch slots wait."""
+
+    async def main(pair: Pair) -> None:
+        tasks = [pair.send(make_request(range(n, n + 64)))[1] for n in range(3)]
+        await pair.clock.sleep(0.005)
+        assert await answer_probe(pair.d.engine) == ProbeResult(steps=0, requests=0)
+        await asyncio.wait(tasks)
+
+    with_pair(main, d={"max_num_seqs": 2})
 
 
 @pytest.mark.parametrize("caching", [(True, False), (False, True), (False, False)], ids=str)
