@@ -12,7 +12,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import Deployment, until
+import pytest
+from tests.conftest import Deployment, free_port, until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a lazy dog"}], "max_tokens": 8}
 FAST = ("--speedup-ratio", "1000", "--model-name", "tiny")
@@ -86,6 +87,26 @@ def test_a_killed_worker_is_restarted_and_later_requests_succeed(
     log = deployment.log.read_text()
     for message in ("process died", "connection broke"):  # of the supervisor and the frontend
         assert any(message in line and f"instance={chosen}" in line for line in log.splitlines())
+
+
+def test_processes_that_wait_for_absent_servers_say_so_and_stop_cleanly(
+    start: Callable[..., Deployment], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    etcd = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("DYNAMO_ETCD_ENDPOINTS", f"http://{etcd}")
+    monkeypatch.setenv("DYNAMO_NATS_URL", f"nats://127.0.0.1:{free_port()}")
+    deployment = start("out=mock", tiny_model, *FAST, ready=False)
+
+    def awaiting() -> list[str]:
+        return [f"{p['name']} {p['reason']}" for p in deployment.processes() if etcd in p["reason"]]
+
+    until(lambda: [line.split()[0] for line in sorted(awaiting())] == ["frontend", "worker"])
+    assert deployment.stop() == 0
+    log = deployment.log.read_text()
+    assert "Traceback" not in log
+    for name in ("supervisor", "worker", "frontend"):
+        waiting = [line for line in log.splitlines() if f"{name} dynamo.comm" in line]
+        assert any(f"waiting for etcd, which cannot be reached server={etcd}" in x for x in waiting)
 
 
 def test_workers_join_and_leave_under_load(

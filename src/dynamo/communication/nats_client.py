@@ -18,6 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.communication.outage_log import OutageLog
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact_urls
@@ -69,6 +70,7 @@ class NatsClient:
         self._connected = asyncio.Event()
         self._state_callbacks: list[Callable[[bool], None]] = []
         self._closing = asyncio.Event()
+        self._outage_log = OutageLog("nats", redact_urls(",".join(servers)))
         self._last_error = ""
         self._disconnect_reason = ""
         self._references = 1
@@ -253,6 +255,7 @@ class NatsClient:
         for subject in list(self._handlers):
             await self._subscribe_on_server(client, subject)
         log.info("connected to nats", extra={"fields": {"server": redact_urls(server)}})
+        self._outage_log.end()
         self.connection_error = ""
         self._connected.set()
         self.first_attempt_done.set()
@@ -332,8 +335,7 @@ class NatsClient:
         self._subscriptions[subject] = await client.subscribe(subject, cb=on_message)
 
     def _on_connect_failed(self, reason: str) -> None:
-        if not self.first_attempt_done.is_set():
-            log.warning("nats cannot be reached", extra={"fields": {"error": reason}})
+        self._outage_log.report(reason)
         self.connection_error = reason
         self.first_attempt_done.set()
 
@@ -349,6 +351,7 @@ class NatsClient:
             self._connected.clear()
             if not self._closing.is_set():
                 log.warning("connection to nats lost", extra={"fields": {"error": reason}})
+            self._outage_log.begin()
             self.connection_error = reason
             self._notify_state(up=False)
 

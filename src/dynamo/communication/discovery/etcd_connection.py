@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from dynamo.communication.discovery.etcd_client import EtcdClient, EtcdEndpoint
 from dynamo.communication.options import PlaneOptions
+from dynamo.communication.outage_log import OutageLog
 from dynamo.core.errors import ConfigError, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 
@@ -35,6 +36,7 @@ class EtcdConnection:
         self._options = options
         self._rng = rng
         self._tasks = BackgroundTasks()
+        self._outage_log = OutageLog("etcd", ",".join(map(str, endpoints)))
         self.client: EtcdClient | None = None
         self._connected = asyncio.Event()
         self._disconnected = asyncio.Event()
@@ -62,6 +64,7 @@ class EtcdConnection:
             self._connected.clear()
             self.connection_error = error.message
             log.warning("connection to etcd lost", extra={"fields": {"error": error.message}})
+            self._outage_log.begin()
             self._disconnected.set()
 
     async def _run(self, on_connected: Callable[[], None]) -> None:
@@ -88,6 +91,7 @@ class EtcdConnection:
 
     def _on_connected(self, client: EtcdClient) -> None:
         log.info("connected to etcd", extra={"fields": {"server": str(client.endpoint)}})
+        self._outage_log.end()
         self._disconnected.clear()
         self.client = client
         self.connection_error = ""
@@ -95,8 +99,7 @@ class EtcdConnection:
         self.first_attempt_done.set()
 
     def _on_connect_failed(self, error: PlaneUnavailable) -> None:
-        if not self.first_attempt_done.is_set():
-            log.warning("etcd cannot be reached", extra={"fields": {"error": error.message}})
+        self._outage_log.report(error.message)
         self.connection_error = error.message
         self.first_attempt_done.set()
 

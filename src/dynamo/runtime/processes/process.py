@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 ProcessMain = Callable[[DistributedRuntime], Awaitable[None]]
 STARTING_REASON = "start"
+START_REPORT_INTERVAL_S = 2.0
 GC_THRESHOLDS = (50_000, 20, 50)
 """Rare young collections, since each pauses the loop. Long-lived objects are frozen when ready."""
 M_TRIM_THRESHOLD = -1
@@ -177,7 +178,7 @@ class ProcessRunner:
         """Run until drained. Raises errors of `main` and the runtime's `failure`."""
         runtime = self._runtime
         runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
-        runtime.health.on_change(self._on_health_change)
+        runtime.health.on_change(self._update_reason)
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             start = self._parent.start_message
@@ -187,6 +188,7 @@ class ProcessRunner:
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
+        runtime.tasks.start(self._report_start(), "start report")
         try:
             await runtime.clock.offload(self._deployment.create_folder)
             await self._publish_state("starting")
@@ -205,11 +207,19 @@ class ProcessRunner:
             await self._status.stop()
             await self._record_writer.remove()
 
-    def _on_health_change(self) -> None:
-        """Write the reasons for being unhealthy to the process record, for `dynamo ps`."""
-        reasons = self._runtime.health.reasons
-        texts = [f"{name}: {text}" for name, text in reasons.items() if name != STARTING_REASON]
-        reason = "; ".join(texts)
+    async def _report_start(self) -> None:
+        """Update the process record while the process starts: it may wait for a server."""
+        while self._record_writer.record.state == "starting":
+            await self._runtime.clock.sleep(START_REPORT_INTERVAL_S)
+            self._update_reason()
+
+    def _update_reason(self) -> None:
+        """Write why the process does not serve to the process record, for `dynamo ps`."""
+        reasons = dict(self._runtime.health.reasons)
+        reasons.pop(STARTING_REASON, None)
+        if self._record_writer.record.state == "starting":
+            reasons |= self._runtime.unreachable_planes()
+        reason = "; ".join(f"{name}: {text}" for name, text in reasons.items())
         if reason != self._record_writer.record.reason:
             self._runtime.tasks.start(self._record_writer.update(reason=reason), "process record")
 
