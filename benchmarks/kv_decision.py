@@ -6,10 +6,10 @@
 
 Prints the median CPU of a decision. Every worker has `--active` requests in flight. Four workers hold a
 part of each prompt, and either a few more or all of them hold the quarter that all prompts share. Then
-`--burst` prompts come at one instant over idle workers, in virtual time: mean time to first token of mode
-kv and of round robin, and the CPU of all decisions together, which virtual time does not contain. Exits
-with 1 if a decision takes more than 1 ms over up to 1,000 workers or 2 ms over more, or if the burst's mean
-is more than 1.1 times that of round robin.
+`--burst` prompts come at one instant over idle workers, in virtual time. Their mean time to first token is
+printed for mode kv and for round robin, beside the CPU of all decisions, which virtual time does not contain.
+A decision may take 1 ms over up to 1,000 workers and 2 ms over more. The burst may take 1.1 times the mean of
+round robin. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
