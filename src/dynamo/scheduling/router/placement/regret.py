@@ -141,6 +141,34 @@ class RegretStep:
         self._next_blocks = [_first_uncached_block(request) for request in queue]
 
 
+class SentBlocks:
+    """The blocks of prompts that a round sent to each worker."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, dict[str, set[int]]] = {}
+        """First block of a prompt -> worker -> blocks sent there in prompts that begin with it.
+        Block hashes are chained: prompts that share a block share the first one."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._blocks.clear()
+
+    def add(self, worker: str, hashes: Sequence[int]) -> None:
+        """Add the blocks of a prompt that was sent to `worker`."""
+        if hashes:
+            self._blocks.setdefault(hashes[0], {}).setdefault(worker, set()).update(hashes)
+
+    def extend_overlap_of(self, request: PendingRequest) -> bool:
+        """Whether a worker was sent more blocks of the prompt than its overlap."""
+        hashes, overlap = request.prompt.hashes, request.overlaps.get
+        sent = self._blocks.get(hashes[0]) if hashes else None
+        for worker, blocks in sent.items() if sent else ():
+            depth = overlap(worker, 0)
+            if depth < len(hashes) and hashes[depth] in blocks:
+                return True
+        return False
+
+
 def _prompt_tokens(request: PendingRequest) -> int:
     return request.prompt.tokens
 

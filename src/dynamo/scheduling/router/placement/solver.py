@@ -22,7 +22,12 @@ from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_in
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import SHORT_PROMPT_TOKENS, Candidates
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
-from dynamo.scheduling.router.placement.regret import REGRET_WINDOW, RegretRow, RegretStep
+from dynamo.scheduling.router.placement.regret import (
+    REGRET_WINDOW,
+    RegretRow,
+    RegretStep,
+    SentBlocks,
+)
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
@@ -95,9 +100,7 @@ class PlacementSolver:
         self._round: Iterator[bool] | None = None
         self._slice_requests = 0
         self._placed: list[PlacementResult] = []
-        self._round_blocks: dict[int, dict[str, set[int]]] = {}
-        """First block of a prompt -> worker -> blocks that this round sent there in such prompts.
-        Block hashes are chained: prompts that share a block share the first one."""
+        self._sent_blocks = SentBlocks()
         self._pending = PendingRequestQueue(WaitingQueue(bound=UNBOUND) if queue is None else queue)
 
     def __len__(self) -> int:
@@ -138,7 +141,7 @@ class PlacementSolver:
             if not any(map(self._is_eligible, self._pending)):
                 return []
             states.refresh_next(now)
-            self._round_blocks.clear()
+            self._sent_blocks.clear()
             if states.workers is not self._workers or self.cost is not self._candidates.cost:
                 self._choose_candidates()
             self._round = self._run_round()
@@ -360,18 +363,9 @@ class PlacementSolver:
     def _refresh_overlaps(self, request: PendingRequest) -> None:
         """Look the overlaps up again if they are old or if this round sent shared blocks."""
         late = self._now - request.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
-        if late or self._overlap_grew(request):
+        if late or self._sent_blocks.extend_overlap_of(request):
             request.overlaps_updated_s = self._now
             request.overlaps = self.view.find_overlaps(request.prompt.hashes)
-
-    def _overlap_grew(self, request: PendingRequest) -> bool:
-        hashes, overlap = request.prompt.hashes, request.overlaps.get
-        sent = self._round_blocks.get(hashes[0]) if hashes else None
-        for worker, blocks in sent.items() if sent else ():
-            depth = overlap(worker, 0)
-            if depth < len(hashes) and hashes[depth] in blocks:
-                return True
-        return False
 
     def _assign(
         self, request: PendingRequest, matrix: CostMatrix, costs: Sequence[float], index: int
@@ -397,9 +391,7 @@ class PlacementSolver:
     def _note_blocks(self, worker: str, hashes: Sequence[int]) -> None:
         """Note that `worker` will have the blocks of a prompt."""
         self.view.on_request_routed(worker, hashes)
-        if hashes:
-            sent = self._round_blocks.setdefault(hashes[0], {})
-            sent.setdefault(worker, set()).update(hashes)
+        self._sent_blocks.add(worker, hashes)
 
     def _end_prefill(self, placed: PlacedRequest) -> None:
         self.view.on_prefill_ended(placed.worker.name, placed.hashes)
