@@ -16,6 +16,7 @@ from dynamo.core.plugins import (
     ROUTER_COSTS,
     ROUTER_MODES,
     SELECTORS,
+    TRANSFER_BACKENDS,
     PluginTable,
     engine_needs_weights,
 )
@@ -26,6 +27,7 @@ TABLES = [
     DISCOVERY_BACKENDS,
     REQUEST_BACKENDS,
     EVENT_BACKENDS,
+    TRANSFER_BACKENDS,
     ROUTER_MODES,
     ROUTER_COSTS,
     SELECTORS,

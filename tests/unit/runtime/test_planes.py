@@ -138,3 +138,23 @@ def test_planes_without_a_folder_or_a_secret_are_open_to_other_users(
     flags: dict[str, str], is_open: bool
 ) -> None:
     assert planes(**flags).open_to_other_users == is_open
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({}, "auto://127.0.0.1:0"),
+        ({"runtime__plane_host": "::1"}, "auto://[::1]:0"),
+        ({"runtime__transfer": "auto", "runtime__plane_host": "10.0.0.1"}, "auto://10.0.0.1:0"),
+        ({"runtime__transfer": "shm:"}, "shm:"),
+        ({"runtime__requests": "memory:"}, "memory:"),
+    ],
+)
+def test_the_transfer_plane_follows_the_other_planes(settings: dict[str, str], url: str) -> None:
+    assert planes(**settings).transfer == url
+
+
+def test_an_unknown_transfer_plane_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown transfer backend 'nixl'") as caught:
+        planes(runtime__transfer="nixl:")
+    assert "shm" in caught.value.hint

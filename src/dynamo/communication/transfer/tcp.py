@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import ssl
@@ -33,8 +34,9 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import TransferFailed
 from dynamo.core.tasks import run_all
 
-CONNECTIONS: Final = 2
-"""Connections to a peer. A pull uses all of them if each has `MIN_PART_BYTES` to carry."""
+CONNECTIONS: Final = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Connections to a peer, each with a thread at both ends; with few cores one is quickest. A pull
+uses all of them if each has `MIN_PART_BYTES` to carry."""
 MIN_PART_BYTES: Final = 1 << 20
 INITIAL_LATENCY_S: Final = 0.0005
 INITIAL_BYTES_PER_S: Final = 0.5e9

@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""The transfer plane between two processes, beside memcpy and a blocking socket of the same run.
+
+    benchmarks/transfer.py [--rounds N] [--slot-kib 1024 720] [--slots 64] [--table]
+
+Each round copies the same scattered blocks in turn: by memcpy in this process, by one blocking TCP
+socket into the same places, by `shm:` and by `tcp:`. The ratios are medians over the rounds, so that
+a busy machine slows both sides. `held` is the longest callback of an event loop, of this process
+and of the owner's, by CPU time; the wall time of a shared machine contains other processes.
+`--table` prints what pulls of several sizes cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import mmap
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dynamo.communication.transfer import (
+    MemoryRegion,
+    RegionDescriptor,
+    RegionPeer,
+    SlotRead,
+    TransferPlane,
+    open_transfer,
+)
+
+BACKENDS = ("shm", "tcp")
+TABLE_BLOCKS = (1, 8, 32, 96, 512)
+TABLE_BLOCK_BYTES = 720 << 10
+
+
+class LoopTimer:
+    """The longest callback of the event loop by CPU time of its thread, while `running`."""
+
+    def __init__(self) -> None:
+        self.held_s = 0.0
+        self.running = False
+        run = asyncio.Handle._run  # noqa: SLF001
+
+        def timed(handle: asyncio.Handle) -> None:
+            started_s = time.thread_time()
+            run(handle)
+            if self.running:
+                self.held_s = max(self.held_s, time.thread_time() - started_s)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def serve_blocking(listening: socket.socket, region: MemoryRegion) -> None:
+    """Send the slots that the client asks for, by sendall, until it leaves."""
+    client, _ = listening.accept()
+    with client:
+        while header := client.recv(4, socket.MSG_WAITALL):
+            order = client.recv(4 * int.from_bytes(header, "little"), socket.MSG_WAITALL)
+            for slot in memoryview(order).cast("I"):
+                client.sendall(region.slot(slot))
+
+
+async def own(slots: int, slot_bytes: int) -> None:
+    """Expose a region by all backends and by a blocking socket, until stdin ends."""
+    timer = LoopTimer()
+    region = MemoryRegion.allocate(slots, slot_bytes)
+    region.memory[:] = random.Random(1).randbytes(1 << 20) * (len(region.memory) // (1 << 20)) + (
+        bytes(len(region.memory) % (1 << 20))
+    )
+    planes = {scheme: await open_transfer(f"{scheme}:") for scheme in BACKENDS}
+    descriptors = {name: await plane.expose(region, "bench") for name, plane in planes.items()}
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve_blocking, args=(listening, region), daemon=True).start()
+    hello = {"port": listening.getsockname()[1], "peers": msgspec.to_builtins(descriptors)}
+    print(json.dumps(hello), flush=True)
+    await asyncio.sleep(0)
+    timer.running = True
+    await asyncio.to_thread(sys.stdin.read)
+    timer.running = False
+    print(json.dumps(timer.held_s), flush=True)
+    for plane in planes.values():
+        await plane.close()
+
+
+class Reader:
+    """This process: a region, the peers, the buffers of memcpy and the blocking socket."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.region = MemoryRegion.allocate(slots, slot_bytes)
+        self.slot_bytes = slot_bytes
+        self.peers: dict[str, RegionPeer] = {}
+        self.planes: list[TransferPlane] = []
+        self._private = [mmap.mmap(-1, slots * slot_bytes, mmap.MAP_PRIVATE) for _ in range(2)]
+        for buffer in (*self._private, self.region.memory):
+            buffer[:] = b"\1" * (slots * slot_bytes)
+        self._source, self._target = (
+            ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in self._private
+        )
+        self.socket = socket.socket()
+
+    async def connect(self, hello: dict[str, object]) -> None:
+        """Connect to the owner."""
+        for scheme, descriptor in hello["peers"].items():  # type: ignore[attr-defined]
+            plane = await open_transfer(f"{scheme}:")
+            await plane.expose(self.region, "bench")
+            self.planes.append(plane)
+            self.peers[scheme] = await plane.connect(msgspec.convert(descriptor, RegionDescriptor))
+        self.socket.connect(("127.0.0.1", hello["port"]))
+
+    def memcpy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy between two private buffers."""
+        size = self.slot_bytes
+        for source, target in zip(sources, targets, strict=True):
+            ctypes.memmove(self._target + target * size, self._source + source * size, size)
+
+    def blocking(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Receive the slots through the blocking socket."""
+        order = memoryview(bytearray(4 * len(sources))).cast("I")
+        for index, source in enumerate(sources):
+            order[index] = source
+        self.socket.sendall(len(sources).to_bytes(4, "little") + bytes(order))
+        for target in targets:
+            view = self.region.slot(target)
+            while view:
+                view = view[self.socket.recv_into(view) :]
+
+    async def close(self) -> None:
+        """Close the planes."""
+        for plane in self.planes:
+            await plane.close()
+        self.socket.close()
+
+
+async def measure(rounds: int, slots: int, slot_bytes: int) -> None:
+    """Print throughput and ratios for one size of blocks."""
+    rng = random.Random(2)
+    owner, reader, timer = await start(2 * slots, slot_bytes)
+    speeds: dict[str, list[float]] = {name: [] for name in ("memcpy", "socket", *BACKENDS)}
+    for number in range(rounds + 1):
+        sources, targets = (rng.sample(range(2 * slots), slots) for _ in range(2))
+        reads = [SlotRead(s, 0, t) for s, t in zip(sources, targets, strict=True)]
+        seconds = {
+            "memcpy": timed(lambda: reader.memcpy(sources, targets)),  # noqa: B023
+            "socket": timed(lambda: reader.blocking(sources, targets)),  # noqa: B023
+        }
+        await asyncio.sleep(0)
+        timer.running = True
+        for scheme, peer in reader.peers.items():
+            started_s = time.perf_counter()
+            await peer.pull(reads, timeout_s=60)
+            seconds[scheme] = time.perf_counter() - started_s
+        await asyncio.sleep(0)
+        timer.running = False
+        if number:
+            for name, value in seconds.items():
+                speeds[name].append(slots * slot_bytes / value / 1e9)
+    held = {"reader": timer.held_s, "owner": await stop(owner, reader)}
+    print(f"{slots} scattered blocks of {slot_bytes >> 10} KiB, median of {rounds} rounds")
+    for name, values in speeds.items():
+        print(f"  {name:8} {statistics.median(values):6.2f} GB/s")
+    for scheme, base in (("shm", "memcpy"), ("tcp", "socket")):
+        ratios = [a / b for a, b in zip(speeds[scheme], speeds[base], strict=True)]
+        print(f"  {scheme} / {base}: {statistics.median(ratios):.2f}")
+    print("  held: " + ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in held.items()))
+
+
+async def table(rounds: int) -> None:
+    """Print the milliseconds of pulls of several sizes as a Markdown table."""
+    slots = 2 * TABLE_BLOCKS[-1]
+    owner, reader, _ = await start(slots, TABLE_BLOCK_BYTES)
+    print("| blocks of 720 KiB | MiB | shm ms | shm GB/s | tcp ms | tcp GB/s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for blocks in TABLE_BLOCKS:
+        size = blocks * TABLE_BLOCK_BYTES
+        cells = [str(blocks), f"{size / (1 << 20):.1f}"]
+        for peer in reader.peers.values():
+            seconds = []
+            for _ in range(rounds):
+                first = random.randrange(slots - blocks)
+                reads = [SlotRead(first + n, 0, first + n) for n in range(blocks)]
+                started_s = time.perf_counter()
+                await peer.pull(reads, timeout_s=60)
+                seconds.append(time.perf_counter() - started_s)
+            middle = statistics.median(seconds)
+            cells += [f"{middle * 1e3:.2f}", f"{size / middle / 1e9:.2f}"]
+        print(f"| {' | '.join(cells)} |")
+    await stop(owner, reader)
+
+
+async def start(slots: int, slot_bytes: int) -> tuple[subprocess.Popen[str], Reader, LoopTimer]:
+    """Start an owner and connect to it."""
+    command = [sys.executable, __file__, "--own", str(slots), str(slot_bytes)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    hello = json.loads(await asyncio.to_thread(owner.stdout.readline))
+    reader = Reader(slots, slot_bytes)
+    await reader.connect(hello)
+    return owner, reader, LoopTimer()
+
+
+async def stop(owner: subprocess.Popen[str], reader: Reader) -> float:
+    """Stop both ends. Returns how long the owner's loop was held."""
+    await reader.close()
+    output, _ = await asyncio.to_thread(owner.communicate)
+    return float(json.loads(output))
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Return the seconds of `work`."""
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s
+
+
+def main() -> None:
+    """Run the benchmark, or the owner that it starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slot-kib", type=int, nargs="+", default=[1024, 720])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--own", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.own:
+        asyncio.run(own(*args.own))
+    elif args.table:
+        asyncio.run(table(args.rounds))
+    else:
+        for kib in args.slot_kib:
+            asyncio.run(measure(args.rounds, args.slots, kib << 10))
+
+
+if __name__ == "__main__":
+    main()
