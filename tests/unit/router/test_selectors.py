@@ -23,7 +23,7 @@ from dynamo.scheduling.router import (
     WorkerStatus,
 )
 from dynamo.scheduling.router.costs.composite import CostWeights
-from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.labels import ExcludedWorkersCache, excluded_workers
 from dynamo.scheduling.router.library.kv_router import worker_score
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
@@ -165,6 +165,19 @@ def test_label_constraints_exclude_workers() -> None:
     assert excluded_workers(workers, Context("r", metadata={LABELS_KEY: "zone=x"})) == {"b"}
     with pytest.raises(RouterError.NoAvailableWorker, match="zone=y"):
         excluded_workers(workers, Context("r", metadata={LABELS_KEY: "zone=y"}))
+
+
+def test_excluded_workers_are_remembered_until_the_instances_change() -> None:
+    cache, context = ExcludedWorkersCache(), Context("r", metadata={LABELS_KEY: "zone=x"})
+    workers = {"a": instance("a", **{LABELS_KEY: {"zone": "x"}}), "b": instance("b")}
+    first = cache.get(workers, context)
+    assert first == {"b"}
+    assert cache.get(workers, context) is first
+    assert cache.get({**workers, "c": instance("c")}, context) == {"b", "c"}
+    for number in range(200):
+        with pytest.raises(RouterError.NoAvailableWorker):
+            cache.get(workers, Context("r", metadata={LABELS_KEY: f"zone={number}"}))
+    assert cache.get(workers, context) == {"b"}
 
 
 def test_the_score_of_the_seeds_example() -> None:

@@ -15,6 +15,9 @@ Constraints = Mapping[str, str]
 
 NO_CONSTRAINTS: Constraints = MappingProxyType({})
 
+MAX_REMEMBERED_LABELS = 64
+"""Different labels whose excluded workers are remembered."""
+
 
 class NoAvailableWorker(NoWorkers):
     """No worker satisfies the constraints."""
@@ -49,3 +52,23 @@ def excluded_workers(instances: Mapping[str, Instance], context: Context) -> fro
             hint="start a worker with --worker-labels, or send no x-dynamo-labels",
         )
     return excluded
+
+
+class ExcludedWorkersCache:
+    """Remembers the result of `excluded_workers` for each labels text while `instances` is the same
+    object, since the search looks at every instance."""
+
+    def __init__(self) -> None:
+        self._instances: Mapping[str, Instance] = {}
+        self._excluded: dict[str, frozenset[str]] = {}
+
+    def get(self, instances: Mapping[str, Instance], context: Context) -> frozenset[str]:
+        """Return the result of `excluded_workers`. Raises `NoAvailableWorker` like it."""
+        labels = context.metadata.get(LABELS_KEY, "")
+        if instances is not self._instances or len(self._excluded) >= MAX_REMEMBERED_LABELS:
+            self._instances = instances
+            self._excluded.clear()
+        excluded = self._excluded.get(labels)
+        if excluded is None:
+            excluded = self._excluded[labels] = excluded_workers(instances, context)
+        return excluded

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain, repeat
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +17,22 @@ from dynamo.scheduling.router.worker_states import WorkerStates
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-
 DENSE_OVERLAP_SHARE = 0.2
 """Share of workers with an overlap from which on looking up all workers in order is faster, since
 the order of their names follows the order in memory."""
+
+FIELDS = (
+    "token_ms",
+    "step_ms",
+    "token_budget",
+    "stall_sensitivity",
+    "prefill_free_s",
+    "pending_prefills",
+    "pending_prefill_tokens",
+)
+"""Attributes of `WorkerState` that become arrays."""
+
+_values_of = attrgetter(*FIELDS)
 
 
 class WorkerArrays:
@@ -34,6 +48,8 @@ class WorkerArrays:
     pending_prefills: Floats
     pending_prefill_tokens: Floats
     backlog_ms: Floats
+    _last_ids: AbstractSet[str]
+    _last_indices: Indices
 
     def __init__(self, states: WorkerStates) -> None:
         self.workers: Sequence[WorkerState] = ()
@@ -80,36 +96,24 @@ class WorkerArrays:
             return self.step_ms
         return np.ceil(new_tokens / self.token_budget) * self.step_ms
 
-    def indices_of(self, instance_ids: Collection[str]) -> list[int]:
-        """Return the entries of these instances, all ranks."""
-        ranks = self._ranks
-        return [index for name in instance_ids if name in ranks for index in ranks[name]]
+    def indices_of(self, instance_ids: AbstractSet[str]) -> Indices:
+        """Return the entries of these instances, all ranks. The last result is remembered, since
+        requests with the same labels share the set."""
+        if instance_ids is not self._last_ids:
+            ranks = self._ranks
+            indices = [index for name in instance_ids for index in ranks.get(name, ())]
+            self._last_ids, self._last_indices = instance_ids, np.array(indices, dtype=np.intp)
+        return self._last_indices
 
     def _rebuild(self) -> None:
         self.workers = workers = self._states.workers
         self._index = {worker.name: index for index, worker in enumerate(workers)}
         self._ranks = {}
+        self._last_ids = frozenset()
+        self._last_indices = np.array([], dtype=np.intp)
         for index, worker in enumerate(workers):
             self._ranks.setdefault(worker.instance.id, []).append(index)
-        self._values = np.array([_values_of(worker) for worker in workers]).reshape(-1, 7).T.copy()
-        (
-            self.token_ms,
-            self.step_ms,
-            self.token_budget,
-            self.stall_sensitivity,
-            self.prefill_free_s,
-            self.pending_prefills,
-            self.pending_prefill_tokens,
-        ) = self._values
-
-
-def _values_of(worker: WorkerState) -> tuple[float, ...]:
-    return (
-        worker.token_ms,
-        worker.step_ms,
-        worker.token_budget,
-        worker.stall_sensitivity,
-        worker.prefill_free_s,
-        worker.pending_prefills,
-        worker.pending_prefill_tokens,
-    )
+        values = np.fromiter(chain.from_iterable(map(_values_of, workers)), np.float64)
+        self._values = values.reshape(-1, len(FIELDS)).T.copy()
+        for name, values in zip(FIELDS, self._values, strict=True):
+            setattr(self, name, values)

@@ -12,7 +12,7 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.costs.pair import FLEXIBLE, PairCost
-from dynamo.scheduling.router.labels import excluded_workers, read_constraints
+from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constraints
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
@@ -60,6 +60,7 @@ class KvPolicy(Policy):
         self._clock = clock
         self._block_tokens = block_tokens
         self._name = name
+        self._excluded_workers = ExcludedWorkersCache()
         self._placement_scheduled = False
         self._round_wanted = False
         self._timer_due_s: float | None = None
@@ -75,8 +76,9 @@ class KvPolicy(Policy):
         instances = self._client.instances
         excluded = frozenset(tried)
         if context.metadata:
-            excluded |= excluded_workers(instances, context)
-        if not (instances.keys() - excluded if excluded else instances):
+            unlabelled = self._excluded_workers.get(instances, context)
+            excluded = unlabelled | excluded if excluded else unlabelled
+        if instances.keys() <= excluded:
             raise no_workers_error(self._client)
         key = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
