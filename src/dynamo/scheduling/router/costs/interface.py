@@ -25,8 +25,9 @@ TABLE_ROWS = 16
 class Cost(ABC):
     """Compute what a request costs at a worker; the lowest cost wins. `joint`: pending requests are
     placed together, and may be held for a nearly free worker. `uses_load_reports`: the cost depends
-    on the workers' load reports. `has_arrays`: `costs_of_all` is implemented. `tie_tolerance`:
-    share of the best cost within which costs are equal."""
+    on the workers' load reports. `has_arrays`: `costs_of_all` is implemented, and a
+    placement makes its worker cheaper only for requests that share blocks with it.
+    `tie_tolerance`: share of the best cost within which costs are equal."""
 
     joint = False
     uses_load_reports = False
