@@ -111,7 +111,7 @@ def start_owner() -> Iterator[Callable[[str], Owner]]:
 
 
 class Process(NamedTuple):
-    """What stands for a process in this one."""
+    """The stand-in for a process."""
 
     plane: TransferPlane
     region: MemoryRegion

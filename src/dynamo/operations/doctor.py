@@ -233,9 +233,22 @@ def servers(settings: Settings) -> Finding:
     return Finding("servers", "ok", asyncio.run(check_plane_servers(settings)))
 
 
+def transfer(settings: Settings) -> Finding:
+    """Check how workers would pull KV blocks of each other."""
+    import asyncio
+
+    from dynamo.operations.transfer_check import check_transfer
+
+    text, reachable = asyncio.run(check_transfer(settings))
+    if reachable:
+        return Finding("transfer", "ok", text)
+    hint = "give all workers the same security.secret and --transfer-plane; for other hosts, "
+    return Finding("transfer", "warn", text, f"{hint}listen beyond loopback (--plane-host)")
+
+
 CHECKS: Sequence[Check] = (
     python, dependencies, cores, memory, open_files, loopback, state_folder, cache_folder, model,
-    port, planes, servers, routing,
+    port, planes, servers, transfer, routing,
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ async def check_plane_servers(settings: Settings) -> str:
     """Return what was reached. Raises `ConfigError` for a missing library, `PlaneUnavailable` for a
     server that does not answer or refuses the credentials, and `InstanceGone` for a process of the
     deployment that refuses the secret."""
-    with _quiet_log():
+    with quiet_log():
         async with await DistributedRuntime.create(settings, role="doctor") as runtime:
             await _wait_connected(runtime)
             instances = await runtime.component_registry.instances(settings.runtime.namespace)
@@ -73,7 +73,7 @@ async def _call_all(
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """Log nothing: the finding says it."""
     logging.disable(logging.CRITICAL)
     try:
