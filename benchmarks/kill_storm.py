@@ -2,10 +2,12 @@
 """Kill workers repeatedly under streams and measure what clients notice.
 
     benchmarks/kill_storm.py [--duration 120] [--planes tcp|etcd-nats] [--routers N] [--model DIR]
+    benchmarks/kill_storm.py --prefill-workers 4 --decode-workers 4 --prompt 3000 [--disagg MODE]
 
 A closed loop runs `--streams` streams. Every `--every` seconds one of four mock workers (23 ms a step)
 is killed with SIGKILL; with `--routers`, every 12 s also a router process (mode kv). Each request first
-runs without faults, and every text of the storm is compared with that reference.
+runs without faults, and every text of the storm is compared with that reference. With prefill and
+decode workers (mode kv), the kind of the killed worker alternates.
 
 A stream is hit by a kill if the killed worker answered its first token. Streams that were moved before
 are not counted again, since clients do not see where they went. Gaps are times without text.
@@ -28,7 +30,6 @@ from servers import start_ours
 from streams import LoopLag, Stream, StreamClient, difference, now, percentiles_ms
 from targets import Targets
 
-PROMPT = 64
 APART_S = 4.0
 ROUTER_EVERY_S = 12.0
 
@@ -102,7 +103,9 @@ def gaps(streams_done: Sequence[Stream], kills: Sequence[Kill]) -> dict[str, Any
 async def storm(args: argparse.Namespace, url: str, killers: Sequence[Killer]) -> dict[str, Any]:
     """Run the reference, then the storm, and return the result."""
     client = StreamClient(url, vocabulary(args.model))
-    requests = [client.encode_request(key, PROMPT, args.tokens) for key in range(2 * args.streams)]
+    requests = [
+        client.encode_request(key, args.prompt, args.tokens) for key in range(2 * args.streams)
+    ]
     whole = await run_closed_loop(client, requests, range(len(requests)), args.streams)
     reference = {stream.key: stream for stream in whole if stream.is_complete(args.tokens)}
     if len(reference) < len(requests):
@@ -126,15 +129,16 @@ async def storm(args: argparse.Namespace, url: str, killers: Sequence[Killer]) -
     }
 
 
-def make_targets(result: dict[str, Any]) -> Targets:
+def make_targets(result: dict[str, Any], *, disaggregated: bool) -> Targets:
     """Return the targets."""
+    p50_ms, p99_ms = (200, 600) if disaggregated else (150, 400)
     targets = Targets()
     for name in ("failed", "hung", "miscounted", "lost", "doubled", "altered"):
         targets.at_most(name, result[name], 0)
     hit = result["hit_gap_ms"]
     if hit["n"]:
-        targets.at_most("longest gap of a hit stream, p50", hit["p50"], 150, " ms")
-        targets.at_most("longest gap of a hit stream, p99", hit["p99"], 400, " ms")
+        targets.at_most("longest gap of a hit stream, p50", hit["p50"], p50_ms, " ms")
+        targets.at_most("longest gap of a hit stream, p99", hit["p99"], p99_ms, " ms")
     return targets
 
 
@@ -149,26 +153,37 @@ def main() -> None:
     parser.add_argument("--planes", choices=PLANES, default="tcp")
     parser.add_argument("--routers", type=int, default=0, help="router processes, mode kv")
     parser.add_argument("--router-mode", default="", help="default: round_robin, kv with --routers")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=4, help="workers that do both")
+    parser.add_argument("--prefill-workers", type=int, default=0)
+    parser.add_argument("--decode-workers", type=int, default=0)
+    parser.add_argument("--disagg", default="always", help="with prefill workers")
+    parser.add_argument("--prompt", type=int, default=64, help="words of a prompt")
     parser.add_argument("--streams", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=200)
     args = parser.parse_args()
-    mode = args.router_mode or ("kv" if args.routers else "round_robin")
-    more = ("--timing", "constant:0.015,23", "--router-replicas", str(args.routers))
+    disaggregated = args.prefill_workers > 0
+    mode = args.router_mode or ("kv" if args.routers or disaggregated else "round_robin")
+    by_role = {"worker": 0 if disaggregated else args.workers}
+    more = ["--timing", "constant:0.015,23", "--router-replicas", str(args.routers)]
+    if disaggregated:
+        by_role = {"prefill_worker": args.prefill_workers, "decode_worker": args.decode_workers}
+        more += ["--prefill-workers", str(args.prefill_workers), "--disagg", args.disagg]
+        more += ["--decode-workers", str(args.decode_workers)]
     with planes(args.planes) as flags:
-        server = start_ours(args.model, args.workers, 1, mode, *more, *flags)
+        server = start_ours(args.model, by_role.get("worker", 0), 1, mode, *more, *flags)
         try:
             deployment = deployment_of(server)
-            killers = [Killer(deployment, "worker", args.every, 1)]
-            wait_ready(deployment, "worker", args.workers)
+            killers = [Killer(deployment, tuple(by_role), args.every, 1)]
+            for role, count in by_role.items():
+                wait_ready(deployment, role, count)
             if args.routers:
-                killers.append(Killer(deployment, "router", ROUTER_EVERY_S, 0))
+                killers.append(Killer(deployment, ("router",), ROUTER_EVERY_S, 0))
                 wait_ready(deployment, "router", args.routers)
             result = uvloop.run(storm(args, server.url, killers))
         finally:
             server.stop()
     title = f"{args.streams} streams, planes {args.planes}, mode {mode}, {args.routers} routers"
-    make_targets(result).print_report(result, title)
+    make_targets(result, disaggregated=disaggregated).print_report(result, title)
 
 
 if __name__ == "__main__":

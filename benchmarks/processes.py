@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -30,12 +31,15 @@ class Kill(NamedTuple):
 
 
 class Killer(threading.Thread):
-    """Kills a process of `role` every `every_s` seconds while at least `spare` others are ready. A
-    thread, since listing processes would block the event loop of the clients."""
+    """Kills a process of the next of `roles` every `every_s` seconds while at least `spare` others
+    of that role are ready. A thread, since listing processes would block the event loop of the
+    clients."""
 
-    def __init__(self, deployment: Deployment, role: str, every_s: float, spare: int) -> None:
-        super().__init__(name=role, daemon=True)
-        self._deployment, self._role = deployment, role
+    def __init__(
+        self, deployment: Deployment, roles: Sequence[str], every_s: float, spare: int
+    ) -> None:
+        super().__init__(name=" and ".join(roles), daemon=True)
+        self._deployment, self._roles = deployment, itertools.cycle(roles)
         self._every_s, self._spare = every_s, spare
         self._rng, self._ended = random.Random(0), threading.Event()
         self.kills: list[Kill] = []
@@ -44,7 +48,7 @@ class Killer(threading.Thread):
         due = now() + self._every_s
         while not self._ended.wait(max(0.0, due - now())):
             due += self._every_s
-            candidates = ready(self._deployment, self._role)
+            candidates = ready(self._deployment, next(self._roles))
             if len(candidates) > self._spare:
                 victim = self._rng.choice(candidates)
                 with contextlib.suppress(ProcessLookupError):

@@ -130,11 +130,26 @@ def test_the_view_follows_additions_changes_and_removals() -> None:
     play(scenario, "a", "b")
 
 
-def test_an_instance_that_becomes_unreadable_or_filtered_out_is_removed() -> None:
+def test_an_unreadable_instance_is_removed_and_a_rejected_one_only_gets_no_calls() -> None:
     async def scenario(cluster: FakeCluster) -> None:
         await cluster.announce(RecordChange(instance_key(instance("a")), b"{"))
         await cluster.announce(put(instance("b", unwanted=True)))
-        assert (cluster.live, cluster.removed) == ({"c"}, ["a", "b"])
+        assert (cluster.live, cluster.removed) == ({"c"}, ["a"])
+        await cluster.announce(put(instance("b")))
+        await cluster.announce(*(put(instance(name, unwanted=True)) for name in "bd"))
+        await cluster.announce(deleted("d"), deleted("b"))
+        assert cluster.removed == ["a", "b"]
+
+    play(scenario, "a", "b", "c")
+
+
+def test_a_new_watch_removes_a_rejected_instance_that_is_not_announced_any_more() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        await cluster.announce(*(put(instance(name, unwanted=True)) for name in "ab"))
+        cluster.batches.put_nowait(RuntimeError("cut off"))
+        await cluster.announce(put(instance("b", unwanted=True)), put(instance("c")))
+        await cluster.clock.sleep(2 * WATCH_RETRY_S)
+        assert (cluster.live, cluster.removed) == ({"c"}, ["a"])
 
     play(scenario, "a", "b", "c")
 

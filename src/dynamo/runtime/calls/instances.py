@@ -132,6 +132,7 @@ class InstanceView:
         self._clock = clock
         self._tasks = BackgroundTasks()
         self._known: dict[str, Instance] = {}
+        self._rejected: dict[str, Instance] = {}
         self._unreachable: dict[str, str] = {}
         self._ejected: set[str] = set()
         self._probing: set[str] = set()
@@ -166,7 +167,8 @@ class InstanceView:
         self._reason_listeners.append(callback)
 
     def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
-        """Call `callback` with every instance that leaves discovery, after `live` changed.
+        """Call `callback` with every instance that leaves discovery, after `live` changed. An
+        instance that `accepts` rejects after a change has not left: its calls go on.
         Returns a function that unsubscribes."""
         self._removal_listeners.append(callback)
         return lambda: self._removal_listeners.remove(callback)
@@ -234,19 +236,23 @@ class InstanceView:
                 first = False
 
     def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
-        before = self._known
+        before, followed = self._known, self._rejected | self._known
         known = {} if replace else dict(before)
+        rejected = {} if replace else self._rejected
         announced: list[Instance] = []
         for change in batch:
             name = change.key.rsplit("/", 1)[-1]
             instance = None if change.value is None else decode_instance(change.key, change.value)
+            rejected.pop(name, None)
             if instance is None or not (self._accepts is None or self._accepts(instance)):
                 known.pop(name, None)
+                if instance is not None and name in followed:
+                    rejected[name] = instance
             else:
                 known[name] = instance
                 if not replace or before.get(name) != instance:
                     announced.append(instance)
-        self._known = known
+        self._known, self._rejected = known, rejected
         self._admit_announced(announced, before)
         self._unreachable = {
             name: reason for name, reason in self._unreachable.items() if name in known
@@ -254,9 +260,9 @@ class InstanceView:
         self._ejected &= known.keys()
         self._synced.set()
         self._refresh()
-        for name in before.keys() - known.keys():
+        for name in followed.keys() - known.keys() - rejected.keys():
             for listener in tuple(self._removal_listeners):
-                listener(before[name])
+                listener(followed[name])
 
     def _admit_announced(
         self, announced: Sequence[Instance], before: Mapping[str, Instance]
