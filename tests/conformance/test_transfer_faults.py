@@ -256,7 +256,7 @@ class CorruptingRelay(Relay):
         return corrupt
 
 
-@pytest.mark.parametrize("position", [400, 5_000, 1_000_300, 3_000_000, 4_999_999, 8_000_600])
+@pytest.mark.parametrize("position", [400, 5_000, 1_000_300, 3_000_000, 4_999_999, 8_000_200])
 async def test_an_altered_byte_never_passes(position: int) -> None:
     relay = CorruptingRelay()
     async with open_relayed(relay) as pair:

@@ -22,7 +22,7 @@ from dynamo.communication.transfer import (
     open_transfer,
 )
 from dynamo.communication.transfer.auto import AutoTransfer
-from dynamo.core.errors import TransferFailed
+from dynamo.core.errors import PlaneUnavailable, TransferFailed
 from dynamo.core.settings import Settings
 from dynamo.inference.disaggregation.prefill_peers import region_descriptors
 from dynamo.operations.plane_check import quiet_log
@@ -106,8 +106,8 @@ async def _check_workers(settings: Settings) -> Sequence[str]:
             async with asyncio.timeout(INSTANCES_TIMEOUT_S):
                 namespace = settings.runtime.namespace
                 instances = await runtime.component_registry.instances(namespace)
-        except TimeoutError:
-            return ()
+        except (TimeoutError, PlaneUnavailable):
+            return ()  # the check of the servers says why
         regions = dict.fromkeys(region for i in instances for region in region_descriptors(i))
         return [await _choose(runtime, descriptor) for descriptor in list(regions)[:MAX_PEERS]]
 

@@ -1,4 +1,4 @@
-"""What `dynamo doctor` says about the transfer plane, without and with running workers."""
+"""The check of the transfer plane by `dynamo doctor`, without and with running workers."""
 
 from __future__ import annotations
 

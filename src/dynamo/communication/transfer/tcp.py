@@ -164,7 +164,6 @@ class TcpPeer(BackendPeer):
                 await self._tcp.threads.run(work, shut_down)
                 reusable = True
             except TransferFailed as error:
-                reusable = error.reason == "stale"
                 raise TransferFailed.of(error.reason, f"{self._name}: {error.message}") from None
             except (OSError, EOFError) as error:
                 text = f"the connection to {self._name} broke: {str(error) or 'closed'}"
