@@ -49,7 +49,7 @@ def declare_disaggregation_metrics(
         callback=lambda: sum(len(engine.scheduler.arriving) for engine in engines),
     )
     registry.gauge(
-        "dynamo_worker_held_prompts",
+        "dynamo_worker_held_requests",
         "Prompts computed for other workers that still pull their blocks.",
         callback=lambda: sum(call.holds for engine in engines for call in engine.prefill_calls),
     )

@@ -129,7 +129,7 @@ async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     assert d.sample("dynamo_transfer_bytes_total") == 11 * 64
     assert d.sample("dynamo_worker_kv_wait_seconds_total") > 0
     assert p.ranks[0].counters.requests == 1
-    assert p.sample("dynamo_worker_held_prompts") == 0
+    assert p.sample("dynamo_worker_held_requests") == 0
     assert not d.ranks[0].arrivals.counters.fallbacks
     p.check_idle()
     d.check_idle()

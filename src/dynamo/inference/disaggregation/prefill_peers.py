@@ -122,9 +122,10 @@ class PrefillPeers:
 
     async def find(self, instance_id: str) -> InstancePeer | None:
         """Return the peer, or None if it does not serve now. The router may know an instance that
-        has just appeared before this worker does, so this waits a moment for an unknown one."""
+        has just appeared before this worker does, so this waits a moment for an unknown one, once."""
         if instance_id not in self._seen:
             await wait_at_most(self._wait_for(instance_id), APPEARANCE_S)
+            self._seen.add(instance_id)
         return self._peers.get(instance_id) if instance_id in self._client.instances else None
 
     async def close(self) -> None:
