@@ -122,7 +122,7 @@ class PrefillPeers:
 
     async def find(self, instance_id: str) -> InstancePeer | None:
         """Return the peer, or None if it does not serve now. The router may know an instance that
-        has just appeared before this worker does, so this waits a moment for an unknown one, once."""
+        has just appeared before this worker does, so this waits once for an unknown one."""
         if instance_id not in self._seen:
             await wait_at_most(self._wait_for(instance_id), APPEARANCE_S)
             self._seen.add(instance_id)
