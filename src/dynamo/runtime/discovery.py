@@ -50,6 +50,9 @@ class RepublishingDiscovery(Discovery):
     def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
         return self._inner.watch(prefix)
 
+    async def revoke_lease_of(self, key: str) -> None:
+        await self._inner.revoke_lease_of(key)
+
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         self._lease_lost_listeners.append(callback)
 

@@ -31,9 +31,11 @@ tell = lambda **report: os.write(0, json.dumps(report).encode() + b"\\n")
 def spec() -> Callable[..., ChildSpec]:
     """`spec(script, name=...)`: a child that runs `script` after reading its start line."""
 
-    def make(script: str, name: str = "child", stop_order: int = 0) -> ChildSpec:
+    def make(
+        script: str, name: str = "child", stop_order: int = 0, role: str = "worker"
+    ) -> ChildSpec:
         return ChildSpec(
-            role="worker",
+            role=role,
             name=name,
             settings=Settings(),
             stop_order=stop_order,
@@ -49,7 +51,9 @@ def supervise(deployment: Deployment) -> Callable[..., Supervisor]:
 
     def make(*specs: ChildSpec, drain_s: float = 5.0, **options: object) -> Supervisor:
         settings = Settings()
-        settings = replace(settings, runtime=replace(settings.runtime, drain_s=drain_s))
+        url = deployment.discovery_url
+        runtime = replace(settings.runtime, drain_s=drain_s, discovery=url)
+        settings = replace(settings, runtime=runtime)
         return Supervisor(specs, deployment, settings, **options)  # type: ignore[arg-type]
 
     return make

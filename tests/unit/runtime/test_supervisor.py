@@ -285,7 +285,7 @@ else:
         await asyncio.Event().wait()
     asyncio.run(main())
 '''
-specs = [ChildSpec(role="worker", name=mode, settings=Settings(),
+specs = [ChildSpec(role="service", name=mode, settings=Settings(),
                      command=(sys.executable, "-c", CHILD, mode)) for mode in ("prctl", "eof")]
 
 async def main():

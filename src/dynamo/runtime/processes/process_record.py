@@ -21,12 +21,15 @@ from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.planes import planes_of
 
 log = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 15.0
 """Interval at which a process checks that its record still exists."""
+MAX_LEASE_TTL_S = 5.0
+"""Requests wait for the processes of a dead supervisor until its lease has expired."""
 SELF_EXPIRING_PLANES = ("file:", "memory:")
 """Planes that drop the records of a process when it dies."""
 PROCESSES_PREFIX = "/_processes/"
@@ -155,7 +158,11 @@ class SupervisorDiscovery:
         async with self._open_lock:
             if self._plane is None:
                 planes = planes_of(self._settings)
-                self._plane = await open_discovery(planes.discovery, planes.discovery_options)
+                ttl_s = min(planes.discovery_options.lease_ttl_s, MAX_LEASE_TTL_S)
+                options = replace(planes.discovery_options, lease_ttl_s=ttl_s)
+                plane = await open_discovery(planes.discovery, options)
+                expiring = planes.discovery.startswith(SELF_EXPIRING_PLANES)
+                self._plane = plane if expiring else RepublishingDiscovery(plane)
             return self._plane
 
     async def _put(self, key: str) -> None:

@@ -320,10 +320,12 @@ class Supervisor:
         self._announce_processes()
 
     def _announce_processes(self) -> None:
-        """Announce in discovery which processes this supervisor keeps running."""
+        """Announce in discovery which workers this supervisor keeps running."""
         desired = Counter[str]()
         failing = {}
         for child in self.children:
+            if child.spec.role != "worker":
+                continue  # no request waits for it
             kind = kind_of_process(child.spec.name)
             self._start_s[kind] = child.start_s or self._start_s.get(kind, 0.0)
             if not child.desired:
