@@ -76,6 +76,7 @@ def serve_burst(mode: str) -> float:
             await worker.start(number)
         frontend = SimulatedFrontend(network, "frontend")
         await frontend.start(0)
+        await frontend.pipeline.client.wait_for_instances(2)
         outcome = SimulatedOutcome()
         clients = SimulatedClients(PlaceCount([frontend]).send, clock, outcome, 100, 60.0)
         prompts, began = SimulatedPrompts(64, Random(0)), clock.now()
