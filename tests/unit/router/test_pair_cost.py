@@ -101,6 +101,19 @@ def test_flexible_workers_split_only_where_that_costs_less() -> None:
     assert pair_of(cluster, cluster.make_request(4_000))[1] == "b2"
 
 
+def test_a_prompt_harms_answers_only_at_workers_that_write_some() -> None:
+    cluster = make_cluster(["p1", "b1", "d1"], mode="flexible")
+    for name in ("p1", "b1"):
+        cluster.add_prefill(name, 100)
+    request = cluster.make_request(4_000)
+    matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
+    table = matrix.candidate_table(request, matrix.row(request), 0)
+    harms = {candidate.worker: candidate.terms["harm"] for candidate in table}
+
+    assert harms["p1"] == 0
+    assert harms["b1"] > 0
+
+
 def test_decode_workers_with_full_memory_get_no_answers() -> None:
     cluster = make_cluster(["p1", "d1", "d2"], mode="always")
     full = cluster.worker_states["d1"]

@@ -164,9 +164,10 @@ def _build_candidates(
 
 
 def worker_rate(worker: WorkerState, now: float, harm_weight: float = HARM_WEIGHT) -> WorkerRate:
-    """Return the rate of `worker` at the time `now`. The wait is its `backlog_ms`, written out."""
+    """Return the rate of `worker` at the time `now`. The wait is its `backlog_ms`, written out. A
+    prefill harms no answer at a worker that writes none."""
     wait = abs(worker.prefill_free_s - now) * 1e3 if worker.pending_prefills else 0.0
-    weight = 1.0 + harm_weight * worker.stall_sensitivity
+    weight = 1.0 + harm_weight * worker.stall_sensitivity if worker.decodes else 1.0
     return worker.name, worker.token_ms, worker.token_budget, worker.step_ms, weight, wait
 
 
