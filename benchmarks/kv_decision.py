@@ -37,9 +37,9 @@ from dynamo.core.values import (
     StopConditions,
 )
 from dynamo.inference.mock.timing import DYNAMO_TIMING
-from dynamo.operations.replay.cluster import ReplayWorkers
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
@@ -163,7 +163,7 @@ def burst_ttft_ms(mode: str, workers: int, prompts: int, tokens: int) -> float:
     """Return the mean TTFT of prompts without common blocks that come at one instant."""
     blocks = 256
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, 256, 8_192)
-    cluster = ReplayWorkers(workers, info, DYNAMO_TIMING, "reuse")
+    cluster = ReplayWorkers([ReplayGroup(workers, info, DYNAMO_TIMING)], "reuse")
     requests = [TraceConversation(0.0, (TraceRequest(n, tokens, 20),)) for n in range(prompts)]
     plan = ReplayPlan("burst", cluster, RouterSettings(mode=mode), BLOCK)
     result, _ = Replay(plan).run(requests)
