@@ -20,7 +20,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded, InvalidRequest, ProtocolError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings, RuntimeSettings
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.disaggregation import prefill_endpoint
@@ -75,16 +75,24 @@ class LiveWorker:
 StartWorker = Callable[..., Awaitable[LiveWorker]]
 
 
-@pytest.fixture
-async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
-    """Return `start_worker(layout=..., ranks=..., **engine settings)`."""
+@pytest.fixture(params=["memory:"])
+async def start_worker(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[StartWorker]:
+    """Return `start_worker(layout=..., ranks=..., **engine settings)`. The parameter is the URL of
+    the transfer plane; with another one than `memory:`, calls go over TCP."""
+    transfer: str = request.param
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{}")
     sha256 = hashlib.sha256(b"{}").hexdigest()
     card = ModelCard(("m",), 4096, 1000, FileRef("tokenizer.json", sha256, 2, str(path)))
     discovery = f"memory:prefill-{next(_numbers)}"
     planes = RuntimeSettings(
-        discovery=discovery, requests="memory:", events=discovery, namespace="unit"
+        discovery=discovery,
+        requests="memory:" if transfer == "memory:" else "tcp://127.0.0.1:0",
+        events=discovery,
+        transfer=transfer,
+        namespace="unit",
     )
     async with AsyncExitStack() as stack:
 
@@ -112,6 +120,9 @@ async def start_worker(tmp_path: Path) -> AsyncIterator[StartWorker]:
         yield start
 
 
+@pytest.mark.parametrize(
+    "start_worker", ["memory:", "shm:", "tcp://127.0.0.1:0", "auto"], indirect=True
+)
 async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     start_worker: StartWorker,
 ) -> None:
@@ -197,4 +208,42 @@ async def test_a_wrong_message_is_refused(start_worker: StartWorker) -> None:
     ):
         with pytest.raises(error):
             await p.call("prefill", payload, lambda _: True)
+    p.check_idle()
+
+
+SLOW = {"timing": "constant:3,1", "max_num_batched_tokens": 16}
+
+
+@pytest.mark.parametrize("start_worker", ["auto"], indirect=True)
+async def test_a_prefill_worker_whose_connections_break_is_replaced(
+    start_worker: StartWorker,
+) -> None:
+    d, p = await start_worker(**SLOW), await start_worker(**SLOW)
+    request = make_request(range(64), prefill=p.id, max_tokens=5)
+    alone = await p.answer(replace(request, prefill=""))
+    p.ranks[0].clear_prefix_cache()
+    async with BackgroundTasks() as tasks:
+        answer = tasks.start(d.answer(request))
+        while not d.ranks[0].arrivals.counters.blocks_arrived:
+            await asyncio.sleep(0.005)
+        await p.runtime.requests.close()
+        assert (await answer).ids == alone.ids
+    assert d.ranks[0].arrivals.counters.fallbacks == {"worker_failed": 1}
+    p.check_idle()
+    d.check_idle()
+
+
+@pytest.mark.parametrize("start_worker", ["auto"], indirect=True)
+async def test_the_end_of_a_decode_worker_frees_the_blocks_held_for_it(
+    start_worker: StartWorker,
+) -> None:
+    d, p = await start_worker(**SLOW), await start_worker(**SLOW)
+    request = make_request(range(64), prefill=p.id, max_tokens=5)
+    async with BackgroundTasks(lambda _: None) as tasks:
+        tasks.start(d.answer(request))
+        while not p.ranks[0].report_load().running:
+            await asyncio.sleep(0.005)
+        await d.runtime.requests.close()
+        while p.ranks[0].report_load().active_blocks:
+            await asyncio.sleep(0.005)
     p.check_idle()
