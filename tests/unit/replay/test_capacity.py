@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.core.errors import ConfigError
 from dynamo.operations.latency_summary import LatencySummary
 from dynamo.operations.replay.capacity import LatencyLimit, find_capacity
 from dynamo.operations.replay.result import PrefillCounts, ReplayResult
@@ -71,6 +70,9 @@ def test_limits_that_no_speed_keeps_give_a_capacity_of_0() -> None:
     assert result.capacity.speed == 0
 
 
-def test_limits_that_every_speed_keeps_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="hold at 1024 times"):
-        find_capacity(lambda speed: result_at(speed, 999.0), LIMITS, 1)
+def test_limits_that_every_speed_keeps_give_a_lower_bound() -> None:
+    speed, result = find_capacity(lambda speed: result_at(speed, 999.0), LIMITS, 1)
+
+    assert result.capacity is not None
+    assert (speed, result.capacity.lower_bound) == (1024.0, True)
+    assert result.capacity.requests_per_s == pytest.approx(speed)

@@ -94,7 +94,8 @@ def _load_lines(result: ReplayResult) -> Iterator[str]:
     capacity = result.capacity
     if capacity is not None:
         yield (
-            f"\ncapacity: speed {capacity.speed:.4g}, {capacity.requests_per_s:.2f} requests/s, "
+            f"\ncapacity{' (every speed keeps the limits)' if capacity.lower_bound else ''}: "
+            f"speed {capacity.speed:.4g}, {capacity.requests_per_s:.2f} requests/s, "
             f"{capacity.output_tokens_per_s_per_gpu:.0f} output tokens/s/GPU"
             if capacity.speed
             else "\ncapacity: no speed keeps the limits"

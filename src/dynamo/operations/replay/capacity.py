@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.errors import ConfigError
 from dynamo.operations.replay.result import LoadPoint, ReplayCapacity, ReplayResult
 
 PRECISION = 0.01
@@ -46,8 +45,8 @@ def find_capacity(
     """Return the highest speed that keeps the limits, and its result with its `capacity`.
 
     Doubles or halves `speed` until one speed holds and one fails, then bisects. If no speed holds,
-    the result is that of the lowest speed, and its capacity is 0. Raises `ConfigError` if every
-    speed holds.
+    the result is that of the lowest speed, and its capacity is 0. If every speed holds, the result
+    is that of the highest speed, and its capacity is a lower bound.
     """
     lowest, highest = speed / MAX_FACTOR, speed * MAX_FACTOR
     held, failed = 0.0, math.inf
@@ -62,10 +61,8 @@ def find_capacity(
         if failed <= lowest:
             return failed, replace(result, capacity=ReplayCapacity(0.0, 0.0, 0.0))
         if held >= highest:
-            raise ConfigError(
-                f"the limits of --capacity hold at {held:g} times the rate of the trace",
-                hint="give stricter limits, or more requests",
-            )
+            capacity = _measure_capacity(best, held, gpus)
+            return held, replace(best, capacity=replace(capacity, lower_bound=True))
         speed = _next_speed(held, failed)
         result = replay_at(speed)
 

@@ -18,11 +18,13 @@ class PrefillCounts(msgspec.Struct, frozen=True):
 
 class ReplayCapacity(msgspec.Struct, frozen=True):
     """The highest load that keeps limits of latency. Rates are means from the first arrival to the
-    last token. All is 0 if no load keeps them."""
+    last token. All is 0 if no load keeps them. `lower_bound`: every load that was tried keeps them,
+    and a higher one may."""
 
     speed: float
     requests_per_s: float
     output_tokens_per_s_per_gpu: float
+    lower_bound: bool = False
 
 
 class LoadPoint(msgspec.Struct, frozen=True):
