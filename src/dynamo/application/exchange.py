@@ -71,7 +71,10 @@ class Exchange:
 
     def start_stream(self, worker: str, prefill_worker: str = "") -> None:
         """Send the head of an event stream."""
-        extra = worker_headers(worker, prefill_worker)
+        if prefill_worker:
+            extra = worker_headers(worker, prefill_worker)
+        else:
+            extra = (("x-dynamo-worker", worker),) if worker else ()
         self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
 
     def send_error(self, error: DynamoError) -> None:

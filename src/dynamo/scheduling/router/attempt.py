@@ -126,17 +126,15 @@ class Attempt(Reply):
             listener.on_ended(error)
 
     def outcome(self, prompt_tokens: int, error: str) -> Outcome:
-        """Return the result so far. `error` is an error code, "" on success."""
+        """Return the result so far. `error` is an error code, "" on success. The token that ended
+        the answer counts as an output token."""
+        emitted = 0 if self.placement is None else self.placement.emitted + self.ended_by_token
         first_s = None if self.first_token_s is None else self.first_token_s - self._placed_s
         return Outcome(
             ttft_s=first_s,
             duration_s=self._clock.now() - self._placed_s,
             cached_tokens=self.cached_tokens,
             prompt_tokens=prompt_tokens,
-            output_tokens=self._count_tokens(),
+            output_tokens=emitted,
             error=error,
         )
-
-    def _count_tokens(self) -> int:
-        """Return the tokens that the worker has generated, with the token that ended the answer."""
-        return 0 if self.placement is None else self.placement.emitted + self.ended_by_token

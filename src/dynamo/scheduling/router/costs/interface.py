@@ -68,9 +68,11 @@ class Cost(ABC):
 
 class CostMatrix:
     """The costs of one round, with a column for each of `workers`; calls `cost` for each pair.
-    `allowed`: the number of workers that `workers` were chosen from; None: `workers` are all."""
+    `allowed`: the number of workers that `workers` were chosen from; None: `workers` are all.
+    `has_pairs`: `decode_index` may differ from the index of the worker that computes the prompt."""
 
     allowed: int | None = None
+    has_pairs = False
 
     def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
         self.workers = workers

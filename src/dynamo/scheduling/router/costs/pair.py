@@ -91,6 +91,8 @@ class PairCost(PredictedCost):
 class PairCostMatrix(PredictedCostMatrix):
     """A column for each worker that may compute the prompt. `decode_index` completes the pair."""
 
+    has_pairs = True
+
     def __init__(self, cost: PairCost, workers: Sequence[WorkerState], now: float) -> None:
         super().__init__(cost, workers, now)
         self._pair_cost = cost

@@ -98,6 +98,8 @@ class PlacementSolver:
         self._workers: Sequence[WorkerState] = ()
         self._now = 0.0
         self._round: Iterator[bool] | None = None
+        self.unfinished = False
+        """Whether the last `place` cut its round. Call `place` again soon, without an event."""
         self._slice_requests = 0
         self._placed: list[PlacementResult] = []
         self._sent_blocks = SentBlocks()
@@ -126,11 +128,6 @@ class PlacementSolver:
             self._pending.remove(request)
         return unplaceable
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last `place` cut its round. Call `place` again soon, without an event."""
-        return self._round is not None
-
     def place(self, now: float) -> list[PlacementResult]:
         """Place the next pending requests that need not be held, and return them in order of
         placement. A round considers all pending requests once, and each call is a slice of it. A
@@ -146,11 +143,12 @@ class PlacementSolver:
                 self._choose_candidates()
             self._round = self._run_round()
         elif not states.workers:
-            self._round = None
+            self._round, self.unfinished = None, False
             self._pending.end_round()
             return []
         self._candidates.begin(now)
-        if not next(self._round, False):
+        self.unfinished = next(self._round, False)
+        if not self.unfinished:
             self._round = None
         return self._placed
 
@@ -158,13 +156,17 @@ class PlacementSolver:
         """Note that the prompt is computed. A request of a pair moves to its decode worker."""
         worker = placed.worker
         worker.on_first_token(placed, now)
-        self._end_prefill(placed)
-        worker.hand_over(placed)
+        self.view.on_prefill_ended(worker.name, placed.hashes)
+        if placed.decode_worker is not None:
+            self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)
+            worker.hand_over(placed)
 
     def on_ended(self, placed: PlacedRequest, now: float) -> None:
         """Note that the request left its worker."""
         if placed.first_token_s is None:
-            self._end_prefill(placed)
+            self.view.on_prefill_ended(placed.worker.name, placed.hashes)
+            if placed.decode_worker is not None:
+                self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)
         self.cost.on_ended(placed)
         placed.worker.remove(placed, now)
 
@@ -375,7 +377,9 @@ class PlacementSolver:
         placed = PlacedRequest(
             request.id, worker, request.prompt, request.uncached_tokens(worker.name), now
         )
-        decode_worker = matrix.workers[matrix.decode_index(request, index)]
+        decode_worker = worker
+        if matrix.has_pairs:
+            decode_worker = matrix.workers[matrix.decode_index(request, index)]
         worker.place(placed, now)
         self._note_blocks(worker.name, request.prompt.hashes)
         if decode_worker is not worker:
@@ -392,8 +396,3 @@ class PlacementSolver:
         """Note that `worker` will have the blocks of a prompt."""
         self.view.on_request_routed(worker, hashes)
         self._sent_blocks.add(worker, hashes)
-
-    def _end_prefill(self, placed: PlacedRequest) -> None:
-        self.view.on_prefill_ended(placed.worker.name, placed.hashes)
-        if placed.decode_worker is not None:
-            self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)

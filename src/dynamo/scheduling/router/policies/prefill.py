@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -35,14 +36,13 @@ class PrefillPolicy(Policy):
         mode = resolve_mode_alias(settings.mode)
         self._mode = mode if mode in BASIC_MODES else FALLBACK_MODE
         self._thresholds = DisaggregationRouter()
+        self._stop_listening = prefill_client.on_change(self._skip_without_prefill)
         self._update(settings.disaggregation)
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         decision = await self._policy.choose(request, context, tried)
-        if not self._client.instances or self._disaggregation == OFF:
-            return decision
         prompt_tokens = len(request.token_ids) // TOKEN_BYTES
         if self._disaggregation == THRESHOLDS:
             pending = sum(map(self._client.in_flight, self._client.instances))
@@ -57,6 +57,7 @@ class PrefillPolicy(Policy):
         return replace(decision, prefill=prefill, placement=placement)
 
     async def close(self) -> None:
+        self._stop_listening()
         await self._policy.close()
 
     @property
@@ -80,6 +81,14 @@ class PrefillPolicy(Policy):
     def _update(self, settings: DisaggregationSettings) -> None:
         self._disaggregation = settings.effective_mode
         self._thresholds.update_settings(settings)
+        self._skip_without_prefill()
+
+    def _skip_without_prefill(self) -> None:
+        """Let the other policy choose alone while no prompt can be computed elsewhere, so that
+        plain deployments pay nothing for this one."""
+        skip = not self._client.instances or self._disaggregation == OFF
+        choose = self._policy.choose if skip else partial(PrefillPolicy.choose, self)
+        self.choose = choose  # type: ignore[method-assign]
 
 
 class PrefillPlacement(Placement):
