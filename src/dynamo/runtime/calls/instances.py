@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 from urllib.parse import quote
 
@@ -27,6 +28,11 @@ PROBE_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 0.5
 CONNECTION_BROKE = "not answering"
 NOT_CONNECTED = "not connected yet"
+MAX_CONCURRENT_PROBES = 512
+SMALL_FLEET = 64
+"""Up to this many instances, each answer to a probe updates the view at once."""
+UPDATE_DELAY_S = 1e-5
+"""In a larger fleet, answers are collected for this time per instance: an update reads them all."""
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -132,6 +138,7 @@ class InstanceView:
         self._clock = clock
         self._tasks = BackgroundTasks()
         self._known: dict[str, Instance] = {}
+        self._ids_by_address: defaultdict[str, set[str]] | None = None
         self._rejected: dict[str, Instance] = {}
         self._unreachable: dict[str, str] = {}
         self._ejected: set[str] = set()
@@ -140,6 +147,8 @@ class InstanceView:
         self._reason_listeners: list[Callable[[], None]] = []
         self._removal_listeners: list[Callable[[Instance], object]] = []
         self._synced = asyncio.Event()
+        self._probe_slots = asyncio.Semaphore(MAX_CONCURRENT_PROBES)
+        self._update_scheduled = False
         self._closed = False
         self._remove_broken_listener: Callable[[], None] | None = None
         self.live: Mapping[str, Instance] = {}
@@ -163,7 +172,7 @@ class InstanceView:
         return lambda: self._listeners.remove(callback)
 
     def on_reason_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the reason changed why an instance cannot be reached."""
+        """Call `callback` when probes were answered or the reasons of failed ones changed."""
         self._reason_listeners.append(callback)
 
     def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
@@ -253,6 +262,7 @@ class InstanceView:
                 if not replace or before.get(name) != instance:
                     announced.append(instance)
         self._known, self._rejected = known, rejected
+        self._ids_by_address = None
         self._admit_announced(announced, before)
         self._unreachable = {
             name: reason for name, reason in self._unreachable.items() if name in known
@@ -277,8 +287,13 @@ class InstanceView:
                 self._unreachable.setdefault(name, NOT_CONNECTED)
                 self._start_probing(instance.address, 0.0)
 
-    def _ids_at(self, address: str) -> set[str]:
-        return {name for name, instance in self._known.items() if instance.address == address}
+    def _ids_at(self, address: str) -> AbstractSet[str]:
+        index = self._ids_by_address
+        if index is None:
+            index = self._ids_by_address = defaultdict(set)
+            for name, instance in self._known.items():
+                index[instance.address].add(name)
+        return index.get(address, frozenset())
 
     def _log_fields(self, address: str) -> Mapping[str, str]:
         return {"instance": ",".join(sorted(self._ids_at(address))), "address": address}
@@ -318,12 +333,27 @@ class InstanceView:
                 del self._unreachable[name]
             if before - {NOT_CONNECTED}:
                 log.info("instance answers again", extra={"fields": self._log_fields(address)})
-            self._refresh()
+            self._update_after_probe()
         elif before - {error}:
             self._unreachable |= dict.fromkeys(withheld, error)
             if NOT_CONNECTED in before:
                 fields = {**self._log_fields(address), "reason": error}
                 log.warning("announced instance gets no requests", extra={"fields": fields})
+            self._update_after_probe()
+
+    def _update_after_probe(self) -> None:
+        """Update `live` and report reasons, in a large fleet for many probes together."""
+        if len(self._known) <= SMALL_FLEET:
+            self._update()
+        elif not self._update_scheduled:
+            self._update_scheduled = True
+            delay_s = UPDATE_DELAY_S * len(self._known)
+            self._clock.call_at(self._clock.now() + delay_s, self._update)
+
+    def _update(self) -> None:
+        self._update_scheduled = False
+        if not self._closed:
+            self._refresh()
             for listener in self._reason_listeners:
                 listener()
 
@@ -332,7 +362,7 @@ class InstanceView:
         endpoint is an answer, too."""
         context = Context(request_id="probe")
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with self._probe_slots, asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._requests.call(address, PING_ENDPOINT, b"", context, lambda _: True)
         except NotFound:
             return ""
