@@ -65,12 +65,12 @@ class PendingRequest:
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
 
-    def common_overlap(self, workers: int) -> int | None:
-        """Return the overlap in blocks that all `workers` share, or None if they differ."""
-        overlaps = self.overlaps
-        if not overlaps:
-            return 0
-        if len(overlaps) != workers:
-            return None
-        depths = set(overlaps.values())
-        return depths.pop() if len(depths) == 1 else None
+    def is_short_everywhere(self, workers: int, most_tokens: int) -> bool:
+        """Whether all `workers` have the same overlap, and would compute at most `most_tokens`."""
+        depths = self.overlaps.values()
+        overlap = next(iter(depths), 0)
+        return (
+            self.prompt.tokens - overlap * self.block_tokens <= most_tokens
+            and len(depths) in {0, workers}
+            and len(set(depths)) <= 1
+        )

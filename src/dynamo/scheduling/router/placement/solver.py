@@ -336,11 +336,7 @@ class PlacementSolver:
         queued: list[PendingRequest] = []
         others: list[PendingRequest] = []
         for request in waiting:
-            overlap = None if request.excluded else request.common_overlap(workers)
-            if (
-                overlap is not None
-                and request.prompt.tokens - overlap * request.block_tokens <= SHORT_PROMPT_TOKENS
-            ):
+            if not request.excluded and request.is_short_everywhere(workers, SHORT_PROMPT_TOKENS):
                 queued.append(request)
             else:
                 others.append(request)
