@@ -5,7 +5,8 @@
 
 Each round copies the same scattered blocks in turn: by memcpy in this process, by one blocking TCP
 socket into the same places, by `shm:` and by `tcp:`. The ratios are medians over the rounds, so that
-a busy machine slows both sides. `held` is the longest callback of an event loop, of this process
+a busy machine slows both sides. "In a thread" is the same work behind a hop to a thread and back, which
+no pull can avoid: its copies must not hold the event loop. `held` is the longest callback of an event loop, of this process
 and of the owner's, by CPU time; the wall time of a shared machine contains other processes.
 `--table` prints what pulls of several sizes cost.
 """
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -144,14 +146,18 @@ async def measure(rounds: int, slots: int, slot_bytes: int) -> None:
     """Print throughput and ratios for one size of blocks."""
     rng = random.Random(2)
     owner, reader, timer = await start(2 * slots, slot_bytes)
-    speeds: dict[str, list[float]] = {name: [] for name in ("memcpy", "socket", *BACKENDS)}
+    baselines = {"memcpy": reader.memcpy, "socket": reader.blocking}
+    names = (*baselines, *(f"{name} in a thread" for name in baselines), *BACKENDS)
+    speeds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         sources, targets = (rng.sample(range(2 * slots), slots) for _ in range(2))
         reads = [SlotRead(s, 0, t) for s, t in zip(sources, targets, strict=True)]
-        seconds = {
-            "memcpy": timed(lambda: reader.memcpy(sources, targets)),  # noqa: B023
-            "socket": timed(lambda: reader.blocking(sources, targets)),  # noqa: B023
-        }
+        seconds = {}
+        for name, baseline in baselines.items():
+            seconds[name] = timed(partial(baseline, sources, targets))
+            started_s = time.perf_counter()
+            await asyncio.to_thread(baseline, sources, targets)
+            seconds[f"{name} in a thread"] = time.perf_counter() - started_s
         await asyncio.sleep(0)
         timer.running = True
         for scheme, peer in reader.peers.items():
@@ -166,10 +172,11 @@ async def measure(rounds: int, slots: int, slot_bytes: int) -> None:
     held = {"reader": timer.held_s, "owner": await stop(owner, reader)}
     print(f"{slots} scattered blocks of {slot_bytes >> 10} KiB, median of {rounds} rounds")
     for name, values in speeds.items():
-        print(f"  {name:8} {statistics.median(values):6.2f} GB/s")
+        print(f"  {name:18} {statistics.median(values):6.2f} GB/s")
     for scheme, base in (("shm", "memcpy"), ("tcp", "socket")):
-        ratios = [a / b for a, b in zip(speeds[scheme], speeds[base], strict=True)]
-        print(f"  {scheme} / {base}: {statistics.median(ratios):.2f}")
+        for name in (base, f"{base} in a thread"):
+            ratios = [a / b for a, b in zip(speeds[scheme], speeds[name], strict=True)]
+            print(f"  {scheme} / {name}: {statistics.median(ratios):.2f}")
     print("  held: " + ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in held.items()))
 
 
