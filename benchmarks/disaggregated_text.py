@@ -99,7 +99,7 @@ def first_difference(alone: CollectedReply, reply: CollectedReply) -> str:
     if alone.ids == reply.ids:
         return "same"
     pairs = zip(alone.ids, reply.ids, strict=False)
-    at = next((at for at, (one, other) in enumerate(pairs) if one != other), -1)
+    at = next((at for at, (token, other) in enumerate(pairs) if token != other), -1)
     extras = alone.extras[at]
     if at < 0 or extras is None:
         return "different"
@@ -142,7 +142,7 @@ async def compare(options: argparse.Namespace) -> int:
         remote = [replace(request, prefill="p") for request in requests[part]]
         replies = await answer_all(decode, remote)
         pairs = zip(expected[part], replies, strict=True)
-        results.update(first_difference(one, reply) for one, reply in pairs)
+        results.update(first_difference(alone_reply, reply) for alone_reply, reply in pairs)
         if options.faults:
             prefill.clear_prefix_cache()
             decode.clear_prefix_cache()
