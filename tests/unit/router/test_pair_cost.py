@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 from typing import Any
 
@@ -189,3 +190,13 @@ def test_a_request_that_may_use_no_decode_worker_is_unplaceable() -> None:
     request = cluster.submit(100, excluded=frozenset({"d1"}))
 
     assert cluster.solver.pop_unplaceable() == [request]
+
+
+def test_answers_of_a_dead_decode_worker_are_spread_over_the_others() -> None:
+    cluster = make_cluster(["p1", "p2", "p3", "d1", "d2", "d3"], mode="always")
+    for number in range(6):
+        cluster.submit(700, range(100 * number, 100 * number + 43), excluded=frozenset({"d1"}))
+    placed = cluster.place().values()
+    counts = Counter(each.decode_worker.name for each in placed if each.decode_worker)
+
+    assert counts == {"d2": 3, "d3": 3}

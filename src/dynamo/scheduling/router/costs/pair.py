@@ -71,14 +71,16 @@ class PairCost(PredictedCost):
         return PairCostMatrix(self, workers, now)
 
     def decode_price(self, worker: WorkerState, now: float) -> DecodePrice:
-        """Return the price of an answer at `worker`."""
+        """Return the price of an answer at `worker`. Prompts that already arrive there delay the
+        transfer of the next one."""
         harm = self.harm_weight
         context = worker.decode_context_tokens + worker.arriving_tokens
         model, factor = worker.latency_model.decode, worker.slowdown.factor
         share = PREFILL_SHARE_WEIGHT * worker.prefill_share(now)
+        queue = TRANSFER_WEIGHT * TOKEN_TRANSFER_MS * worker.arriving_tokens
         return DecodePrice(
             worker.name,
-            harm * (share + STEP_WEIGHT * factor * model.predict(1.0, context)),
+            queue + harm * (share + STEP_WEIGHT * factor * model.predict(1.0, context)),
             harm * STEP_WEIGHT * factor * model.slope * len(worker.active),
             MEMORY_LIMIT * worker.kv_capacity_tokens - context,
         )

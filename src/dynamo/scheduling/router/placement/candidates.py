@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
 
@@ -21,7 +21,7 @@ SHORT_PROMPT_TOKENS = 512
 class Candidates:
     """The candidates of every request at one time. This class computes the cost of each allowed
     worker, which is fastest where there are few. Call `begin` when time or worker states changed;
-    after a placement, refresh the worker in `common`."""
+    after a placement, refresh its workers in all of `shared`."""
 
     def __init__(self, states: WorkerStates, cost: Cost, max_backlog_s: float) -> None:
         """A worker with at most `max_backlog_s` of pending prefill is nearly free."""
@@ -29,24 +29,29 @@ class Candidates:
         self.cost = cost
         self._max_backlog_s = max_backlog_s
         self._now = 0.0
-        self.common: CostMatrix | None = None
-        """The matrix that all requests without excluded workers share, once it is built."""
+        self._matrices: dict[AbstractSet[str], CostMatrix] = {}
         self.priced_workers = 0
         """The number of workers whose cost is computed one by one for each request."""
 
     def begin(self, now: float) -> None:
         """Forget all costs, and use the worker states of the time `now`."""
         self._now = now
-        self.common = None
+        self._matrices.clear()
         self.priced_workers = len(self._states.workers)
 
     def matrix_for(self, request: PendingRequest) -> CostMatrix:
         """Return the costs of the candidates of `request`."""
-        if request.excluded:
-            return self.cost.build_matrix(self.allowed_workers(request.excluded), self._now)
-        if self.common is None:
-            self.common = self.cost.build_matrix(self._states.workers, self._now)
-        return self.common
+        excluded = request.excluded
+        if (matrix := self._matrices.get(excluded)) is None:
+            workers = self.allowed_workers(excluded) if excluded else self._states.workers
+            matrix = self._matrices[excluded] = self.cost.build_matrix(workers, self._now)
+        return matrix
+
+    @property
+    def shared(self) -> Collection[CostMatrix]:
+        """The matrices so far. Requests that exclude the same workers share one, for example those
+        of a dead worker."""
+        return self._matrices.values()
 
     def allowed_workers(self, excluded: AbstractSet[str]) -> Sequence[WorkerState]:
         """Return the workers of all instances that are not in `excluded`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -106,16 +106,16 @@ class RegretStep:
         self._rows = [row for row in self._rows if due(row.request)]
         self._set_queue([request for request in self._queue if due(request)])
 
-    def on_placed(self, placed: PlacedRequest, common: CostMatrix | None, rng: Random) -> None:
-        """Update costs and overlaps after a placement. `common` is the matrix of all requests that
-        have no matrix of their own."""
+    def on_placed(self, placed: PlacedRequest, shared: Iterable[CostMatrix], rng: Random) -> None:
+        """Update costs and overlaps after a placement. Requests that have no row yet will use a
+        matrix of `shared`."""
         worker = placed.worker
-        groups: dict[CostMatrix, list[RegretRow]] = {} if common is None else {common: []}
+        groups: dict[CostMatrix, list[RegretRow]] = {matrix: [] for matrix in shared}
         for row in self._rows:
             _extend_overlap(row.request, placed)
             groups.setdefault(row.matrix, []).append(row)
         for matrix, group in groups.items():
-            index = matrix.refresh_worker(worker)
+            index = refresh_pair(matrix, placed)
             if index is not None and group:
                 costs = matrix.column([row.request for row in group], index)
                 for row, cost in zip(group, costs, strict=True):
@@ -167,6 +167,14 @@ class SentBlocks:
             if depth < len(hashes) and hashes[depth] in blocks:
                 return True
         return False
+
+
+def refresh_pair(matrix: CostMatrix, placed: PlacedRequest) -> int | None:
+    """Read the workers of a request again after its placement. Return the index of the one that
+    computes the prompt, or None without a column."""
+    if placed.decode_worker is not None:
+        matrix.refresh_worker(placed.decode_worker)
+    return matrix.refresh_worker(placed.worker)
 
 
 def _prompt_tokens(request: PendingRequest) -> int:

@@ -27,6 +27,7 @@ from dynamo.scheduling.router.placement.regret import (
     RegretRow,
     RegretStep,
     SentBlocks,
+    refresh_pair,
 )
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
@@ -290,8 +291,8 @@ class PlacementSolver:
                 self._pending.reject(request, error)
                 return
         placed = self._assign(request, matrix, costs, index)
-        if self._candidates.common is not None:
-            self._candidates.common.refresh_worker(placed.worker)
+        for matrix in self._candidates.shared:
+            refresh_pair(matrix, placed)
 
     def _place_jointly(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
         """Place windows by regret. After a window that is held as a whole, only new requests are
@@ -327,7 +328,7 @@ class PlacementSolver:
             worker = placed.worker
             if not (candidates.is_nearly_free(worker) or candidates.any_nearly_free()):
                 step.keep_due(overdue)
-            step.on_placed(placed, candidates.common, self._rng)
+            step.on_placed(placed, candidates.shared, self._rng)
         return len(self._placed) > before
 
     def _build_regret_step(self, waiting: list[PendingRequest]) -> RegretStep:
@@ -381,7 +382,6 @@ class PlacementSolver:
         if decode_worker is not worker:
             worker.expect_answer(placed, decode_worker)
             self._note_blocks(decode_worker.name, request.prompt.hashes)
-            matrix.refresh_worker(decode_worker)
         self.cost.on_placed(placed)
         self._pending.remove(request, now)
         candidates = matrix.allowed or len(matrix.workers)
