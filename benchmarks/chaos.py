@@ -3,7 +3,7 @@
 
     benchmarks/chaos.py [--hours 24] [--workers 100] [--rate 2] [--prompt 1024] [--answer 128]
                         [--deadline 10] [--crash-every 5] [--partition-every 1] [--mode kv] [--seed 0]
-                        [--minutes N]
+                        [--prefill-workers N] [--disagg MODE] [--minutes N]
 
 Runs the production runtimes, workers, event and request planes, failure detector, health, admission,
 migration, router and index in virtual time over memory planes. Every token of every answer is
@@ -62,6 +62,10 @@ def main() -> int:
     )
     parser.add_argument("--partition-every", type=float, default=1.0, help="hours")
     parser.add_argument("--mode", default=defaults.mode, help="router mode")
+    parser.add_argument(
+        "--prefill-workers", type=int, default=0, help="workers that only compute prompts"
+    )
+    parser.add_argument("--disagg", default=defaults.disaggregation, help="as of `dynamo run`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=inf, help="end after this wall time")
     args = parser.parse_args()
@@ -77,6 +81,8 @@ def main() -> int:
             answer_tokens=args.answer,
             deadline_s=args.deadline,
             mode=args.mode,
+            prefill_workers=args.prefill_workers,
+            disaggregation=args.disagg,
             faults=FaultSchedule(args.crash_every * 3600, args.partition_every * 3600),
             seed=args.seed,
         ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from dynamo.communication.transfer import SlotRead
+from dynamo.communication.transfer.memory import MemoryPeer
 from dynamo.inference.block_pool import BlockPool
 from dynamo.scheduling import migration
 from dynamo.scheduling.index.kv_index import KvIndex
@@ -45,6 +48,44 @@ def test_other_modes_answer_correctly_without_leaks(mode: str) -> None:
     result = run_bad_day(mode=mode, hours=0.03)
     assert result.correct == result.requests > 300, result.failure_messages
     assert not result.leaks
+
+
+@pytest.mark.parametrize(
+    ("mode", "disaggregation", "prefill_workers"),
+    [("kv", "always", 4), ("round_robin", "always", 1), ("kv", "flexible", 0)],
+)
+def test_prompts_computed_elsewhere_are_answered_correctly_without_leaks(
+    mode: str, disaggregation: str, prefill_workers: int
+) -> None:
+    """Prefill and decode workers crash and are cut off at every stage of a prompt."""
+    result = run_bad_day(
+        mode=mode,
+        disaggregation=disaggregation,
+        prefill_workers=prefill_workers,
+        hours=0.03,
+        seed=2,
+        faults=FaultSchedule(60.0, 30.0),
+    )
+    assert result.correct == result.requests > 300, result.failure_messages
+    assert not result.failed
+    assert not result.leaks
+    assert result.remote_prefills > 200
+    assert sum(result.prefill_fallbacks.values()) > 10
+
+
+def test_a_wrong_block_from_a_prefill_worker_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = MemoryPeer._copy
+
+    async def copy_wrongly(self: MemoryPeer, reads: Sequence[SlotRead]) -> None:
+        await real(self, reads)
+        self._region.slot(reads[0].target)[0] ^= 1
+
+    monkeypatch.setattr(MemoryPeer, "_copy", copy_wrongly)
+    result = run_bad_day(
+        hours=0.005, prefill_workers=4, disaggregation="always", faults=FaultSchedule(0.0, 0.0)
+    )
+    assert result.correct < result.requests
+    assert result.failed["altered"] > 0
 
 
 def test_routers_recover_from_lost_events() -> None:

@@ -62,6 +62,8 @@ class SimulatedWorkers:
         self._fault_tasks = BackgroundTasks()
         self._dead_worker_tasks = BackgroundTasks()
         self._starts = 0
+        self.prefill_workers = 0
+        """Workers that only compute prompts for the others, which then decode."""
         self.workers: dict[int, SimulatedWorker] = {}
         self.crashes = self.partitions = self.partitioned_workers = 0
 
@@ -98,7 +100,10 @@ class SimulatedWorkers:
         """Start a worker. Workers with even numbers keep their name over a restart."""
         self._starts += 1
         name = f"w{number}" if number % 2 == 0 else f"w{number}-{self._starts}"
-        worker = SimulatedWorker(self._network, name)
+        role = "both"
+        if self.prefill_workers:
+            role = "prefill" if number < self.prefill_workers else "decode"
+        worker = SimulatedWorker(self._network, name, role)
         await worker.start(self._starts)
         self.workers[number] = worker
 

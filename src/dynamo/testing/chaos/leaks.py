@@ -8,6 +8,7 @@ from itertools import cycle
 
 from dynamo.communication.events import memory as event_places
 from dynamo.communication.requests import memory as request_places
+from dynamo.communication.transfer import memory as transfer_places
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
 from dynamo.core.values import BlocksStored, GenerateRequest
@@ -66,7 +67,7 @@ def _engine_leaks(name: str, engine: BatchedEngine) -> Iterator[str]:
         yield f"{name}: {error}"
     if scheduler.pool.active:
         yield f"{name}: {scheduler.pool.active} blocks in use"
-    if count := len(scheduler.running) + len(scheduler.waiting):
+    if count := len(scheduler.running) + len(scheduler.waiting) + len(scheduler.arriving):
         yield f"{name}: {count} sequences in its batch"
 
 
@@ -83,11 +84,13 @@ def _admission_leaks(frontend: SimulatedFrontend) -> Iterator[str]:
 def _client_leaks(
     frontend: SimulatedFrontend, alive: Mapping[str, SimulatedWorker]
 ) -> Iterator[str]:
-    client = frontend.pipeline.client
-    if set(client.instances) != set(alive):
-        differences = sorted(set(client.instances) ^ set(alive))
+    client, prefill_client = frontend.pipeline.client, frontend.pipeline.prefill_client
+    instances = client.instances.keys() | prefill_client.instances.keys()
+    if instances != set(alive):
+        differences = sorted(instances ^ set(alive))
         yield f"the client's instances are not the running workers: {differences[:5]}"
-    if busy := [instance.id for instance in client.busy_instances()]:
+    busy_instances = [*client.busy_instances(), *prefill_client.busy_instances()]
+    if busy := [instance.id for instance in busy_instances]:
         yield f"calls in progress at {busy[:5]}"
 
 
@@ -148,5 +151,6 @@ def find_open_planes() -> list[str]:
     counts = {
         "request planes": len(request_places._planes),  # noqa: SLF001 - no public list exists
         "event places": len(event_places._buses),  # noqa: SLF001
+        "transfer planes": len(transfer_places._planes),  # noqa: SLF001
     }
     return [f"{count} {name} left open" for name, count in counts.items() if count]

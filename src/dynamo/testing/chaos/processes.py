@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import cast
 
@@ -11,12 +12,16 @@ from msgspec.structs import replace
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events.memory import MemoryEvents
 from dynamo.communication.requests.memory import MemoryRequests
+from dynamo.communication.transfer import MemoryRegion, TransferPlane
+from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.core.settings import Settings
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock
+from dynamo.inference.arrivals import ArrivalCounters
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.fast_forward import FastForward
+from dynamo.inference.mock.block_digest import DIGEST_BYTES
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.worker import EngineWorker
@@ -33,12 +38,26 @@ DELIVERY_INTERVAL_S = 0.05
 VOCAB_SIZE = 1 << 16
 MOCK_VOCABULARY = range(1_000, VOCAB_SIZE)
 """The ids that engines generate. None of them ends an answer."""
+TRANSFER_URL = "memory:?gbps=0.00001&latency_ms=1"
+"""The digests of 64 blocks take 51 ms, so that faults happen during transfers."""
+
+
+class SimulatedRuntime(DistributedRuntime):
+    """The runtime of a process, whose transfer planes a fault can cut."""
+
+    transfers: Sequence[MemoryTransfer] = ()
+
+    async def open_transfer(self) -> TransferPlane:
+        plane = await super().open_transfer()
+        self.transfers = (*self.transfers, cast("MemoryTransfer", plane))
+        return plane
 
 
 class SimulatedNetwork(msgspec.Struct):
     """Shared by all processes of a run. `plane_name` names their memory planes. `fast_forwarding`
     holds the engines that skip steps. Their tokens are due at `next_delivery_s`. `engine` describes
-    each of a worker's `data_parallel` ranks."""
+    each of a worker's `data_parallel` ranks. Workers compute prompts for each other unless
+    `disaggregation` is off. `arrivals` counts those of each engine, also of dead ones."""
 
     plane_name: str
     clock: VirtualClock
@@ -48,6 +67,8 @@ class SimulatedNetwork(msgspec.Struct):
     fast_forwarding: set[FastForward] = set()
     next_delivery_s: float = 0.0
     data_parallel: int = 1
+    disaggregation: str = "off"
+    arrivals: list[ArrivalCounters] = []
 
     @property
     def card(self) -> ModelCard:
@@ -64,7 +85,9 @@ class SimulatedNetwork(msgspec.Struct):
         )
 
     def create_engine(self) -> BatchedEngine:
-        """Return a new engine."""
+        """Return a new engine. Its region has digests of the blocks, which arrivals check."""
+        shares = self.disaggregation != "off"
+        region = MemoryRegion.allocate(self.engine.num_blocks, DIGEST_BYTES) if shares else None
         engine, _ = make_simulated_engine(
             self.engine,
             self.timing,
@@ -73,7 +96,9 @@ class SimulatedNetwork(msgspec.Struct):
             eviction="reuse",
             vocabulary=MOCK_VOCABULARY,
             fast_forwarding=self.fast_forwarding,
+            region=region,
         )
+        self.arrivals.append(engine.arrivals.counters)
         return engine
 
     def deliver_tokens(self) -> None:
@@ -85,17 +110,19 @@ class SimulatedNetwork(msgspec.Struct):
                 engine.catch_up()
 
     async def create_runtime(
-        self, role: str, name: str, seed: int
-    ) -> tuple[DistributedRuntime, MemoryDiscovery]:
+        self, role: str, name: str, seed: int, worker_role: str = "both"
+    ) -> tuple[SimulatedRuntime, MemoryDiscovery]:
         """Return a process's runtime and the discovery that holds its lease."""
         settings = Settings()
         planes = {"discovery": self.plane_name, "requests": "memory:", "events": self.plane_name}
+        disaggregation = replace(settings.router.disaggregation, mode=self.disaggregation)
         settings = replace(
             settings,
-            runtime=replace(settings.runtime, **planes),
-            router=replace(settings.router, mode=self.mode),
+            runtime=replace(settings.runtime, transfer=TRANSFER_URL, **planes),
+            router=replace(settings.router, mode=self.mode, disaggregation=disaggregation),
+            engine=replace(settings.engine, role=worker_role),
         )
-        runtime = await DistributedRuntime.create(settings, role=role, name=name, clock=self.clock)
+        runtime = await SimulatedRuntime.create(settings, role=role, name=name, clock=self.clock)
         runtime.instance_id = name
         runtime.rng = Random(seed)
         leased_discovery = MemoryDiscovery(self.plane_name.partition(":")[2])
@@ -106,8 +133,9 @@ class SimulatedNetwork(msgspec.Struct):
 class SimulatedWorker:
     """A worker process."""
 
-    def __init__(self, network: SimulatedNetwork, name: str) -> None:
+    def __init__(self, network: SimulatedNetwork, name: str, role: str = "both") -> None:
         self.name = name
+        self.role = role
         self.ranks = [network.create_engine() for _ in range(network.data_parallel)]
         self.engine = DataParallelEngine(self.ranks) if len(self.ranks) > 1 else self.ranks[0]
         self.alive = True
@@ -118,7 +146,9 @@ class SimulatedWorker:
     async def start(self, seed: int) -> None:
         """Start the worker and wait until it is announced."""
         create_runtime = self._network.create_runtime
-        self._runtime, self._leased_discovery = await create_runtime("worker", self.name, seed)
+        self._runtime, self._leased_discovery = await create_runtime(
+            "worker", self.name, seed, self.role
+        )
         self._requests = cast("MemoryRequests", self._runtime.requests)
         self._events = cast("MemoryEvents", self._runtime.events)
         await self._worker.attach(self._runtime)
@@ -140,6 +170,8 @@ class SimulatedWorker:
         self._catch_up()
         self._requests.sever()
         self._events.sever()
+        for plane in self._runtime.transfers:
+            plane.sever()
 
     def expire_lease(self) -> None:
         """End the worker's lease while it is partitioned."""
@@ -150,6 +182,8 @@ class SimulatedWorker:
     def rejoin(self) -> None:
         """Connect the worker to the network again. A dead one stays silent."""
         self._requests.rejoin()
+        for plane in self._runtime.transfers:
+            plane.rejoin()
         if not self.alive:
             return
         self._events.rejoin()
@@ -164,6 +198,8 @@ class SimulatedWorker:
         self.alive = False
         self._events.sever()
         self._requests.abort()
+        for plane in self._runtime.transfers:
+            plane.abort()
         await self.engine.stop()
 
     def _catch_up(self) -> None:

@@ -34,7 +34,8 @@ class ChaosResult(msgspec.Struct, frozen=True):
     """The result of a run. `correct` answers arrived within the deadline with exactly the right
     tokens; `failed` counts the others by fault. `stall_ms` summarizes the longest gap of each
     answer with a gap over half a second. `leaks` is what was left over at the end. `resident_mb`
-    is measured every virtual hour."""
+    is measured every virtual hour. `remote_prefills` counts the prompts that a worker wanted from
+    another one, `prefill_fallbacks` those that it computed itself in the end, by reason."""
 
     hours: float
     workers: int
@@ -49,6 +50,8 @@ class ChaosResult(msgspec.Struct, frozen=True):
     crashes: int
     partitions: int
     partitioned_workers: int
+    remote_prefills: int
+    prefill_fallbacks: Mapping[str, int]
     counters: Mapping[str, float]
     leaks: Sequence[str]
     resident_mb: Sequence[float]
@@ -91,7 +94,8 @@ ChaosProgressCallback = Callable[[float, SimulatedOutcome, SimulatedWorkers], bo
 class ChaosScenario(msgspec.Struct, frozen=True):
     """The settings of a run. `rate` is in requests a second. In addition `disconnect_rate` clients
     a second leave before their answer is complete. Each of a worker's `data_parallel` ranks has
-    `num_blocks` and `max_num_seqs`."""
+    `num_blocks` and `max_num_seqs`. `prefill_workers` of the workers only compute prompts for the
+    others; `disaggregation` is the mode of the router."""
 
     hours: float = 24.0
     workers: int = 100
@@ -105,6 +109,8 @@ class ChaosScenario(msgspec.Struct, frozen=True):
     data_parallel: int = 1
     block_tokens: int = 16
     mode: str = "kv"
+    prefill_workers: int = 0
+    disaggregation: str = "off"
     timing: StepTiming = LinearTiming(c0=10.0, c1=0.1)
     faults: FaultSchedule = FaultSchedule()
     disconnect_rate: float = 0.0
@@ -140,6 +146,7 @@ def _make_network(scenario: ChaosScenario, clock: VirtualClock) -> SimulatedNetw
         scenario.timing,
         scenario.mode,
         data_parallel=scenario.data_parallel,
+        disaggregation=scenario.disaggregation,
     )
 
 
@@ -149,6 +156,7 @@ async def _run_scenario(
     network = _make_network(scenario, clock)
     rng, outcome = Random(scenario.seed), SimulatedOutcome()
     workers = SimulatedWorkers(network, scenario.faults, Random(rng.random()), scenario.workers)
+    workers.prefill_workers = scenario.prefill_workers
     await workers.start()
     frontends = [
         SimulatedFrontend(network, f"frontend-{number}") for number in range(scenario.frontends)
@@ -185,7 +193,7 @@ async def _run_scenario(
     await workers.shutdown()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     leaks += sorted(f"task left: {task.get_name()}" for task in tasks)
-    return _make_result(scenario, hours, outcome, workers, counters, leaks, memory)
+    return _make_result(scenario, hours, outcome, workers, network, counters, leaks, memory)
 
 
 async def _run_workload(
@@ -237,6 +245,7 @@ def _make_result(
     hours: float,
     outcome: SimulatedOutcome,
     workers: SimulatedWorkers,
+    network: SimulatedNetwork,
     counters: Mapping[str, float],
     leaks: list[str],
     memory: list[float],
@@ -255,6 +264,8 @@ def _make_result(
         crashes=workers.crashes,
         partitions=workers.partitions,
         partitioned_workers=workers.partitioned_workers,
+        remote_prefills=sum(arrivals.prompts for arrivals in network.arrivals),
+        prefill_fallbacks=sum((each.fallbacks for each in network.arrivals), Counter[str]()),
         counters=counters,
         leaks=leaks,
         resident_mb=memory,
