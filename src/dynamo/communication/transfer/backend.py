@@ -33,6 +33,7 @@ class TransferBackend(TransferPlane):
         self.metrics = metrics or TransferMetrics()
         self.region: MemoryRegion | None = None
         self.layout = ""
+        self._keeps_region = False
         self.peers: set[BackendPeer] = set()
         self._breakers: dict[str, PeerBreaker] = {}
 
@@ -40,6 +41,8 @@ class TransferBackend(TransferPlane):
         if self.region is not None:
             raise InternalError("a transfer plane exposes one region, and does so already")
         self.region, self.layout = region, layout
+        region.keep()
+        self._keeps_region = True
         endpoint = await self._listen()
         return RegionDescriptor(
             region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation
@@ -65,6 +68,9 @@ class TransferBackend(TransferPlane):
     async def close(self) -> None:
         for peer in tuple(self.peers):
             await peer.close()
+        if self._keeps_region and self.region is not None:
+            self._keeps_region = False
+            self.region.release()
 
     @contextmanager
     def guard(self, incarnation: str) -> Iterator[None]:

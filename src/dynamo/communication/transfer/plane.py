@@ -51,7 +51,7 @@ class TransferPlane(ABC):
     async def expose(self, region: MemoryRegion, layout: str) -> RegionDescriptor:
         """Let peers read `region`. A plane exposes one region, once.
 
-        The region belongs to the caller, who closes it after the plane.
+        The region belongs to the caller, who closes it. Its memory stays until the plane is closed.
         """
 
     @abstractmethod

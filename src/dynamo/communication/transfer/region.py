@@ -56,6 +56,8 @@ class MemoryRegion:
         self.slot_bytes = slot_bytes
         self.fd = fd
         self._buffer = buffer
+        self._users = 0
+        self._closed = False
         if buffer is None:
             self.generations = memoryview(array("Q", [0]) * slots)
             self.memory = memoryview(bytearray())
@@ -92,8 +94,23 @@ class MemoryRegion:
         start = index * self.slot_bytes
         return self.memory[start : start + self.slot_bytes]
 
+    def keep(self) -> None:
+        """Keep the memory until `release`: threads of a plane use its address."""
+        self._users += 1
+
+    def release(self) -> None:
+        """End what `keep` began."""
+        self._users -= 1
+        self._unmap_if_unused()
+
     def close(self) -> None:
-        """Give the memory back. Arrays over `memory` keep it until they are gone."""
+        """Give the memory back when no plane uses it. Arrays over `memory` keep it, too."""
+        self._closed = True
+        self._unmap_if_unused()
+
+    def _unmap_if_unused(self) -> None:
+        if self._users or not self._closed:
+            return
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

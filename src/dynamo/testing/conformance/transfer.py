@@ -238,6 +238,20 @@ class InterruptedPullsConformance:
             with pytest.raises(TransferFailed):
                 await pair.reader.connect(pair.descriptor)
 
+    async def test_a_region_closed_early_stays_until_its_plane_closes(
+        self, join: JoinTransfer
+    ) -> None:
+        async with open_pair(join, 1_000_000) as pair, BackgroundTasks() as tasks:
+            slots = range(SLOTS)
+            pull = tasks.start(pair.peer.pull(pair.reads(slots, slots)))
+            await asyncio.sleep(0)
+            pair.target.close()
+            pair.source.close()
+            await pull
+            assert pair.has(slots, slots)
+            await pair.reader.close()
+            assert pair.target.fd == -1
+
     async def test_a_closed_peer_is_not_read(self, join: JoinTransfer) -> None:
         async with open_pair(join, 1_000_000) as pair, BackgroundTasks() as tasks:
             slots = range(SLOTS)
