@@ -94,7 +94,7 @@ class WorkerState:
     of the last of them. `decode_context_tokens`: context of all decoding requests.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
     last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
-    sent. `arriving_tokens`: prompts that other workers compute for this one. Every change of a
+    sent. `arriving`: requests whose prompts other workers compute for this one. Every change of a
     predicted prefill adds the worker to the set `changed`."""
 
     __slots__ = (
@@ -103,6 +103,7 @@ class WorkerState:
         "_prefilled",
         "_refreshed_s",
         "active",
+        "arriving",
         "arriving_tokens",
         "decode_context_tokens",
         "decodes",
@@ -145,6 +146,7 @@ class WorkerState:
         self.pending_prefills = 0
         self.prefill_free_s = 0.0
         self.total_prefill_ms = 0.0
+        self.arriving: dict[str, PlacedRequest] = {}
         self.arriving_tokens = 0
         self.decode_context_tokens = 0
         self.stall_sensitivity = 0.0
@@ -179,11 +181,12 @@ class WorkerState:
         context, sensitivity = 0, 0.0
         for placed in self.active.values():
             emitted = placed.emitted
-            sensitivity += 1.0 / (emitted + STALL_HALVING_TOKENS)
+            if placed.decode_worker is None:
+                sensitivity += 1.0 / (emitted + STALL_HALVING_TOKENS)
             if placed.first_token_s is not None:
                 context += placed.prompt_tokens + emitted
         self.decode_context_tokens = context
-        self.stall_sensitivity = sensitivity
+        self.stall_sensitivity = sensitivity + len(self.arriving) / STALL_HALVING_TOKENS
         self._update_step_times()
 
     def predict_prefill_ms(self, new_tokens: int) -> float:
@@ -251,23 +254,32 @@ class WorkerState:
         self._refreshed_s = float("-inf")
 
     def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
-        """Note that `decode_worker` decodes a request whose prompt is computed here."""
+        """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
+        would delay it, and prompts here would not."""
         placed.decode_worker = decode_worker
+        decode_worker.arriving[placed.id] = placed
         decode_worker.arriving_tokens += placed.prompt_tokens
+        self.move_sensitivity(decode_worker)
 
     def hand_over(self, placed: PlacedRequest) -> None:
         """Move a request with its first token to the worker that decodes it."""
         target = placed.decode_worker
         if target is None or self.active.pop(placed.id, None) is None:
             return
-        self.stall_sensitivity = max(0.0, self.stall_sensitivity - 1.0 / STALL_HALVING_TOKENS)
         self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
         placed.worker, placed.decode_worker = target, None
+        del target.arriving[placed.id]
         target.arriving_tokens -= placed.prompt_tokens
         target.active[placed.id] = placed
         target.decode_context_tokens += placed.prompt_tokens
-        target.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
         placed.prefill_ms_at_first_token = target.total_prefill_ms
+        self._changed.update((self, target))
+
+    def move_sensitivity(self, target: WorkerState) -> None:
+        """Move the sensitivity of one request without a token to another worker."""
+        share = 1.0 / STALL_HALVING_TOKENS
+        self.stall_sensitivity = max(0.0, self.stall_sensitivity - share)
+        target.stall_sensitivity += share
         self._changed.update((self, target))
 
     def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
@@ -293,8 +305,10 @@ class WorkerState:
         """Remove a request that left the worker; unknown requests are ignored."""
         if self.active.pop(placed.id, None) is None:
             return
-        if placed.decode_worker is not None:
-            placed.decode_worker.arriving_tokens -= placed.prompt_tokens
+        if (target := placed.decode_worker) is not None:
+            del target.arriving[placed.id]
+            target.arriving_tokens -= placed.prompt_tokens
+            target.move_sensitivity(self)
         self.stall_sensitivity = max(
             0.0, self.stall_sensitivity - 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
         )

@@ -27,9 +27,11 @@ from dynamo.scheduling.router.worker_state import WorkerState
 OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
 """Modes of disaggregation; all others compare both ways."""
 
-HARM = 50.0
-"""Price of a pause for answers, in the units of `predicted.HARM_WEIGHT`. Source: simulation of the
-conversation trace; lower mixes prefill into decode workers, higher parts them."""
+HARM = 15.0
+"""Price of a pause for answers, as `predicted.HARM_WEIGHT`. Lower prices mix prefill into workers that
+decode: shorter waits and longer gaps. Source: replays of the conversation trace, 8 flexible workers:
+at 15 first token and whole answer take 1 and 1.5 % longer than with 8 workers that share nothing, and
+the 99.9th percentile of gaps is a quarter."""
 
 PREFILL_SHARE_WEIGHT = 40.0
 """Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
