@@ -29,9 +29,9 @@ OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
 
 HARM = 15.0
 """Price of a pause for answers, as `predicted.HARM_WEIGHT`. Lower prices mix prefill into workers
-that decode: shorter waits and longer gaps. Source: replays of the conversation trace with 8 flexible
-workers. At 15 the 99.9th percentile of gaps is a quarter of that of 8 separate workers. The first
-token takes 1 % longer, and the whole answer 1.5 %."""
+that decode: shorter waits and longer gaps. Source: replays of the conversation trace with 8
+flexible workers. At 15 the 99.9th percentile of gaps is a quarter of that of 8 separate workers.
+The first token takes 1 % longer, and the whole answer 1.5 %."""
 
 PREFILL_SHARE_WEIGHT = 40.0
 """Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
