@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.conftest import write_tiny_model  # noqa: E402
 from tests.faults.cluster import PLANES, Cluster  # noqa: E402
-from tests.faults.table import TABLE, Fault  # noqa: E402
+from tests.faults.fault import Fault  # noqa: E402
+from tests.faults.table import TABLE  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
 NAMES = {"plain": "file, TCP", "servers": "etcd, NATS"}
@@ -76,6 +77,8 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
             Path(folder),
             planes,
             workers=fault.workers,
+            prefill=fault.prefill,
+            decode=fault.decode,
             frontends=fault.frontends,
             flags=fault.flags,
             **more,

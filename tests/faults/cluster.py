@@ -31,6 +31,7 @@ InjectFault = Callable[[], Awaitable[object]]
 class Cluster:
     """A deployment with mock workers, used with `with`.
 
+    With `prefill` and `decode` it has workers of these roles, and `workers` that do both.
     `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `output` is a descriptor for the log
     instead of a file. If it is a terminal, the deployment has it as its controlling terminal. On
     exit, no process may have logged a traceback. `prefix` stands before the command, for example a
@@ -44,6 +45,8 @@ class Cluster:
         planes: str = "plain",
         *,
         workers: int = 3,
+        prefill: int = 0,
+        decode: int = 0,
         frontends: int = 1,
         flags: Sequence[str] = (),
         timing: str = f"constant:0.02,{STEP_MS}",
@@ -57,7 +60,8 @@ class Cluster:
         self.nats = NatsProcess() if planes == "servers" else None
         self._stack = ExitStack()
         self._reference: dict[tuple[int, int], str] = {}
-        self._workers = workers
+        counts = {"worker": workers, "prefill_worker": prefill, "decode_worker": decode}
+        self.workers = {role: count for role, count in counts.items() if count}
         self._frontends = frontends
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,6 +70,7 @@ class Cluster:
             *prefix,
             *(sys.executable, "-P", "-m", "dynamo", "run", "out=mock", str(model)),
             *("--workers", str(workers), "--http-workers", str(frontends)),
+            *("--prefill-workers", str(prefill), "--decode-workers", str(decode)),
             *("--http-port", str(self.port), "--model-name", "tiny", "--timing", timing, *flags),
         ]
 
@@ -90,7 +95,7 @@ class Cluster:
             )
         self._stack.callback(self._stop)
         try:
-            self.wait_blocking(lambda: len(self.ready("worker")) == self._workers, 30)
+            self.wait_blocking(self.all_ready, 30)
             self.wait_blocking(lambda: len(self.ready("frontend")) == self._frontends, 30)
         except BaseException:
             self._stack.close()
@@ -115,6 +120,10 @@ class Cluster:
     def ready(self, role: str) -> list[ProcessRecord]:
         """Return the ready processes of a role."""
         return [record for record in self.processes(role) if record.state == "ready"]
+
+    def all_ready(self) -> bool:
+        """Return whether there are as many ready workers of each role as at the start."""
+        return all(len(self.ready(role)) == count for role, count in self.workers.items())
 
     def wait_blocking(self, condition: Callable[[], object], timeout_s: float = 20) -> None:
         """Wait until the condition is true. Blocks."""
@@ -227,8 +236,9 @@ class Cluster:
             self._process.kill()
             self._process.wait()
         with suppress(ProcessLookupError):
-            for record in self.processes("worker"):
-                os.kill(record.pid, signal.SIGKILL)
+            for role in self.workers:
+                for record in self.processes(role):
+                    os.kill(record.pid, signal.SIGKILL)
 
 
 def _control_terminal() -> None:

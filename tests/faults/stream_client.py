@@ -19,6 +19,7 @@ class Answer:
     status: int = 0
     error: str = ""
     worker: str = ""
+    prefill_worker: str = ""
     finish: str = ""
     usage: int = -1
     retry_after: str = ""
@@ -84,6 +85,7 @@ async def _exchange(port: int, answer: Answer, data: bytes, began: float) -> Non
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head)
         }
         answer.worker = headers.get("x-dynamo-worker", "")
+        answer.prefill_worker = headers.get("x-dynamo-prefill-worker", "")
         answer.retry_after = headers.get("retry-after", "")
         if answer.status != 200:
             answer.error = f"HTTP {answer.status} {(await reader.read()).decode()[:600]}"

@@ -12,33 +12,17 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.cluster import PLANES, Cluster
+from tests.faults.cluster import Cluster
+from tests.faults.disaggregation import DISAGGREGATED
+from tests.faults.fault import Fault
 from tests.faults.stream_client import Answer, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import PlaneUnavailable
-
-RunFault = Callable[[Cluster], Awaitable[str]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A row of the table. Every test run includes the `quick` faults."""
-
-    name: str
-    expected: str
-    run: RunFault
-    quick: bool = False
-    planes: tuple[str, ...] = PLANES
-    workers: int = 3
-    frontends: int = 1
-    flags: tuple[str, ...] = ()
-    timing: str = ""
 
 
 def assert_complete(answers: Sequence[Answer]) -> None:
@@ -396,4 +380,5 @@ TABLE = (
     Fault("NATS is frozen (SIGSTOP) and resumed", "requests continue over TCP, no worker is ejected", nats_hung, planes=("servers",)),
     Fault("the disk is full and a worker is killed", "requests continue; with disk space a new worker is started", disk_full),
     Fault("a router process is killed three times", "frontends choose workers themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
+    *DISAGGREGATED,
 )  # fmt: skip

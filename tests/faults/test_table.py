@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from tests.faults.cluster import Cluster
-from tests.faults.table import TABLE, Fault
+from tests.faults.fault import Fault
+from tests.faults.table import TABLE
 
-QUICK = [fault for fault in TABLE if fault.quick]
+QUICK = [fault for fault in TABLE if fault.quick and not fault.prefill]
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.run.__name__)
