@@ -112,3 +112,28 @@ async def test_the_answers_are_those_of_one_engine(
     assert not counters.fallbacks
     assert counters.blocks_arrived > 40
     await alone.stop()
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({"prefix_caching": False}, {}),
+        ({}, {"prefix_caching": False, "max_num_seqs": 2}),
+        ({"num_blocks": 30, "max_num_batched_tokens": 7}, {"num_blocks": 22}),
+    ],
+    ids=str,
+)
+async def test_small_engines_and_those_without_a_cache_give_the_same_tokens(
+    make_engine: Any, make_request: Any, p: dict[str, Any], d: dict[str, Any]
+) -> None:
+    pair = NativePair(make_engine(**p), make_engine(**d))
+    await pair.start()
+    requests = [make_request(prompt, 10, sampling=SEEDED) for prompt in PROMPTS]
+    expected = await run_all(*(pair.answer(pair.p, request) for request in requests))
+    remote = [replace(request, prefill="p") for request in requests]
+    replies = await run_all(*(pair.answer(pair.d, request) for request in remote))
+    assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
+    await asyncio.sleep(0)
+    pair.check_idle()
+    await pair.p.stop()
+    await pair.d.stop()
