@@ -49,7 +49,11 @@ class ThreadBackground(Background):
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work` and return a future, which may be cancelled."""
+        """Start `work` and return a future, which may be cancelled. Raises `RuntimeError` after
+        `close`."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the background loop is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -137,3 +138,15 @@ async def test_a_watch_that_fails_in_the_background_raises_on_the_primary_loop(
         async with discovery.watch("/") as changes:
             await anext(changes)
     await discovery.close()
+
+
+@pytest.mark.filterwarnings("error")
+async def test_work_after_the_end_is_refused_and_closed() -> None:
+    background = ThreadBackground()
+    await background.close()
+    work = asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="background loop is closed"):
+        background.submit(work)
+
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
