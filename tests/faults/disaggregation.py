@@ -49,7 +49,9 @@ async def wait_until_idle(cluster: Cluster, timeout_s: float = 2.0) -> float:
     return await cluster.wait_for(lambda: not busy(cluster), timeout_s)
 
 
-async def run_staggered(cluster: Cluster, inject: InjectFault, *, tokens: int = 40) -> list[Answer]:
+async def run_staggered(
+    cluster: Cluster, inject: InjectFault, *, tokens: int = 40, idle_s: float = 2.0
+) -> list[Answer]:
     """Start streams with prompts that no worker has, and inject a fault in their midst. Asserts
     that each is complete and the same as without the fault, and that all blocks are free again."""
     keys = [next(_next_key) for _ in range(STREAMS)]
@@ -65,7 +67,7 @@ async def run_staggered(cluster: Cluster, inject: InjectFault, *, tokens: int = 
     answers = [task.result() for task in tasks]
     for answer in answers:
         assert answer.complete, (answer, cluster.log[-3000:])
-    await wait_until_idle(cluster)
+    await wait_until_idle(cluster, idle_s)
     asked_again = (ask(cluster.port, key, tokens, words=WORDS) for key in keys)
     for answer, again in zip(answers, await asyncio.gather(*asked_again), strict=True):
         assert again.complete, again
@@ -145,7 +147,7 @@ async def decode_frozen(cluster: Cluster) -> str:
     async def inject() -> None:
         cluster.kill("decode_worker", number=signal.SIGSTOP)
 
-    summary = describe(await run_staggered(cluster, inject))
+    summary = describe(await run_staggered(cluster, inject, idle_s=12))
     await cluster.wait_for(cluster.all_ready)
     return summary
 

@@ -85,6 +85,7 @@ class FrontendService:
         """Return the fields of /health that this process adds."""
         return {
             "workers": self._model_watcher.count_workers(),
+            "prefill": self._model_watcher.prefill_workers(),
             "refused_workers": self._model_watcher.incompatible_workers(),
             "unreachable_workers": self._model_watcher.unreachable_workers(),
             "routing": self._routing.view_modes(),

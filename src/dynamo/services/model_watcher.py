@@ -22,6 +22,7 @@ from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.scheduling.processor import ChatProcessor
+from dynamo.scheduling.router.roles import only_decodes
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
 from dynamo.services.routing import ProcessRouting
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
+NO_PREFILL_WORKER = "no prefill worker: decode workers compute prompts"
 
 
 class ModelWatcher:
@@ -106,6 +108,15 @@ class ModelWatcher:
     def count_workers(self) -> Mapping[str, int]:
         """Return the number of instances by model."""
         return {name: len(pipeline.client.instances) for name, pipeline in self._pipelines.items()}
+
+    def prefill_workers(self) -> Mapping[str, str]:
+        """Return by model who computes prompts, for models with decode workers."""
+        return {
+            name: f"{count} prefill workers" if count else NO_PREFILL_WORKER
+            for name, pipeline in self._pipelines.items()
+            for count in [len(pipeline.prefill_client.instances)]
+            if count or any(map(only_decodes, pipeline.client.instances.values()))
+        }
 
     def incompatible_workers(self) -> Mapping[str, str]:
         """Return by instance how a worker's card differs from its model's card."""

@@ -86,6 +86,7 @@ class DisaggregationSettings(SettingsSection, frozen=True):
         "mode kv predicts; in other modes predicted and flexible are always",
         flag="--disagg",
         choices=("auto", "off", "always", "thresholds", "predicted", "flexible"),
+        spellings=(("false", "off"),),  # YAML reads off as false
         reload=True,
     )
     enable_conditional_disagg: bool = setting(

@@ -32,6 +32,11 @@ def only_prefills(instance: Instance) -> bool:
     return instance_roles(instance) == ("prefill",)
 
 
+def only_decodes(instance: Instance) -> bool:
+    """Whether the instance computes answers, and prompts only without a prefill worker."""
+    return instance_roles(instance) == ("decode",)
+
+
 class QueueStatus(msgspec.Struct, frozen=True):
     """The state of the prefill workers: prompts without a first token."""
 

@@ -25,7 +25,12 @@ from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
-from dynamo.services.deployment.worker_groups import ReplicaGroup, answering_groups, worker_groups
+from dynamo.services.deployment.worker_groups import (
+    ReplicaGroup,
+    answering_groups,
+    check_disaggregation,
+    worker_groups,
+)
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -90,7 +95,8 @@ def run_child(role: str) -> int:
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
     """Return the processes in stop order: frontends, router processes, workers. Raises
-    `ConfigError` if no worker computes answers."""
+    `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
+    check_disaggregation(settings)
     groups = [
         ReplicaGroup("frontend", "frontend", settings.server.http_workers, settings),
         ReplicaGroup("router", "router", settings.router.replicas, settings),

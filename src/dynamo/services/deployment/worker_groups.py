@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
+
+log = logging.getLogger(__name__)
 
 
 class ReplicaGroup(NamedTuple):
@@ -40,6 +43,26 @@ def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
             hint="add --decode-workers N; `dynamo run in=none` starts prefill workers alone",
         )
     return groups
+
+
+def check_disaggregation(settings: Settings) -> None:
+    """Check that the workers suit `router.disaggregation.mode`. Raises `ConfigError` for `always`
+    if every worker computes its own prompts. Decode workers alone are a warning, since prefill
+    workers of other hosts may join them."""
+    if settings.router.disaggregation.effective_mode != "always":
+        return
+    roles = {group.settings.engine.role for group in worker_groups(settings)}
+    if roles == {"both"}:
+        raise ConfigError(
+            "--disagg always, but no worker is a prefill worker",
+            hint="add --prefill-workers N and --decode-workers N, or use --flexible-workers N, "
+            "which compute prompts for each other",
+        )
+    if roles and "prefill" not in roles:
+        log.warning(
+            "no prefill worker is started here: decode workers compute prompts until one joins",
+            extra={"fields": {"router.disaggregation.mode": "always"}},
+        )
 
 
 def role_groups(settings: Settings, role: str) -> Iterator[ReplicaGroup]:
