@@ -27,11 +27,15 @@ from dynamo.scheduling.router.worker_state import WorkerState
 OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
 """Modes of disaggregation; all others compare both ways."""
 
-HARM = 15.0
-"""Price of a pause for answers, as `predicted.HARM_WEIGHT`. Lower prices mix prefill into workers
-that decode: shorter waits and longer gaps. Source: replays of the conversation trace with 8
-flexible workers. At 15 the 99.9th percentile of gaps is a quarter of that of 8 separate workers.
-The first token takes 1 % longer, and the whole answer 1.5 %."""
+FLEXIBLE_HARM = 15.0
+"""Price of a pause for answers in mode flexible, as `predicted.HARM_WEIGHT`. Lower prices mix
+prefill into workers that decode: shorter waits and longer gaps. Source: replays of the
+conversation trace with 8 flexible workers. At 15 the 99.9th percentile of gaps is a quarter of
+that of 8 separate workers. The first token takes 1 % longer, the whole answer 1.5 %."""
+
+FIXED_HARM = 200.0
+"""The price in the other modes, where decode workers should rarely compute prompts. Source: the
+same trace with 4 prefill and 4 decode workers; 15 to 1,000 tried."""
 
 PREFILL_SHARE_WEIGHT = 40.0
 """Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
@@ -66,12 +70,11 @@ class DecodePrice(NamedTuple):
 class PairCost(PredictedCost):
     """Predicted cost of a prompt at one worker and of its answer at another or the same."""
 
-    harm_weight = HARM
     has_arrays = False
 
     def __init__(self, settings: DisaggregationSettings) -> None:
-        self.thresholds = DisaggregationRouter(settings)
-        self.mode = settings.effective_mode
+        self.thresholds = DisaggregationRouter()
+        self._apply(settings)
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         return PairCostMatrix(self, workers, now)
@@ -92,8 +95,12 @@ class PairCost(PredictedCost):
         )
 
     def update_settings(self, settings: RouterSettings) -> None:
-        self.mode = settings.disaggregation.effective_mode
-        self.thresholds.update_settings(settings.disaggregation)
+        self._apply(settings.disaggregation)
+
+    def _apply(self, settings: DisaggregationSettings) -> None:
+        self.mode = settings.effective_mode
+        self.harm_weight = FLEXIBLE_HARM if self.mode == FLEXIBLE else FIXED_HARM
+        self.thresholds.update_settings(settings)
 
 
 class PairCostMatrix(PredictedCostMatrix):
