@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.inference_disaggregation.pair import make_request
 
+from dynamo.communication.transfer.tcp import TcpTransfer
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyDecoder, encode_request
 from dynamo.core.context import Context
@@ -35,6 +36,7 @@ from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.testing.fakes import CollectedReply
+from dynamo.testing.relay import Relay
 
 _numbers = count()
 
@@ -70,6 +72,15 @@ class LiveWorker:
         for engine in self.ranks:
             assert engine.report_load().active_blocks == 0
             engine.scheduler.pool.check_invariants()
+
+
+class AlteringRelay(Relay):
+    """A relay that inverts the last byte of each answer while `alters` is True."""
+
+    alters = False
+
+    def make_reply_filter(self) -> Callable[[bytes], bytes]:
+        return lambda data: data[:-1] + bytes([data[-1] ^ 0xFF]) if self.alters else data
 
 
 StartWorker = Callable[..., Awaitable[LiveWorker]]
@@ -144,6 +155,45 @@ async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     assert not d.ranks[0].arrivals.counters.fallbacks
     p.check_idle()
     d.check_idle()
+
+
+@pytest.mark.parametrize("start_worker", ["tcp://127.0.0.1:0"], indirect=True)
+@pytest.mark.parametrize("fault", ["reset", "closed", "silent", "altered"])
+async def test_a_transfer_that_breaks_between_chunks_alters_no_token(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    chunked: dict[str, Any] = {"timing": "constant:0.5,5", "max_num_batched_tokens": 64}
+    d = await start_worker(**chunked)
+    listen = TcpTransfer._listen
+    async with AlteringRelay() as relay:
+
+        async def listen_behind_relay(plane: TcpTransfer) -> str:
+            relay.target_port = int((await listen(plane)).rpartition(":")[2])
+            return f"tcp://127.0.0.1:{relay.port}"
+
+        monkeypatch.setattr(TcpTransfer, "_listen", listen_behind_relay)
+        p = await start_worker(**chunked)
+        request = make_request(range(400), prefill=p.id, max_tokens=8)
+        async with BackgroundTasks() as tasks:
+            answer = tasks.start(d.answer(request))
+            while not d.ranks[0].arrivals.counters.blocks_arrived:
+                await asyncio.sleep(0.005)
+            if fault == "altered":
+                relay.alters = True
+            else:
+                relay.end_connections(fault)  # type: ignore[arg-type]
+            reply = await answer
+        relay.alters = False
+        (engine,) = d.ranks
+        # A closed connection is dialled again, so that the next pull succeeds.
+        reasons = {"silent": "transfer timeout", "altered": "transfer checksum"}
+        assert set(engine.arrivals.counters.fallbacks) <= {reasons.get(fault, "transfer gone")}
+        assert fault not in reasons or engine.arrivals.counters.fallbacks
+        engine.clear_prefix_cache()
+        alone = await d.answer(replace(request, prefill=""))
+        assert (reply.ids, reply.end) == (alone.ids, alone.end)
+        p.check_idle()
+        d.check_idle()
 
 
 async def test_a_worker_with_other_blocks_is_no_peer(start_worker: StartWorker) -> None:
