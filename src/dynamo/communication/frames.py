@@ -44,7 +44,8 @@ class FrameSplitter:
         self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that `data` completes. Raises `ProtocolError` above the limit."""
+        """Return the frames that `data` completes. Raises `ProtocolError` if the first of them is
+        above the limit; `feed(b"")` goes on at a later one."""
         partial = self._partial
         if partial:
             partial += data
@@ -58,6 +59,8 @@ class FrameSplitter:
         while size - offset >= header:
             length, kind, _, count = HEADER.unpack_from(data, offset)
             if length > self.limit_bytes:
+                if frames:  # which may raise the limit: the last one of a handshake does
+                    break
                 raise ProtocolError(f"a frame of {length} bytes, limit {self.limit_bytes}")
             end = offset + header + length
             if end > size:

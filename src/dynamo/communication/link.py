@@ -98,6 +98,7 @@ class Link(asyncio.Protocol):
     def accept_large_frames(self) -> None:
         """Accept frames of full size. Called after the handshake."""
         self._splitter.limit_bytes = MAX_FRAME_BYTES
+        asyncio.get_running_loop().call_soon(self._receive_rest)
 
     @property
     def unsent_bytes(self) -> int:
@@ -172,6 +173,11 @@ class Link(asyncio.Protocol):
             fields = self._log_fields() | {"error": str(error)}
             log.warning("connection aborted: protocol error", extra={"fields": fields})
             self.abort()
+
+    def _receive_rest(self) -> None:
+        """Handle a large frame that arrived together with the last frame of the handshake."""
+        if not (self._aborted or self.closed.is_set()):
+            self.data_received(b"")
 
     def pause_writing(self) -> None:
         self.congested = True
