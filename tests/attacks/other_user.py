@@ -13,17 +13,20 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from dynamo.communication.events.protocol import FOLLOW, pack_position
 from dynamo.communication.frames import HEADER, HELLO, FrameSplitter, pack_frame
 from dynamo.communication.handshake import decode_hello, pack_hello
 from dynamo.communication.requests.tcp import TcpRequests
-from dynamo.core.codec import encode_request, pack_ids
+from dynamo.core.codec import decode_request, encode_request, pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.inference.disaggregation.messages import PrefillRequest, encode_prefill_request
 
 NOBODY = 65534
+ENDPOINTS = ("generate", "prefill", "set_role", "kv_blocks", "clear_kv_blocks")
 
 
 def probe(port: int) -> tuple[str, str]:
@@ -60,16 +63,36 @@ def send_nested_hello(port: int) -> bytes:
     return b""
 
 
+def ask_for_memory() -> list[tuple[str, int]]:
+    """Ask each process of the host for its KV memory. Returns its answer and the passed files."""
+    rows = Path("/proc/net/unix").read_text().splitlines()
+    names = {row.split()[-1][1:] for row in rows if " @dynamo-transfer-" in row}
+    answers = []
+    for name in sorted(names):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(10)
+            connection.connect(f"\0{name}")
+            with suppress(OSError):
+                connection.sendall(pack_hello("transfer", nonce=b"n" * 16))
+            received, files = b"", []
+            with suppress(ConnectionError):
+                received, files, _, _ = socket.recv_fds(connection, 4096, 4)
+            answers.append((received.hex(), len(files)))
+    return answers
+
+
 async def call_all(addresses: list[str]) -> list[str]:
-    """Call three endpoints of each worker. Returns the outcome of each call."""
+    """Call the endpoints of each worker. Returns the outcome of each call."""
     plane = await TcpRequests.open("tcp:")
     params = SamplingParams(seed=1), StopConditions(max_tokens=2)
     request = encode_request(GenerateRequest("intruder", "tiny", pack_ids([1, 2, 3]), *params))
+    prefill = encode_prefill_request(PrefillRequest(decode_request(request)))
+    payloads = {"generate": request, "prefill": prefill, "set_role": b"prefill"}
     outcomes = []
     for address in addresses:
-        for endpoint in ("generate", "kv_blocks", "clear_kv_blocks"):
+        for endpoint in ENDPOINTS:
             context = Context("intruder", timeout_s=5)
-            payload = request if endpoint == "generate" else b""
+            payload = payloads.get(endpoint, b"")
             name = f"dynamo.worker.{endpoint}"
             try:
                 await plane.call(address, name, payload, context, lambda _: True)
@@ -95,6 +118,7 @@ def main() -> None:
         "uid": os.getuid(),
         "calls": asyncio.run(call_all(addresses)),
         "events": [follow_events(port) for port in events],
+        "memory": ask_for_memory(),
         "nested": [send_nested_hello(port).hex() for port in requests + events],
     }
     print(json.dumps(result))

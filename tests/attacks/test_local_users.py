@@ -66,10 +66,12 @@ def test_another_user_cannot_use_the_planes(deployment: Cluster, outcome: Report
     assert attack.returncode == 0, attack.stderr.decode()
     result = json.loads(attack.stdout)
     assert result["uid"] == NOBODY
-    assert len(result["calls"]) == 3 * len(workers)
+    assert len(result["calls"]) == len(other_user.ENDPOINTS) * len(workers)
     assert all("requires the deployment's secret" in text for text in result["calls"])
     assert len(result["events"]) == len(workers)
     assert all(set(kinds) <= {HELLO} for kinds in result["events"])
+    assert len(result["memory"]) >= len(workers)
+    assert set(map(tuple, result["memory"])) == {("", 0)}
     assert set(result["nested"]) == {""}
     assert "unreadable hello: maximum recursion depth" in deployment.log
     assert chat(deployment.port).status == 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -20,9 +21,9 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The first token of an answer, sampled by the worker that computed the prompt.
     `cached_tokens`: prompt tokens that the prefix cache of that worker supplied."""
 
-    token: int
+    token: Annotated[int, msgspec.Meta(ge=0)]
     logprobs: TokenLogprobs | None = None
-    cached_tokens: int = 0
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Arrival(ABC):

@@ -21,7 +21,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from dynamo.core.values import EngineInfo
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
@@ -53,8 +53,8 @@ def _is_prompt(sequence: EngineSequence, priority: int) -> bool:
 
 
 class StepScheduler:
-    """Owns the queues of one engine; `pool` owns the blocks. Of `limits` only the sizes of a batch
-    and the context count; the context limits prompt and output of one sequence together."""
+    """Owns the queues of one engine; `pool` owns the blocks. Of `limits` only the sizes of a batch,
+    vocabulary and context count; the context limits prompt and output of a sequence together."""
 
     def __init__(
         self, pool: BlockPool, limits: EngineInfo, *, hits_from: HitsFrom = "computed"
@@ -163,7 +163,10 @@ class StepScheduler:
             self._register_full_blocks(sequence, tokens // self._block_tokens)
 
     def append_first_token(self, sequence: EngineSequence, token: int) -> None:
-        """Add the first token of the answer of an arriving sequence, which a peer has sampled."""
+        """Add the first token of the answer of an arriving sequence, which a peer has sampled.
+        Raises `ProtocolError` if the vocabulary lacks it: such a token would end the engine."""
+        if 0 < self.limits.vocab_size <= token:
+            raise ProtocolError(f"a prefill worker sent token {token}, which is in no vocabulary")
         sequence.content.append_token(token)
         sequence.length += 1
 

@@ -8,12 +8,13 @@ import mmap
 import os
 from array import array
 from contextlib import suppress
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
 import msgspec
 
 PAGE_BYTES: Final = 4096
 GENERATION_BYTES: Final = 8
+MAX_SLOTS: Final = 1 << 32
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -34,8 +35,8 @@ class RegionDescriptor(msgspec.Struct, frozen=True):
     process that has its address later is another peer.
     """
 
-    slots: int
-    slot_bytes: int
+    slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1)]
     layout: str
     endpoints: tuple[str, ...]
     incarnation: str

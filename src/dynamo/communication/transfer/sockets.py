@@ -20,6 +20,7 @@ from dynamo.communication.handshake import ClientHandshake, ListeningProcess, Se
 from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S
 from dynamo.core.errors import (
     DECODE_ERRORS,
+    ConfigError,
     InstanceGone,
     ProtocolError,
     TransferFailed,
@@ -239,7 +240,7 @@ def _compare(own: Attach, peer: Attach) -> str:
 
 def _reason_of(error: BaseException) -> TransferFailure | None:
     """The reason of a failed connection; None for errors that are none of it."""
-    if isinstance(error, ProtocolError):
+    if isinstance(error, ProtocolError | ConfigError | ValueError):  # or no address
         return "refused"
     if isinstance(error, TimeoutError):
         return "timeout"

@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 encode_prefill_request: Callable[[PrefillRequest], bytes] = _encode
 decode_prefill_request = msgspec.msgpack.Decoder(PrefillRequest).decode
 """Decodes the result of `encode_prefill_request`. Raises `msgspec.DecodeError`."""
-_decode_blocks = msgspec.msgpack.Decoder(tuple[int, list[int], list[int]]).decode
+_decode_blocks = msgspec.msgpack.Decoder(tuple[_Count, list[_Count], list[_Count]]).decode
 _decode_first_token = msgspec.msgpack.Decoder(FirstToken).decode
 
 
@@ -62,7 +62,13 @@ class PrefillDecoder:
         kind, body = payload[:1], payload[1:]
         try:
             if kind == b"b":
-                return self._sink.on_blocks(*_decode_blocks(body))
+                first, block_ids, generations = _decode_blocks(body)
+                if len(block_ids) == len(generations):
+                    return self._sink.on_blocks(first, block_ids, generations)
+                raise ProtocolError(
+                    f"a prefill worker sent {len(generations)} generations of {len(block_ids)} "
+                    "blocks"
+                )
             if kind == b"f":
                 return self._sink.on_first_token(_decode_first_token(body))
         except DECODE_ERRORS as error:
