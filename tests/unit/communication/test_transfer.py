@@ -13,6 +13,7 @@ from dynamo.communication.transfer import (
     SlotRead,
     TransferMetrics,
     open_transfer,
+    socket_plane,
 )
 from dynamo.communication.transfer.estimate import (
     INITIAL_OPEN_S,
@@ -238,3 +239,24 @@ def test_pulls_are_counted() -> None:
 async def test_an_unknown_speed_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="how fast"):
         await open_transfer(url)
+
+
+async def test_pulls_that_use_all_threads_leave_some_to_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket_plane, "MAX_THREADS", 1)
+    planes = [await open_transfer("tcp://127.0.0.1:0") for _ in range(2)]
+    regions = [MemoryRegion.allocate(8, 1 << 20) for _ in planes]
+    try:
+        first, second = [
+            await plane.expose(region, "layout")
+            for plane, region in zip(planes, regions, strict=True)
+        ]
+        peers = await planes[0].connect(second), await planes[1].connect(first)
+        reads = [SlotRead(slot, 0, 4 + slot) for slot in range(4)]
+        for _ in range(5):
+            await run_all(*(peer.pull(reads, timeout_s=5.0) for peer in peers))
+    finally:
+        for plane, region in zip(planes, regions, strict=True):
+            await plane.close()
+            region.close()

@@ -37,21 +37,15 @@ class SocketTransfer(TransferBackend):
         self.secret = secret
         self.unproven_links = UnprovenLinks()
         self.threads = CopyThreads("transfer", MAX_THREADS)
+        # Threads of their own: two processes whose pulls wait for each other must go on serving.
+        self.serving_threads = CopyThreads("transfer-serve", MAX_THREADS)
         self._tasks = BackgroundTasks()
         self._listening_socket: socket.socket | None = None
 
     @property
     def attach(self) -> Attach:
         """The layout of this process for the handshake."""
-        slots, slot_bytes = (
-            (0, 0)
-            if self.region is None
-            else (
-                self.region.slots,
-                self.region.slot_bytes,
-            )
-        )
-        return Attach(self.layout, slots, slot_bytes)
+        return Attach(self.layout, 0 if self.region is None else self.region.slot_bytes)
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -60,6 +54,7 @@ class SocketTransfer(TransferBackend):
             self._listening_socket.close()
             self._listening_socket = None
         self.threads.close()
+        self.serving_threads.close()
 
     @abstractmethod
     async def _serve(self, sock: socket.socket) -> None:

@@ -38,7 +38,6 @@ class Attach(msgspec.Struct, frozen=True):
     """The blocks of the process that sends it. A server's `refusal` says why it does not serve."""
 
     layout: str
-    slots: int
     slot_bytes: int
     refusal: str = ""
 

@@ -109,7 +109,7 @@ class TcpTransfer(SocketTransfer):
         while True:
             if not (isinstance(sock, ssl.SSLSocket) and sock.pending()):
                 await readable(sock)
-            if not await self.threads.run(serve, channel.shut_down):
+            if not await self.serving_threads.run(serve, channel.shut_down):
                 return
 
 
