@@ -14,6 +14,8 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.inference_disaggregation.pair import make_request
 
+from dynamo.communication.transfer import RegionDescriptor, RegionPeer
+from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.tcp import TcpTransfer
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyDecoder, encode_request
@@ -202,6 +204,25 @@ async def test_a_worker_with_other_blocks_is_no_peer(start_worker: StartWorker) 
     assert len(reply.ids) == 3
     assert d.sample('dynamo_worker_prefill_fallbacks_total{reason="transfer gone"}') == 1
     assert other.ranks[0].counters.requests == 0
+
+
+async def test_workers_connect_at_the_first_prompt(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[str] = []
+    connect = MemoryTransfer.connect
+
+    async def counted(plane: MemoryTransfer, descriptor: RegionDescriptor) -> RegionPeer:
+        connected.append(plane.incarnation)
+        return await connect(plane, descriptor)
+
+    monkeypatch.setattr(MemoryTransfer, "connect", counted)
+    workers = [await start_worker() for _ in range(4)]
+    for _ in range(2):
+        prompts = make_request(range(20), prefill=workers[1].id, max_tokens=3)
+        await run_all(*(workers[0].answer(prompts) for _ in range(2)))
+        workers[0].ranks[0].clear_prefix_cache()
+    assert len(connected) == 1
 
 
 async def test_a_worker_that_has_left_is_not_waited_for(start_worker: StartWorker) -> None:

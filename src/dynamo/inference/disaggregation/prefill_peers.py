@@ -1,4 +1,7 @@
-"""The prefill workers that a worker knows: found in discovery, connected when they appear."""
+"""The prefill workers that a worker knows: found in discovery, connected at their first use.
+
+In a fleet, every worker knows all others, and few exchange blocks.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,12 @@ class InstancePeer(PrefillPeer):
         self._connections: dict[int, asyncio.Task[RegionPeer | TransferFailed]] = {}
         self.instance = instance
         self.ranks = len(self._descriptors)
-        for rank in range(self.ranks):
-            self._start_connecting(rank)
 
     async def connect(self, rank: int) -> RegionPeer:
-        connection = self._connections[rank]
-        if connection.done() and isinstance(connection.result(), TransferFailed):
+        connection = self._connections.get(rank)
+        if connection is None or (
+            connection.done() and isinstance(connection.result(), TransferFailed)
+        ):
             connection = self._start_connecting(rank)
         region = await asyncio.shield(connection)
         if isinstance(region, TransferFailed):
