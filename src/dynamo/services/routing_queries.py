@@ -111,7 +111,7 @@ class RoutingQueries:
         """Return the samples of all workers after a Unix time, or of the last `seconds`."""
         clock = self._runtime.clock
         after = since if seconds is None else max(since, clock.wall() - seconds)
-        own = self._routing.timeline.samples_since(after)
+        own = await clock.offload(self._routing.timeline.samples_since, after)
         samples = await self._gather(TimelineQuery(after), own, list[TimelineSample])
         return await clock.offload(lambda: series_by_worker(merge_samples(samples)))
 
@@ -120,17 +120,14 @@ class RoutingQueries:
             query = _decode_query(payload)
         except DECODE_ERRORS as error:
             raise ProtocolError(f"the payload is not a query for routing data: {error}") from error
-        routing = self._routing
+        routing, offload = self._routing, self._runtime.clock.offload
         if isinstance(query, ExplanationQuery):
             out.send(_encode(self._local_explanations(query.request_id)))
         elif isinstance(query, RecordsQuery):
             collector = routing.observer.collector
-            between = await self._runtime.clock.offload(
-                collector.records_between, query.start, query.end
-            )
-            out.send(_encode(between))
+            out.send(_encode(await offload(collector.records_between, query.start, query.end)))
         else:
-            out.send(_encode(routing.timeline.samples_since(query.since)))
+            out.send(_encode(await offload(routing.timeline.samples_since, query.since)))
 
     def _local_explanations(self, request_id: str) -> list[Explanation]:
         explained = self._routing.observer.decision_log

@@ -101,11 +101,13 @@ class RoutingTimeline:
         self._samples.append(sample)
 
     def samples_since(self, at: float = 0.0) -> list[TimelineSample]:
-        """Return the samples after a Unix time, oldest first."""
-        first = sum(sample.at <= at for sample in self._samples)
+        """Return the samples after a Unix time, oldest first. May be called in a thread: a large
+        fleet takes 30 ms."""
+        recorded = self._samples.copy()
+        first = sum(sample.at <= at for sample in recorded)
         samples = []
         before: Mapping[str, int] | None = None
-        for sample in self._samples[max(0, first - 1) :]:
+        for sample in recorded[max(0, first - 1) :]:
             names, columns = sample.names(), sample.columns()
             routed = dict(zip(names, columns[-1], strict=True))
             if sample.at > at:
