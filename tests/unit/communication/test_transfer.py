@@ -22,20 +22,11 @@ from dynamo.communication.transfer.estimate import (
     TransferEstimate,
 )
 from dynamo.communication.transfer.memory import MemoryTransfer
-from dynamo.communication.transfer.runs import merge_pairs, merge_runs
+from dynamo.communication.transfer.runs import merge_pairs
 from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.telemetry import Registry
-
-SLOTS = st.lists(st.integers(0, 30), max_size=40)
-
-
-@given(SLOTS, st.integers(1, 8))
-def test_runs_name_the_same_slots_in_order(slots: list[int], limit: int) -> None:
-    runs = list(merge_runs(slots, limit))
-    assert [first + n for first, count in runs for n in range(count)] == slots
-    assert all(0 < count <= limit for _, count in runs)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40))
@@ -45,7 +36,6 @@ def test_pairs_name_the_same_copies_in_order(pairs: list[tuple[int, int]]) -> No
 
 
 def test_consecutive_slots_are_a_run() -> None:
-    assert list(merge_runs([4, 5, 6, 9, 8], 10)) == [(4, 3), (9, 1), (8, 1)]
     assert list(merge_pairs([4, 5, 6], [7, 8, 0], 10)) == [(4, 7, 2), (6, 0, 1)]
 
 

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from dynamo.communication.frames import HEADER
 from dynamo.communication.transfer.region import MemoryRegion, SlotRead
-from dynamo.communication.transfer.runs import merge_runs
+from dynamo.communication.transfer.runs import merge_pairs
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.hashing import checksum
 
@@ -233,8 +233,8 @@ def batch_slots(slot_bytes: int) -> int:
 
 def _payload(region: MemoryRegion, slots: Sequence[int]) -> list[memoryview]:
     size = region.slot_bytes
-    runs = merge_runs(slots, len(slots))
-    return [region.memory[first * size : (first + count) * size] for first, count in runs]
+    runs = merge_pairs(slots, slots, len(slots))
+    return [region.memory[first * size : (first + count) * size] for first, _, count in runs]
 
 
 def _receive_batch(channel: SlotChannel, count: int, payload: Sequence[memoryview]) -> array[int]:

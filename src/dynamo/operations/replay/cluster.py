@@ -135,7 +135,7 @@ class ReplayCluster:
     async def _add_worker(self, number: int, group: ReplayGroup) -> None:
         ranks = [self._make_engine(str(number), group) for _ in range(self._workers.ranks)]
         worker = ReplayWorker(number, ranks, self._clock)
-        info = await worker.start()
+        info = await worker.engine.start()
         self._exit_stack.push_async_callback(worker.stop)
         self._workers_by_id[worker.id] = worker
         instance = Instance(

@@ -80,10 +80,6 @@ class ReplayWorker:
         self._clock = clock
         self._planes: list[TransferPlane] = []
 
-    async def start(self) -> EngineInfo:
-        """Start the engines."""
-        return await self.engine.start()
-
     async def stop(self) -> None:
         """Stop the engines, and close their links."""
         await self.engine.stop()
@@ -92,7 +88,7 @@ class ReplayWorker:
 
     async def open_links(self, transfer: KvTransfer, workers: Mapping[str, ReplayWorker]) -> None:
         """Let the engines read the memory of those of the other `workers`, which call each other
-        directly. Call after `start`."""
+        directly. Call after the start of the engines."""
         for engine in self.ranks:
             plane = MemoryTransfer(self._clock, bytes_per_s=transfer.bytes_per_s)
             self._planes.append(plane)
