@@ -55,15 +55,18 @@ class SupervisorView:
         while True:
             try:
                 async with self._discovery.watch(SUPERVISORS_PREFIX) as changes:
-                    self.records.clear()
+                    first = True
                     async for batch in changes:
-                        self._apply(batch)
+                        self._apply(batch, replace=first)
+                        first = False
             except Exception as error:  # noqa: BLE001 - the records stay until it works again
                 fields = {"error": str(error)}
                 log.warning("the watch of supervisors failed", extra={"fields": fields})
             await self._clock.sleep(WATCH_RETRY_S)
 
-    def _apply(self, batch: Sequence[RecordChange]) -> None:
+    def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
+        if replace:
+            self.records.clear()
         for change in batch:
             supervisor = change.key.removeprefix(SUPERVISORS_PREFIX)
             self.records.pop(supervisor, None)

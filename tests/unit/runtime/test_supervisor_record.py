@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
-from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.discovery import Discovery, RecordChange, open_discovery
 from dynamo.core.clock import SystemClock
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
@@ -92,3 +94,29 @@ async def test_a_view_follows_records_and_skips_bad_ones(tmp_path: Path) -> None
                 await asyncio.sleep(0.01)
         watch.cancel()
     await plane.close()
+
+
+async def test_records_stay_until_a_new_watch_has_its_first_batch() -> None:
+    batches: asyncio.Queue[list[RecordChange]] = asyncio.Queue()
+    begun: list[str] = []
+
+    class RestartedWatch:
+        @asynccontextmanager
+        async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[list[RecordChange]]]:
+            async def one_batch() -> AsyncIterator[list[RecordChange]]:
+                yield await batches.get()
+
+            begun.append(prefix)
+            yield one_batch()
+
+    record = RecordChange(SUPERVISORS_PREFIX + "first", b'{"desired": {"worker": 3}}')
+    view = SupervisorView(cast("Discovery", RestartedWatch()), SystemClock())
+    async with BackgroundTasks() as tasks, asyncio.timeout(20):
+        tasks.start(view.follow())
+        batches.put_nowait([record])
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        assert view.records == {"first": SupervisorRecord({"worker": 3})}
+        batches.put_nowait([])
+        while view.records:
+            await asyncio.sleep(0.01)
