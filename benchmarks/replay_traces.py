@@ -30,6 +30,7 @@ REFERENCE = "dynamo_replay_reference"
 LLMD = ["--num-blocks", "4802"]
 KV = ["--router-mode", "kv"]
 BLOCK_64 = ["--trace-block-size", "64"]
+SPLIT = ["--prefill-workers", "4", "--decode-workers", "4", "--disagg", "always"]
 PEER_30QPS_MS = 13_458
 """Dynamo's own router on llmd_a_30qps, mean TTFT in its replay."""
 
@@ -77,6 +78,8 @@ def cases(multiturn: str) -> list[Case]:
         Case("kv x3", CONVERSATION, (*KV, "--speed", "3")),
         Case("kv smeared", CONVERSATION, (*KV, "--smear", "3")),
         Case("kv smeared x3", CONVERSATION, (*KV, "--smear", "3", "--speed", "3")),
+        Case("split rr", CONVERSATION, (*SPLIT, "--transfer-gbps", "0"), chance=False),
+        Case("split kv", CONVERSATION, (*SPLIT, *KV)),
         Case("kv reuse", CONVERSATION, (*KV,), eviction="reuse"),
         Case("agents rr", AGENTS, (*BLOCK_64,), chance=False),
         Case("agents kv", AGENTS, (*BLOCK_64, *KV)),
@@ -145,6 +148,7 @@ BETTER = {
     "kv smeared": (("ttft mean", 205),),
     "kv smeared x3": (("ttft mean", 226), ("tpot p99", 25)),
     "kv reuse": (("reuse", 0.275),),
+    "split kv": (("ttft mean", 360), ("e2e mean", 2980)),
 }
 FAITHFUL = {
     "rr": ("conversation_8w_rr", 0.01),
@@ -152,6 +156,11 @@ FAITHFUL = {
     "block_cost": ("conversation_8w_kv", 0.05),
     "block_cost x3": ("conversation_8w_kv_x3", 0.05),
 }
+PEER_SPLIT = {"ttft mean": 499, "ttft p50": 349, "ttft p99": 2461}
+"""Dynamo 1.6.1's replay of 4 prefill and 4 decode workers, round robin, in milliseconds."""
+PEER_SPLIT_E2E_MS = 3156
+FIRST_STEP_MS = 11
+"""Dynamo's first token comes out of the first decode step, ours out of the prefill worker."""
 RATIOS = (
     ("agents kv", "agents rr", 1 / 6),
     ("llmd 10 kv", "llmd 10 rr", 1 / 20),
@@ -178,6 +187,13 @@ def faithful(run: dict[str, Figures], folder: Path) -> Iterator[Row]:
             for figure, theirs in reference(folder, report).items():
                 off = abs(run[name][figure] / theirs - 1)
                 yield Row(name, f"{figure} off Dynamo's", off, tolerance)
+    if "split rr" in run:
+        figures = run["split rr"]
+        for figure, theirs in PEER_SPLIT.items():
+            off = abs(figures[figure] / (theirs - FIRST_STEP_MS) - 1)
+            yield Row("split rr", f"{figure} off Dynamo's", off, 0.01)
+        off = abs(figures["e2e mean"] / PEER_SPLIT_E2E_MS - 1)
+        yield Row("split rr", "e2e mean off Dynamo's", off, 0.02)
     if "rr" in run:
         yield Row("rr", "cpu_s", run["rr"]["cpu_s"], 60)
 
