@@ -31,7 +31,7 @@ from dynamo.communication.transfer.tcp_stream import (
 )
 from dynamo.communication.transports import open_tls
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.errors import TransferFailed
+from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.tasks import run_all
 
 CONNECTIONS: Final = max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -84,11 +84,15 @@ class TcpTransfer(SocketTransfer):
             await link.start_tls(self.client_tls, server_side=False)
 
     async def _listen(self) -> str:
-        family, address = await _resolve(self._host, self._port)
-        listening_socket = socket.socket(family, socket.SOCK_STREAM)
-        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening_socket.bind(address)
-        listening_socket.listen()
+        try:
+            listening_socket = await _open_listener(self._host, self._port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on tcp://{self._host}:{self._port}: {error.strerror or error}",
+                hint="give --transfer-plane an address of this host; with port 0 each worker "
+                "takes a free one",
+                param="runtime.transfer",
+            ) from None
         self._start_accepting(listening_socket)
         host = self._advertised_host
         host = f"[{host}]" if ":" in host else host
@@ -197,6 +201,19 @@ def _has_input(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
+
+
+async def _open_listener(host: str, port: int) -> socket.socket:
+    family, address = await _resolve(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 async def _resolve(host: str, port: int) -> tuple[int, Any]:

@@ -1,0 +1,27 @@
+"""Addresses on which the transfer plane cannot listen."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dynamo.communication.options import PlaneOptions
+from dynamo.communication.transfer import MemoryRegion, open_transfer
+from dynamo.core.errors import ConfigError
+
+SECRET = PlaneOptions(secret="0123456789abcdef-secret")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid", "127.0.0.1"])
+@pytest.mark.parametrize("scheme", ["tcp", "auto"])
+async def test_an_address_that_cannot_be_used_is_named(scheme: str, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        region = MemoryRegion.allocate(2, 64)
+        plane = await open_transfer(f"{scheme}://{host}:{port}", SECRET)
+        with pytest.raises(ConfigError, match=f"cannot listen on tcp://{host}:{port}: ") as caught:
+            await plane.expose(region, "layout")
+        assert "port 0" in caught.value.hint
+        await plane.close()
+        region.close()
