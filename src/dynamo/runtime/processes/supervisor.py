@@ -334,7 +334,7 @@ class Supervisor:
                 failing[kind] = f"{child.spec.name} {child.crash_loop_reason}"
             else:
                 desired[kind] += 1
-        start_s = {kind: round(seconds, 1) for kind, seconds in self._start_s.items() if seconds}
+        start_s = {kind: round(seconds, 2) for kind, seconds in self._start_s.items() if seconds}
         self._discovery.announce(
             supervisor_record_key(self._record_writer.record.instance),
             SupervisorRecord(dict(desired), start_s, failing),
