@@ -28,6 +28,7 @@ from dynamo.scheduling.router.policy import (
     Outcome,
     Policy,
 )
+from dynamo.scheduling.router.roles import DisaggregationRouter, QueueStatus
 from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
@@ -45,6 +46,7 @@ __all__ = [
     "Capacity",
     "Decision",
     "DefaultWorkerSelector",
+    "DisaggregationRouter",
     "KVIndexer",
     "KvMetricsAggregator",
     "KvRouter",
@@ -57,6 +59,7 @@ __all__ = [
     "Placement",
     "Policy",
     "PrefixAnalysis",
+    "QueueStatus",
     "RouterError",
     "RoutingMetricsCollector",
     "SchedulingRequest",
