@@ -42,6 +42,7 @@ def test_stopped_processes_are_replaced(
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     two_frontends.wait_blocking(lambda: pids == {r.pid for r in children(two_frontends, "hung")})
+    two_frontends.wait_blocking(lambda: len(health(two_frontends)["reasons"]) == len(pids))
     reported_s = time.monotonic() - began
     reasons = health(two_frontends)["reasons"]
     assert sorted(reasons) == sorted(record.name for record in stopped)
