@@ -8,7 +8,6 @@ that a reader may wait for a status and its batch together.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 from abc import ABC, abstractmethod
@@ -31,11 +30,6 @@ REFUSED: Final = 2
 
 BATCH_BYTES: Final = 1 << 20
 """Bytes between two checks. Their checksum is computed while they are in the cache of a core."""
-WAKE_BYTES: Final = 2 << 20
-"""A reader is woken when a batch or this much has arrived, which saves a fifth of its CPU time."""
-SMALL_BYTES: Final = 64 << 10
-PATIENCE_S: Final = 0.25
-"""Wait for `WAKE_BYTES`; afterwards any byte wakes the reader."""
 MAX_BATCH_SLOTS: Final = 512
 """Below the 1,024 pieces of a system call."""
 MAX_READS: Final = 16_384
@@ -86,8 +80,6 @@ class PlainChannel(SlotChannel):
         limit = _TIMEVAL.pack(int(stall_s), 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
 
     def block(self) -> None:
         self.sock.setblocking(True)
@@ -99,26 +91,11 @@ class PlainChannel(SlotChannel):
 
     def receive(self, buffers: Iterable[Buffer]) -> None:
         views = _views(buffers)
-        missing = sum(map(len, views))
-        wakes_late = missing > SMALL_BYTES
-        try:
-            while views:
-                if wakes_late:
-                    self._wait(min(missing, WAKE_BYTES))
-                size, _, _, _ = self.sock.recvmsg_into(views)
-                if not size:
-                    raise EOFError
-                missing -= size
-                views = _advance(views, size)
-        finally:
-            if wakes_late:  # a smaller message would wake nobody
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-
-    def _wait(self, size: int) -> None:
-        """Wait until `size` bytes have arrived, or for a while, or the end of the connection."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
-        if not self._poll.poll(PATIENCE_S * 1e3):
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        while views:
+            size, _, _, _ = self.sock.recvmsg_into(views)
+            if not size:
+                raise EOFError
+            views = _advance(views, size)
 
 
 class TlsChannel(SlotChannel):
