@@ -5,6 +5,7 @@ Programs test `code`. The message states what happened and why, `hint` what to d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import msgspec
@@ -82,10 +83,6 @@ class Forbidden(DynamoError, code="forbidden"):
     """This caller may not do this: an API key, a web page, or a foreign host name."""
 
 
-class RateLimited(DynamoError, code="rate_limit_exceeded", retryable=True):
-    """The rate limit of the API key is exhausted."""
-
-
 class ModelNotReady(DynamoError, code="model_not_ready", retryable=True):
     """The model is still being prepared."""
 
@@ -102,7 +99,9 @@ class WorkerFailed(DynamoError, code="worker_failed", retryable=True):
     """The instance died, lost its connection or failed during the request."""
 
     instance: str = ""
-    """The instance id, empty where unknown."""
+    """The instance id, empty where unknown. A decode worker names its prefill worker."""
+    rank: int | None = None
+    """The data-parallel rank of the request, if the router chose one."""
 
 
 class InstanceGone(WorkerFailed, code="instance_gone"):
@@ -177,6 +176,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     hint: str = ""
     param: str | None = None
     retry_after_s: float | None = None
+    instance: str = ""
 
 
 def describe_os_error(error: OSError) -> str:
@@ -205,8 +205,11 @@ def _classes_by_code(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
 
 def encode_error(error: DynamoError) -> bytes:
     """Encode an error as msgpack."""
+    instance = error.instance if isinstance(error, WorkerFailed) else ""
     return _encoder.encode(
-        ErrorRecord(error.code, error.message, error.hint, error.param, error.retry_after_s)
+        ErrorRecord(
+            error.code, error.message, error.hint, error.param, error.retry_after_s, instance
+        )
     )
 
 
@@ -214,6 +217,22 @@ def decode_error(payload: bytes | memoryview) -> DynamoError:
     """Decode the result of `encode_error`. An unknown code becomes `InternalError`."""
     record = _decoder.decode(payload)
     cls = error_types().get(record.code, InternalError)
-    return cls(
+    error = cls(
         record.message, hint=record.hint, param=record.param, retry_after_s=record.retry_after_s
     )
+    if isinstance(error, WorkerFailed):
+        error.instance = record.instance
+    return error
+
+
+def nearest_name_hint(
+    wrong: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6
+) -> str:
+    """Return a hint with the name in `known` nearest to a wrong one. Without one at least as
+    similar as `cutoff` (0 to 1) return `otherwise`, by default a list of all names."""
+    import difflib
+
+    names = list(known)
+    if near := difflib.get_close_matches(wrong, names, n=1, cutoff=cutoff):
+        return f"did you mean {near[0]!r}?"
+    return otherwise or (f"known: {', '.join(names)}" if names else "there are none")

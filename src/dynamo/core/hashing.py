@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from hashlib import sha256
 from struct import iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4
+IDENTITY_BYTES = 16
 HASH_SCHEME = "xxh3-64 chained over u32 tokens, salt as root"
 """Name of the scheme. Workers and routers must use the same one."""
 
@@ -29,6 +31,20 @@ def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int
     size = block_tokens * TOKEN_BYTES
     blocks = iter_unpack(f"{size}s", token_ids[: len(token_ids) // size * size])
     return [parent := xxh3_64_intdigest(block, parent) for (block,) in blocks]
+
+
+def root_identity(salt: str = "") -> bytes:
+    """Return the identity above the first blocks under a salt."""
+    return sha256(b"salt " + salt.encode()).digest()[:IDENTITY_BYTES]
+
+
+def prefix_identities(token_ids: bytes, block_tokens: int, parent: bytes) -> list[bytes]:
+    """Return 16 bytes for each full block of packed u32 `token_ids`: a chained SHA-256, which
+    clients cannot forge. `parent` is the identity of the block before, or `root_identity`. All
+    processes compute the same, so that blocks on a disk or in a shared store can be compared."""
+    size = block_tokens * TOKEN_BYTES
+    blocks = iter_unpack(f"{size}s", token_ids[: len(token_ids) // size * size])
+    return [parent := sha256(parent + block).digest()[:IDENTITY_BYTES] for (block,) in blocks]
 
 
 def checksum(data: bytes | memoryview) -> int:

@@ -12,6 +12,10 @@ DISTRIBUTION = "dynamo-python"
 SOURCE_FOLDER = "src"
 
 
+ALONE = {"nixl": "nixl-cu12"}
+"""Extras of one package each that declares libraries which nothing here needs."""
+
+
 def install_command(extra: str = "") -> str:
     """Return a shell command that installs this package with `extra` where this interpreter finds
     it. A checkout is installed as such; an index may not have the package."""
@@ -22,6 +26,8 @@ def install_command(extra: str = "") -> str:
         package = ["--editable", f"{checkout}{options}"]
     else:
         package = [f"{DISTRIBUTION}{options}"]
+    if extra in ALONE:
+        package = ["--no-deps", ALONE[extra]]
     pip = [sys.executable, "-m", "pip", "install"]
     if find_spec("pip") is not None:
         return shlex.join([*pip, *package])

@@ -11,30 +11,24 @@ A built-in name cannot be replaced by an entry point. `docs/how-to/extend.md` ha
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
 class PluginTable(msgspec.Struct, frozen=True):
-    """Implementations of one kind by name.
-
-    `kind` names the kind in messages. `planned` are names that users may know from other systems
-    and that are not implemented yet; choosing one raises `Unsupported` instead of `ConfigError`.
-    """
+    """Implementations of one kind by name. `kind` names the kind in messages."""
 
     kind: str
     group: str
     builtin: Mapping[str, str]
-    planned: Sequence[str] = ()
 
     def __contains__(self, name: object) -> bool:
         return name in self.builtin or any(point.name == name for point in self._entry_points())
@@ -44,20 +38,11 @@ class PluginTable(msgspec.Struct, frozen=True):
         return [*self.builtin, *(point.name for point in self._entry_points())]
 
     def check(self, name: str) -> None:
-        """Raise `Unsupported` for a planned name and `ConfigError` for an unknown one."""
+        """Raise `ConfigError` for an unknown name."""
         if name in self:
             return
         names = self.names()
-        if name in self.planned:
-            raise Unsupported(
-                f"{self.kind} {name!r} is not supported yet",
-                hint=f"supported now: {', '.join(names)}",
-            )
-        near = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(
-            f"unknown {self.kind} {name!r}",
-            hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}",
-        )
+        raise ConfigError(f"unknown {self.kind} {name!r}", hint=nearest_name_hint(name, names))
 
     def load(self, name: str) -> Any:
         """Import and return the object behind `name`. Raises as `check`.
@@ -91,12 +76,18 @@ ENGINES = PluginTable(
         "native": "dynamo.inference.native.runner:open_engine",
         "mock": "dynamo.inference.mock.engine:open_engine",
         "echo": "dynamo.inference.echo:open_engine",
+        "script": "dynamo.inference.script.engine:open_engine",
+        "llamacpp": "dynamo.inference.llamacpp.engine:open_engine",
+        "vllm": "dynamo.inference.vllm.engine:open_engine",
+        "sglang": "dynamo.inference.sglang.engine:open_engine",
+        "trtllm": "dynamo.inference.trtllm.engine:open_engine",
+        "tensorrt_llm": "dynamo.inference.trtllm.engine:open_engine",
+        "openai": "dynamo.inference.openai_server.engine:open_engine",
     },
-    planned=("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai"),
 )
 """`async (EngineInputs) -> Engine` (`inference/engine_registry.py`)."""
 
-_ENGINES_WITHOUT_WEIGHTS = frozenset({"mock", "echo"})
+_ENGINES_WITHOUT_WEIGHTS = frozenset({"mock", "echo", "script", "openai"})
 
 DISCOVERY_BACKENDS = PluginTable(
     "discovery backend",
@@ -139,10 +130,11 @@ TRANSFER_BACKENDS = PluginTable(
         "auto": "dynamo.communication.transfer.auto:AutoTransfer",
         "shm": "dynamo.communication.transfer.shm:ShmTransfer",
         "tcp": "dynamo.communication.transfer.tcp:TcpTransfer",
+        "nixl": "dynamo.communication.transfer.nixl:NixlTransfer",
         "memory": "dynamo.communication.transfer.memory:MemoryTransfer",
     },
 )
-"""URL scheme to a class with `async open(url, options, clock, metrics) -> TransferPlane`."""
+"""URL scheme to a class with `async open(url, setup) -> TransferPlane`."""
 
 ROUTER_MODES = PluginTable(
     "router mode",

@@ -6,12 +6,14 @@ Requests go forward as awaited calls. Answers come back as synchronous calls of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
 from dynamo.core.fast_path import SendToken, TokenLog
 from dynamo.core.values import (
     EngineInfo,
+    EngineTotals,
     Finish,
     GenerateRequest,
     KvEvent,
@@ -34,7 +36,13 @@ class Reply(ABC):
 
     @abstractmethod
     def begin(self, started: Started) -> None:
-        """The engine began the request."""
+        """The engine began the request.
+
+        An engine that learns `Started.cached_tokens` with the first token calls this just before
+        that token. With a `Context.attempt` above 0 it calls this as soon as it has the request and
+        before it computes it, if need be without `cached_tokens`: if the request kills the engine,
+        migration then knows which requests it had begun.
+        """
 
     @abstractmethod
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
@@ -71,20 +79,62 @@ class Operator(ABC):
         """Handle the request with any number of calls of `call_next`. Returns after the answer."""
 
 
-class Engine(ABC):
-    """Computes tokens. A constructor does no I/O."""
+KvEventListener = Callable[[Sequence[KvEvent]], None]
 
-    @abstractmethod
-    async def start(self) -> EngineInfo:
-        """Load the weights and warm up. Raises `ModelUnavailable` or `ConfigError`."""
 
-    @abstractmethod
-    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Answer one request. Cancellation aborts it; its blocks are free on return."""
+class EngineRank(ABC):
+    """A data-parallel rank of an engine: its load, and the KV blocks that it caches for prompts.
+    Blocks have `EngineInfo.block_tokens` and are named as `core/hashing.py` does, whatever the size
+    and the names of the engine's own blocks."""
 
     @abstractmethod
     def report_load(self) -> Load:
         """Return the present load. This call must be cheap."""
+
+    def on_kv_events(self, listener: KvEventListener) -> None:
+        """Call `listener` on the loop with the events of each step. Default: no events."""
+        del listener
+
+    def snapshot_kv_events(self) -> Sequence[KvEvent]:
+        """Return events that rebuild the present state from nothing.
+
+        Later events may repeat some of them. Applying an event twice changes nothing.
+        """
+        return ()
+
+    @property
+    def kv_problem(self) -> str:
+        """Why routers have to predict the blocks of this rank, or "" while its events tell them."""
+        return ""
+
+    @property
+    def kv_counts(self) -> Mapping[tuple[str, str], int]:
+        """Counts of KV events that are read from a foreign engine, by subject ("blocks", "checks",
+        "messages") and kind."""
+        return {}
+
+
+class Engine(EngineRank):
+    """Computes tokens. A constructor does no I/O.
+
+    An engine with a single rank is that rank. Others report the sum of the loads of their `ranks`,
+    with `Load.ranks`, and no events of their own.
+    """
+
+    failure: DynamoError | None = None
+    """Why every request fails, or None while the engine serves."""
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Load the weights and warm up. Raises `ModelUnavailable` or `ConfigError`.
+
+        The loop must stay responsive meanwhile: what blocks is done in a thread.
+        """
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        """Answer one request. Raises `WorkerFailed` after a failure of the engine. Cancellation
+        aborts the request and returns at once; its blocks may be free one step later."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -99,13 +149,20 @@ class Engine(ABC):
         del reply
         return True
 
-    def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """Call `listener` on the loop with the events of each step. Default: no events."""
+    @property
+    def ranks(self) -> Sequence[EngineRank]:
+        """The data-parallel ranks: `EngineInfo.data_parallel` many."""
+        return (self,)
+
+    def on_failure(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on the loop when the engine fails for good. Default: it never does."""
         del listener
 
-    def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        """Return events that rebuild the present state from nothing.
+    async def clear_blocks(self) -> int:
+        """Empty the prefix caches of all ranks and return how many blocks these held. Events say so
+        before the call returns."""
+        return 0
 
-        Later events may repeat some of them. Applying an event twice changes nothing.
-        """
-        return ()
+    def totals(self) -> EngineTotals | None:
+        """Return the totals for metrics, or None if the engine counts nothing."""
+        return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dynamo.core.fast_path import FastPath, TextTable, TokenLog
-from dynamo.core.values import FinishReason, Started
+from dynamo.core.values import FinishReason, Started, StructuredOutput
 
 
 class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,16 +41,22 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: SamplingOverrides = SamplingOverrides()
     salt: str = ""
     priority: int = 0
+    structured: StructuredOutput | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
     """A conversation to continue. `messages` have a role, a content (flattened to a string), and
-    any further field that the chat template may read."""
+    any further field that the chat template may read.
+
+    `callable_tools`: the names of `tools` that the answer may call; None: all of them.
+    """
 
     model: str
     messages: tuple[dict[str, Any], ...]
     options: TextOptions = TextOptions()
     tools: tuple[dict[str, Any], ...] = ()
+    callable_tools: tuple[str, ...] | None = None
+    parallel_tool_calls: bool = True
     template_args: dict[str, Any] = {}
     add_generation_prompt: bool = True
 
@@ -78,19 +84,52 @@ class DecodedTokenLogprob(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
-class TextFinish(msgspec.Struct, frozen=True):
-    """The end of one choice. Reason "stop" covers the stop token or stop string in `stop`."""
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    """Non-empty text of the model's reasoning."""
 
-    reason: FinishReason
+    text: str
+
+
+class CallBegun(msgspec.Struct, frozen=True):
+    """A tool call whose name is complete. `index` counts the calls of the choice."""
+
+    index: int
+    id: str
+    name: str
+
+
+class ArgumentsDelta(msgspec.Struct, frozen=True):
+    """Non-empty JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+class CallEnded(msgspec.Struct, frozen=True):
+    """The call is complete. A call without this event was cut or could not be read to its end."""
+
+    index: int
+
+
+AnswerEvent = ReasoningDelta | CallBegun | ArgumentsDelta | CallEnded
+"""The parts of a parsed answer besides its text."""
+
+
+class TextFinish(msgspec.Struct, frozen=True):
+    """The end of one choice. Reason "stop" covers the stop token or stop string in `stop`. An
+    answer with complete tool calls ends by "tool_calls" instead."""
+
+    reason: FinishReason | Literal["tool_calls"]
     completion_tokens: int
     stop: str | int | None = None
+    reasoning_tokens: int = 0
 
 
 class TextReply(ABC):
     """Receives the text of one request. Methods are called on the loop and never re-entrantly.
 
-    Order: `prompt` once, then for each choice `begin`, `text` any number of times, `finish`. Calls
-    of several choices are interleaved.
+    Order: `prompt` once, then for each choice `begin`, `text` and `event` any number of times,
+    `finish`. Calls of several choices are interleaved.
     """
 
     __slots__ = ()
@@ -112,6 +151,12 @@ class TextReply(ABC):
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
         """Take non-empty text, usually of one token. False = the reader is gone: stop."""
+
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        """Take reasoning or a part of a tool call; replies that only show text ignore them. Returns
+        as `text`."""
+        del choice, event
+        return True
 
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:

@@ -5,7 +5,7 @@ Token ids are packed as little-endian u32, 4 bytes a token (`array('I')`, `numpy
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -39,6 +39,17 @@ class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+class StructuredOutput(msgspec.Struct, frozen=True):
+    """The form that an answer must have. `value`: a JSON schema, a regular expression, a JSON list
+    of texts to choose from, or an EBNF grammar; "" for any JSON object."""
+
+    kind: StructureKind
+    value: str = ""
+
+
 class RequestGroup:
     """The common part of the choices of one prompt, within a process.
 
@@ -66,6 +77,10 @@ class RequestGroup:
             and request.model == base.model
             and request.resumed == base.resumed
             and request.top_logprobs == base.top_logprobs
+            and request.adapter == base.adapter
+            and request.structured == base.structured
+            and request.kv == base.kv
+            and request.extra == base.extra
         )
 
 
@@ -77,7 +92,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     - `top_logprobs`: None = no logprobs, 0 = only those of the chosen tokens.
     - `rank`: the data-parallel rank of the worker that the router chose.
     - `prefill`: id of the instance that computes the prompt. Empty: the worker itself does.
+    - `kv_from`: name of the draining worker that wrote the last `resumed` tokens, and has the KV of
+      all tokens in its cache. Empty: no such worker.
+    - `itl_slo_ms`: the gap between tokens above which the worker counts a gap as slow; 0: it does
+      not count.
     - `group`: the other choices of the same prompt. None on the wire and for a single choice.
+    - `adapter`: name of the LoRA adapter, "" for the model itself.
+    - `structured`: the form of the answer, None for any.
+    - `kv`: what `Finish.kv` of another engine said, which holds the KV of the prompt. Opaque.
+    - `extra`: parameters of the engine itself, by its names.
     """
 
     request_id: str
@@ -93,6 +116,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int | None = None
     group: RequestGroup | None = None
     prefill: str = ""
+    kv_from: str = ""
+    itl_slo_ms: float = 0.0
+    adapter: str = ""
+    structured: StructuredOutput | None = None
+    kv: bytes = b""
+    extra: dict[str, Any] = {}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -104,8 +133,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine began the request. `cached_tokens`: prompt tokens from its KV cache. `prefill`: the
-    worker that the router chose for the prompt, if another one."""
+    """An engine began the request. `cached_tokens`: prompt tokens from its KV cache, 0 if it does
+    not know them yet. `prefill`: the worker that the router chose for the prompt, if another one.
+    """
 
     worker: str = ""
     cached_tokens: int = 0
@@ -116,12 +146,14 @@ class Started(msgspec.Struct, frozen=True, omit_defaults=True):
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     """The end of an answer. `stop_token`: the id that ended it, which is not sent as a token.
 
-    `completion_tokens` counts the stop token, too, because the engine has generated it.
+    `completion_tokens` counts the stop token, too, because the engine has generated it. `kv`: the
+    hand-over of the KV to the engine that goes on, in the engine's own form; "" for none.
     """
 
     reason: FinishReason
     completion_tokens: int = 0
     stop_token: int | None = None
+    kv: bytes = b""
 
 
 BOTH_ROLES = ("prefill", "decode")
@@ -135,13 +167,20 @@ def worker_role(name: str) -> str:
     return "worker" if name == "both" else f"{name}_worker"
 
 
+Feature = Literal["logprobs", "logit_bias", "structured", "adapters", "extra"]
+"""A property of an engine that a request may need. "extra": `GenerateRequest.extra`."""
+OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
+"""The features of the native engine and of the mock engine."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Properties of an engine that are fixed after its start.
 
     `data_parallel` is the number of ranks. Ranks share `num_blocks` and `max_num_seqs` equally, and
     each computes its own steps. `roles`: a worker without decode only computes prompts for others,
     a worker without prefill only its own. `prefix_caching`: prompts reuse the blocks of other
-    prompts.
+    prompts. `kv_events`: the engine tells its cached blocks; otherwise routers predict them.
+    `features`: what requests may need; others get no request that needs it.
     """
 
     engine: str
@@ -154,14 +193,65 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     roles: tuple[str, ...] = BOTH_ROLES
     data_parallel: int = 1
     prefix_caching: bool = True
+    kv_events: bool = True
+    features: tuple[str, ...] = OWN_FEATURES
+
+
+def required_features(request: GenerateRequest) -> Sequence[Feature]:
+    """Return the features without which an engine cannot answer the request."""
+    required: list[Feature] = []
+    if request.top_logprobs is not None:
+        required.append("logprobs")
+    if request.sampling.logit_bias:
+        required.append("logit_bias")
+    if request.structured is not None:
+        required.append("structured")
+    if request.adapter:
+        required.append("adapters")
+    if request.extra:
+        required.append("extra")
+    return required
+
+
+class EngineTotals(msgspec.Struct):
+    """Totals of an engine since its start."""
+
+    requests: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evicted_blocks: int = 0
+
+
+Tier = Literal["device", "host", "disk", "shared"]
+"""Place of a block: accelerator memory, host memory, local disk, or a store shared by all hosts."""
+
+
+class TierLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of one memory tier below the device.
+
+    `block_s`: seconds to load one block, as learnt; a sender rounds it to two digits. `queue_s`:
+    seconds until the loads in flight are done. A tier that can load nothing is left out.
+    """
+
+    name: Tier
+    block_s: float
+    queue_s: float = 0.0
+    blocks: int = 0
+    capacity_blocks: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     """The present load of an engine. `prefill_tokens`: prompt tokens still to compute.
 
     `cached_blocks`: blocks with a content hash, in use or not. `arriving`: how many of `running`
-    wait for KV blocks from another worker. `ranks`: the load of each of several data-parallel
-    ranks.
+    wait for KV blocks from another worker. `gaps`, `slow_gaps`: totals of the times between two
+    tokens of an answer, and of those above `GenerateRequest.itl_slo_ms`.
+    `transfer_bytes_per_s`: learnt rate at which KV blocks come from other workers; 0: unknown.
+    `ranks`: the load of each of several data-parallel ranks. `tiers`: the memory tiers below the
+    device, the fastest first.
     """
 
     running: int = 0
@@ -172,17 +262,17 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: int = 0
     cached_blocks: int = 0
     arriving: int = 0
+    gaps: int = 0
+    slow_gaps: int = 0
+    transfer_bytes_per_s: float = 0.0
     ranks: tuple[Load, ...] = ()
+    tiers: tuple[TierLoad, ...] = ()
 
 
 def sum_loads(loads: Iterable[Load]) -> Load:
-    """Return the sum of all counts, without `ranks`."""
-    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-1] for load in loads), strict=True))]
+    """Return the sum of all counts, without `ranks` and `tiers`."""
+    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-2] for load in loads), strict=True))]
     return Load(*counts)
-
-
-Tier = Literal["device", "host", "disk", "shared"]
-"""Place of a block: accelerator memory, host memory, local disk, or a store shared by all hosts."""
 
 
 class ProbeResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -215,3 +305,12 @@ class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+def read_field(source: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of these attributes or keys of `source` that is not None, else `default`."""
+    for name in names:
+        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+        if value is not None:
+            return value
+    return default

@@ -94,6 +94,7 @@ def iter_setting_specs(schema: type[SettingsSection], prefix: str = "") -> Itera
         key = f"{prefix}{field.name}"
         meta = schema.setting_metas.get(field.name)
         if meta is not None:
-            yield SettingSpec(key, field.type, field.default, meta)
+            is_mapping = field.default is msgspec.NODEFAULT  # msgspec makes an empty one each time
+            yield SettingSpec(key, field.type, {} if is_mapping else field.default, meta)
         else:
             yield from iter_setting_specs(field.type, f"{key}.")

@@ -64,7 +64,7 @@ def _setting_schema(spec: SettingSpec, key: str) -> dict[str, Any]:
     notes += [meta.help] + ([f"in {meta.unit}"] if meta.unit else [])
     notes += ["not in use yet"] if meta.unused else []
     schema = _value_schema(spec) | {"description": "; ".join(notes)}
-    if spec.default not in (None, ()) and not meta.secret:
+    if spec.default not in (None, (), {}) and not meta.secret:
         schema["default"] = spec.default
     return schema
 
@@ -78,6 +78,8 @@ def _value_schema(spec: SettingSpec) -> dict[str, Any]:
         element = get_args(spec.type)[0]
         item = {str: "string", int: "integer", float: "number"}[element]
         return {"type": ["array", "string", "number"], "items": {"type": item}}
+    if name == "mapping":
+        return {"type": ["object", "string"]}
     kinds = [JSON_TYPES[name]]
     if type(None) in get_args(spec.type):
         kinds.append("null")

@@ -36,35 +36,10 @@ _RESOURCES = (
     _row("memory", 0, "memory; 0: no limit", unit="bytes", ge=0),
     _row("gpu", 0, "accelerators", ge=0, aliases=(".nvidia.com/gpu",)),
 )
-_NIXL = (
-    _row("enable_rdma", False, "use RDMA where the network has it"),
-    _row("memory_pool_size", 0, "registered memory; 0: what transfers need", unit="bytes", ge=0),
-    _row("compression", "none", "of transferred blocks", choices=("none", "lz4", "zstd")),
-)
-_TARGETS = tuple[str, ...]
-_CACHE = (
-    _row("max_cache_size", 0, "memory for KV blocks; 0: by the engine", unit="bytes", ge=0),
-    _row("cache_policy", "lru", "which block is evicted first", choices=("lru",)),
-    _row("enable_offloading", False, "keep evicted blocks in `offload_targets`"),
-    _row("offload_targets", ("cpu",), "tiers below the engine's, fastest first", kind=_TARGETS),
-)
-_GROUP_TP = (".model_config.tensor_parallel_size",)
+_CACHE_POLICY = _row("cache_policy", "lru", "which block is evicted first", choices=("lru",))
 _WORKER_GROUP = (
-    _row("model", "", "model to serve; empty: `model.path`"),
-    _row("tensor_parallel_size", 1, "devices that share every layer", ge=1, aliases=_GROUP_TP),
     *_under("resources", _RESOURCES),
-    *_under("nixl", _NIXL),
-    *_under("kv_cache", _CACHE),
-    _row("kv_cache.block_size", 0, "tokens in one KV block; 0: `engine.block_size`", ge=0),
-)
-_QUANTIZATIONS = ("awq", "gptq", "squeezellm")
-_MODEL = (
-    _row("tensor_parallel_size", 1, "devices that share every layer", ge=1),
-    _row("pipeline_parallel_size", 1, "groups of devices that share the layers", ge=1),
-    _row("gpu_memory_utilization", 0.9, "used share of GPU memory", unit="ratio", ge=0.01, le=1),
-    _row("swap_space", 0.0, "host memory for swapped sequences", unit="GiB", ge=0),
-    _row("kv_cache_dtype", "auto", "format of the KV cache", choices=("auto", "fp8", "fp16")),
-    _row("quantization", None, "weight format", kind=str | None, choices=_QUANTIZATIONS),
+    *_under("kv_cache", (_CACHE_POLICY,)),
 )
 _METRICS = "distributed_runtime.metrics"
 _INTERVAL = (f"{_METRICS}.collection_interval",)
@@ -81,12 +56,10 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
         _row("frontend.router_endpoint", "", "URL of a separate router; empty: in the frontend"),
         *_under("frontend.resources", _RESOURCES),
         *_under("router.resources", _RESOURCES),
-        *_under("model", _MODEL),
-        *_under("cache", _CACHE),
+        *_under("cache", (_CACHE_POLICY,)),
         *_under("workers.prefill", _WORKER_GROUP),
         *_under("workers.decode", _WORKER_GROUP),
         _row("messaging.nats.cluster_name", "", "name of the NATS cluster"),
-        *_under("nixl", _NIXL),
         *_under("monitoring.prometheus", _PROMETHEUS),
         _row("monitoring.grafana.enabled", False, "run a Grafana"),
         _row("monitoring.grafana.port", 3000, "its port", ge=1, le=65535),
@@ -102,7 +75,6 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
 """The rows of each schema. A key is relative to its schema."""
 
 NO_EFFECT_SECTIONS = {
-    "cache": "The KV cache beyond `engine.num_blocks`, `block_size` and `prefix_caching`.",
     "nixl": "Transfer of KV blocks between workers.",
     "monitoring": "Collection and display of metrics.",
     "resources": "Requests of one replica to its host.",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dynamo.core.settings.declare import SettingsSection, setting
+from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_cluster import (
     DiscoverySettings,
     FrontendSettings,
     MessagingSettings,
+    NixlSettings,
     SecuritySettings,
     WorkerGroupSettings,
     WorkersSettings,
@@ -73,6 +75,11 @@ class ServerSettings(SettingsSection, frozen=True):
         "write one log line per request with its text, which is not logged otherwise",
         flag="--log-prompts",
         reload=True,
+    )
+    reasoning_field: str = setting(
+        "both",
+        "field of answers with the model's reasoning",
+        choices=("both", "reasoning_content", "reasoning"),
     )
     unknown_roles: str = setting(
         "reject", "treatment of messages of an unknown role", choices=("reject", "warn")
@@ -148,6 +155,13 @@ class ModelSettings(SettingsSection, frozen=True):
         unit="tokens",
         ge=0,
         aliases=("max_model_len",),
+    )
+    tool_format: str = setting(
+        "",
+        "family whose reasoning and tool calls the model writes, e.g. qwen3-hermes, or a name of "
+        "other servers for it; empty: the family of the chat template",
+        flag="--tool-format",
+        aliases=("tool_call_parser",),
     )
 
 
@@ -260,6 +274,7 @@ class Settings(SettingsSection, frozen=True):
     index: IndexSettings = IndexSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    cache: CacheSettings = CacheSettings()
     sampling: SamplingSettings = SamplingSettings()
     workers: WorkersSettings = WorkersSettings()
     prefill_workers: tuple[WorkerGroupSettings, ...] = setting(
@@ -272,6 +287,7 @@ class Settings(SettingsSection, frozen=True):
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()
     security: SecuritySettings = SecuritySettings()
+    nixl: NixlSettings = NixlSettings()
     logging: LoggingSettings = LoggingSettings()
 
     @property

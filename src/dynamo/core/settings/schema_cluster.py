@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import msgspec
+
 from dynamo.core.settings.declare import SettingsSection, setting
+
+T = TypeVar("T", bound=SettingsSection)
+NO_LZ4 = (("lz4", "none"),)
+"""lz4 does not make KV smaller."""
+
+
+class GroupNixlSettings(SettingsSection, frozen=True):
+    """Transfer of KV blocks to and from one group of workers."""
+
+    enable_rdma: bool | None = setting(None, "null: as `nixl.enable_rdma`")
+    memory_pool_size: int = setting(0, "0: as `nixl.memory_pool_size`", unit="bytes", ge=0)
+    compression: str | None = setting(
+        None, "null: as `nixl.compression`", choices=("none", "zstd"), not_yet=NO_LZ4
+    )
+
+
+class GroupCacheSettings(SettingsSection, frozen=True):
+    """The KV cache of one group of workers."""
+
+    max_cache_size: int = setting(0, "0: as `cache.max_cache_size`", unit="bytes", ge=0)
+    enable_offloading: bool | None = setting(None, "null: as `cache.enable_offloading`")
+    offload_targets: tuple[str, ...] = setting((), "empty: as `cache.offload_targets`")
+
+
+def override(section: T, of_group: SettingsSection) -> T:
+    """Return a section with the values that a group sets. Empty ones are those of all workers."""
+    values = msgspec.structs.asdict(of_group)
+    changes = {name: value for name, value in values.items() if value or value is False}
+    return msgspec.structs.replace(section, **changes)
 
 
 class WorkerGroupSettings(SettingsSection, frozen=True):
-    """A group of equal workers. `host` and `device_ids` only serve to check that groups share no
-    device: all groups start on this host."""
+    """A group of equal workers. `host` only serves to check that groups share no device: all groups
+    start on this host."""
 
     name: str = setting("", "name of the processes; empty: prefill-worker or decode-worker")
+    model: str = setting("", "model of the group; empty: `model.path`")
     replicas: int = setting(0, "processes of the group; 0 in a list: one", ge=0)
     max_batch_size: int = setting(
         0,
@@ -17,8 +51,26 @@ class WorkerGroupSettings(SettingsSection, frozen=True):
         ge=0,
         aliases=(".model_config.max_batch_size",),
     )
+    block_size: int = setting(
+        0,
+        "tokens in one KV block, equal in all groups of a model; 0: `engine.block_size`",
+        unit="tokens",
+        ge=0,
+        aliases=(".kv_cache.block_size",),
+    )
     host: str = setting("", "host of the group; groups of one host share no device", unused=True)
-    device_ids: tuple[int, ...] = setting((), "numbers of the host's accelerators", unused=True)
+    device_ids: tuple[int, ...] = setting(
+        (),
+        "numbers of the host's accelerators, divided among the group; empty: `engine.device_ids`",
+    )
+    tensor_parallel_size: int = setting(
+        0,
+        "devices that share every layer; 0: `engine.tensor_parallel_size`",
+        ge=0,
+        aliases=(".model_config.tensor_parallel_size",),
+    )
+    nixl: GroupNixlSettings = GroupNixlSettings()
+    kv_cache: GroupCacheSettings = GroupCacheSettings()
 
 
 class PrefillGroupSettings(WorkerGroupSettings, frozen=True):
@@ -50,6 +102,28 @@ class WorkersSettings(SettingsSection, frozen=True):
         0,
         "workers that compute prompts for each other (router.disaggregation.mode flexible)",
         flag="--flexible-workers",
+        ge=0,
+    )
+
+
+class NixlSettings(SettingsSection, frozen=True):
+    """Transfer of KV blocks between workers."""
+
+    compression: str = setting(
+        "none",
+        "encoding of blocks that a worker pulls over `tcp:`, where the link is so slow that it "
+        "pays. zstd is lossless",
+        choices=("none", "zstd"),
+        not_yet=NO_LZ4,
+    )
+
+    enable_rdma: bool = setting(
+        False, "let `nixl:` use network cards that read memory by themselves, and `auto` use NIXL"
+    )
+    memory_pool_size: int = setting(
+        0,
+        "memory for blocks of a peer that are converted after a pull; 0: 16 MiB for each peer",
+        unit="bytes",
         ge=0,
     )
 

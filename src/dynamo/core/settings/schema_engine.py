@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo.core.plugins import ENGINES
+from typing import Any
+
 from dynamo.core.settings.declare import SettingsSection, setting
 
 
@@ -11,9 +12,9 @@ class EngineSettings(SettingsSection, frozen=True):
 
     kind: str = setting(
         "native",
-        "engine of the workers: native, mock, echo, or an entry point in dynamo.engines",
+        "engine of the workers: native, vllm, llamacpp, openai, mock, echo, script, or an entry "
+        "point in dynamo.engines",
         aliases=("model.engine",),
-        not_yet=tuple((kind, "") for kind in ENGINES.planned),
     )
     workers: int = setting(1, "worker processes", flag="--workers", ge=0)
     role: str = setting(
@@ -51,6 +52,77 @@ class EngineSettings(SettingsSection, frozen=True):
         flag="--data-parallel-size",
         ge=1,
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "devices that share every layer",
+        flag="--tensor-parallel-size",
+        ge=1,
+        aliases=("model.tensor_parallel_size",),
+    )
+    pipeline_parallel_size: int = setting(
+        1,
+        "groups of devices that share the layers",
+        flag="--pipeline-parallel-size",
+        ge=1,
+        aliases=("model.pipeline_parallel_size",),
+    )
+    device_ids: tuple[int, ...] = setting(
+        (),
+        "numbers of this host's accelerators, divided among the workers; empty: those of "
+        "$CUDA_VISIBLE_DEVICES, else all",
+        flag="--device-ids",
+    )
+    gpu_memory_utilization: float = setting(
+        0.0,
+        "share of each accelerator's memory that the engine may use; 0: the engine's default",
+        flag="--gpu-memory-utilization",
+        unit="ratio",
+        ge=0,
+        le=1,
+        aliases=("model.gpu_memory_utilization",),
+    )
+    swap_space: float = setting(
+        0.0,
+        "host memory for the KV cache of sequences that wait",
+        unit="GiB",
+        ge=0,
+        aliases=("model.swap_space",),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "format of the KV cache; auto: that of the weights",
+        flag="--kv-cache-dtype",
+        choices=("auto", "fp8", "fp16"),
+        aliases=("model.kv_cache_dtype",),
+    )
+    quantization: str | None = setting(
+        None,
+        "format of the weights, such as awq or gptq; unset: as the model's files say",
+        flag="--quantization",
+        aliases=("model.quantization",),
+    )
+    args: dict[str, Any] = setting(
+        {},
+        "arguments of the engine by the engine's own names, passed on as they are",
+        flag="--engine-arg",
+    )
+    urls: tuple[str, ...] = setting(
+        (),
+        "servers with an OpenAI API, for engine openai: each is one worker; `out=openai URL..` "
+        "names them, too",
+        flag="--urls",
+    )
+    url_model: str = setting(
+        "", "name of the model at the servers, if they have several", flag="--url-model"
+    )
+    url_kv_events: tuple[str, ...] = setting(
+        (),
+        "where each of the servers publishes its KV events, in the order of `urls`: "
+        "tcp://HOST:PORT or tcp://HOST:PORT/REPLAY_PORT; empty: routers predict their caches",
+        flag="--url-kv-events",
+    )
+    url_key: str = setting("", "API key for the servers", secret=True)
+    url_ca: str = setting("", "PEM file of the CA of https servers; unset: the system's CAs")
     max_num_seqs: int = setting(
         0,
         "sequences in one batch; 0: the engine's default",
@@ -92,4 +164,12 @@ class EngineSettings(SettingsSection, frozen=True):
     )
     speedup_ratio: float = setting(
         1.0, "mock: divides modelled time", flag="--speedup-ratio", ge=1e-6
+    )
+    script: str = setting(
+        "",
+        'script: file of JSON lines {"when": "text in the prompt", "text": "answer"}',
+        flag="--script",
+    )
+    tokens_per_step: str = setting(
+        "1", "script: tokens in a step, 1 or a range such as 1-8", flag="--tokens-per-step"
     )

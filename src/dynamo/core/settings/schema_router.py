@@ -99,6 +99,16 @@ class DisaggregationSettings(SettingsSection, frozen=True):
         ge=0,
         reload=True,
     )
+    itl_slo: float = setting(
+        0.0,
+        "flexible: target for the 99th percentile of the times between tokens. The router lets "
+        "workers that write answers compute prompts as far as the target allows; 0: a constant "
+        "price holds them back",
+        flag="--itl-slo",
+        unit="milliseconds",
+        ge=0,
+        reload=True,
+    )
     queue_size_threshold: int = setting(
         10, "thresholds: waiting prompts at which decode workers compute theirs", ge=0, reload=True
     )

@@ -59,11 +59,11 @@ def shown_value(spec: SettingSpec, value: Any) -> Any:
 
 
 def type_name(spec: SettingSpec) -> str:
-    """Return "int", "float", "bool", "text", "list" or "sections"."""
+    """Return "int", "float", "bool", "text", "list", "mapping" or "sections"."""
     if spec.entry_schema is not None:
         return "sections"
     kind, _ = _unwrap_optional(spec.type)
-    names = {int: "int", float: "float", bool: "bool", tuple: "list"}
+    names = {int: "int", float: "float", bool: "bool", tuple: "list", dict: "mapping"}
     return names.get(kind, "text")
 
 
@@ -82,6 +82,8 @@ def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
 def _convert(spec: SettingSpec, kind: Any, raw: Any) -> Any:
     if kind is tuple:
         return _check_items(spec, _parse_list(get_args(spec.type)[0], raw))
+    if kind is dict:
+        return _parse_mapping(raw)
     if kind is bool:
         return _parse_bool(raw)
     if kind is str:
@@ -123,6 +125,34 @@ def split_list(text: str) -> list[Any]:
         return msgspec.json.decode(text, type=list[Any])
     except msgspec.DecodeError:
         raise ValueError('wanted a list: a,b or ["a", "b"]') from None
+
+
+def _parse_mapping(raw: Any) -> Mapping[str, Any]:
+    """Return the pairs of a mapping, of a JSON object, or of texts NAME=VALUE."""
+    if isinstance(raw, str):
+        raw = _json_or_text(raw) if raw.strip().startswith("{") else [raw] if raw else []
+    if isinstance(raw, Mapping):
+        return {_argument_name(name): value for name, value in raw.items()}
+    if not isinstance(raw, list) or not all(isinstance(pair, str) and "=" in pair for pair in raw):
+        raise ValueError("wanted NAME=VALUE, or a mapping")
+    pairs = (pair.partition("=") for pair in raw)
+    return {_argument_name(name): _json_or_text(value.strip()) for name, _, value in pairs}
+
+
+def _argument_name(name: object) -> str:
+    return str(name).strip().removeprefix("--").replace("-", "_")
+
+
+_JSON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _json_or_text(text: str) -> Any:
+    if text in _JSON_WORDS:
+        return _JSON_WORDS[text]
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 def _parse_bool(raw: Any) -> bool:
