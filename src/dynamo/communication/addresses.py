@@ -12,6 +12,8 @@ import msgspec
 
 from dynamo.core.errors import ConfigError, InstanceGone
 
+_ADDRESS_HINT = "write tcp://127.0.0.1:0"
+
 
 class Address(msgspec.Struct, frozen=True):
     """A process's listening address. `incarnation` is unique to the process."""
@@ -36,9 +38,10 @@ def parse_listen_url(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname or "127.0.0.1", parts.port or 0
     except ValueError as error:
-        raise ConfigError(
-            f"{url!r} is not an address: {error}", hint="write tcp://127.0.0.1:0"
-        ) from error
+        raise ConfigError(f"{url!r} is not an address: {error}", hint=_ADDRESS_HINT) from error
+    if ":" in url and parts.path and not parts.netloc:
+        reason = f"no // stands before {parts.path!r}"
+        raise ConfigError(f"{url!r} is not an address: {reason}", hint=_ADDRESS_HINT)
     return host, port
 
 

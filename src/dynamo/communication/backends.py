@@ -8,7 +8,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.installation import install_command
 from dynamo.core.plugins import PluginTable
 
-EXTRAS = {"etcd": "etcd", "etcds": "etcd", "nats": "nats"}
+EXTRAS = {"etcd": "etcd", "etcds": "etcd", "nats": "nats", "nixl": "nixl"}
 """The optional dependencies of dynamo-python that a scheme needs."""
 
 

@@ -40,6 +40,12 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     event_retention_s: float = 0.0
     folder_secret: str = ""
     """Secret of the discovery folder, for connections without `secret` and `tls`."""
+    rdma: bool = False
+    """Whether `nixl:` may use network cards that read memory by themselves, and `auto` NIXL."""
+    pool_bytes: int = 0
+    """Memory for blocks of a peer that are converted after a pull; 0: the default."""
+    compression: str = "none"
+    """Encoding of blocks that are pulled over a slow link: none or zstd."""
     direct_url: str = "tcp://127.0.0.1:0"
     """Where the `nats:` request plane also listens, for callers that cannot reach NATS."""
     shared_clients: dict[str, Any] | None = None

@@ -20,6 +20,7 @@ class ChangeQueue:
         self.prefix = prefix
         self._pending: dict[str, bytes | None] = {}
         self._ready = asyncio.Event()
+        self._error: BaseException | None = None
 
     def start(self, state: Mapping[str, bytes]) -> None:
         """Queue the current state as the first batch, even if it is empty."""
@@ -32,6 +33,11 @@ class ChangeQueue:
         if self._pending:
             self._ready.set()
 
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in the reader."""
+        self._error = error
+        self._ready.set()
+
     def _merge(self, records: Iterable[tuple[str, bytes | None]]) -> None:
         for key, value in records:
             if key.startswith(self.prefix):
@@ -43,6 +49,8 @@ class ChangeQueue:
 
     async def __anext__(self) -> Sequence[RecordChange]:
         await self._ready.wait()
+        if self._error is not None:
+            raise self._error
         self._ready.clear()
         batch = [RecordChange(key, value) for key, value in self._pending.items()]
         self._pending.clear()

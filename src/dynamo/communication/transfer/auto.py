@@ -6,22 +6,24 @@ import logging
 from collections.abc import Sequence
 from typing import Self
 
-from dynamo.communication.addresses import new_incarnation, parse_listen_url
-from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+import msgspec
+
+from dynamo.communication.addresses import parse_listen_url
+from dynamo.communication.backends import load_backend
 from dynamo.communication.transfer.backend import TransferBackend
-from dynamo.communication.transfer.metrics import TransferMetrics
-from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
+from dynamo.communication.transfer.plane import RegionPeer, TransferPlane, TransferSetup
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor
 from dynamo.communication.transfer.shm import ShmTransfer
 from dynamo.communication.transfer.tcp import TcpTransfer
-from dynamo.core.clock import Clock
 from dynamo.core.errors import TransferFailed
+from dynamo.core.plugins import TRANSFER_BACKENDS
 
 log = logging.getLogger(__name__)
 
 
 class AutoTransfer(TransferPlane):
-    """The backend `auto` or `auto://HOST:PORT`: shared memory on one host, TCP at HOST otherwise.
+    """The backend `auto` or `auto://HOST:PORT`: shared memory on one host, TCP at HOST otherwise;
+    before TCP comes NIXL, if RDMA is enabled.
 
     A region is exposed through all backends. The first one that both ends have and whose
     connection comes up is used; the layout is checked in each case.
@@ -31,29 +33,21 @@ class AutoTransfer(TransferPlane):
         self._backends = backends
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        options: PlaneOptions = DEFAULT_OPTIONS,
-        clock: Clock | None = None,
-        metrics: TransferMetrics | None = None,
-    ) -> Self:
-        """Create a plane that does not listen yet. Raises `ConfigError` as `tcp:`."""
+    async def open(cls, url: str, setup: TransferSetup) -> Self:
         parse_listen_url(url)
-        incarnation = new_incarnation()
-        tcp_url = f"tcp:{url.partition(':')[2]}"
-        metrics = metrics or TransferMetrics()
-        tcp = await TcpTransfer.open(tcp_url, options, clock, metrics, incarnation)
-        shm = await ShmTransfer.open("shm:", options, clock, metrics, incarnation)
-        return cls((shm, tcp))
+        backends: list[TransferBackend] = [await ShmTransfer.open("shm:", setup)]
+        if setup.options.rdma:
+            host = url.partition(":")[2].rpartition(":")[0]
+            nixl: type[TransferBackend] = load_backend(TRANSFER_BACKENDS, "nixl:")
+            backends.append(await nixl.open(f"nixl:{host and f'{host}:0'}", setup))
+        backends.append(await TcpTransfer.open(f"tcp:{url.partition(':')[2]}", setup))
+        return cls(backends)
 
     async def expose(self, region: MemoryRegion, layout: str) -> RegionDescriptor:
         descriptors = [await backend.expose(region, layout) for backend in self._backends]
         first = descriptors[0]
         endpoints = tuple(end for descriptor in descriptors for end in descriptor.endpoints)
-        return RegionDescriptor(
-            first.slots, first.slot_bytes, first.layout, endpoints, first.incarnation
-        )
+        return msgspec.structs.replace(first, endpoints=endpoints)
 
     async def connect(self, descriptor: RegionDescriptor) -> RegionPeer:
         peer, rejected = await self.choose(descriptor)
@@ -66,6 +60,7 @@ class AutoTransfer(TransferPlane):
         rejected: dict[str, str] = {}
         for backend in self._backends:
             try:
+                backend.endpoint_of(descriptor)
                 return await backend.connect(descriptor), rejected
             except TransferFailed as error:
                 rejected[backend.scheme] = error.message

@@ -6,13 +6,17 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Self
 
+from dynamo.communication.transfer.converted import ConvertedPeer, MemoryPool
 from dynamo.communication.transfer.estimate import PeerBreaker, TransferEstimate
-from dynamo.communication.transfer.metrics import TransferMetrics
-from dynamo.communication.transfer.plane import RegionPeer, TransferPlane
-from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
-from dynamo.core.clock import Clock
+from dynamo.communication.transfer.plane import RegionPeer, TransferPlane, TransferSetup
+from dynamo.communication.transfer.region import (
+    MAX_READS,
+    MemoryRegion,
+    RegionDescriptor,
+    SlotRead,
+)
 from dynamo.core.errors import InternalError, TransferFailed
 
 MAX_BREAKERS: Final = 256
@@ -25,16 +29,21 @@ class TransferBackend(TransferPlane):
 
     scheme: str
 
-    def __init__(
-        self, clock: Clock, incarnation: str, metrics: TransferMetrics | None = None
-    ) -> None:
-        self.clock = clock
-        self.incarnation = incarnation
-        self.metrics = metrics or TransferMetrics()
+    @classmethod
+    async def open(cls, url: str, setup: TransferSetup) -> Self:
+        del url
+        return cls(setup)
+
+    def __init__(self, setup: TransferSetup) -> None:
+        self.clock = setup.clock
+        self.incarnation = setup.incarnation
+        self.metrics = setup.metrics
+        self.secret = setup.secret
         self.region: MemoryRegion | None = None
         self.layout = ""
         self._keeps_region = False
-        self.peers: set[BackendPeer] = set()
+        self.peers: set[RegionPeer] = set()
+        self.pool_bytes = setup.options.pool_bytes
         self._breakers: dict[str, PeerBreaker] = {}
 
     async def expose(self, region: MemoryRegion, layout: str) -> RegionDescriptor:
@@ -44,26 +53,37 @@ class TransferBackend(TransferPlane):
         region.keep()
         self._keeps_region = True
         endpoint = await self._listen()
-        return RegionDescriptor(
-            region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation
+        self.descriptor = RegionDescriptor(
+            region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation, region.kv_layout
         )
+        return self.descriptor
 
     async def connect(self, descriptor: RegionDescriptor) -> RegionPeer:
         region = self.region
         if region is None:
             raise InternalError("a transfer plane connects after its own region is exposed")
         with self.guard(descriptor.incarnation):
-            if (descriptor.layout, descriptor.slot_bytes) != (self.layout, region.slot_bytes):
-                raise TransferFailed.of(
-                    "refused",
-                    f"the blocks of the peer have layout {descriptor.layout} with "
-                    f"{descriptor.slot_bytes} bytes, those here {self.layout} with "
-                    f"{region.slot_bytes}",
-                    hint="serve both workers with the same model, weights and --block-size",
-                )
-            peer = await self._connect(descriptor, region)
+            own = self.descriptor
+            peer: RegionPeer
+            if reason := descriptor.refusal(own):
+                hint = "serve both workers with the same model, weights and --block-size"
+                raise TransferFailed.of("refused", f"no blocks of the peer fit: {reason}", hint)
+            if (descriptor.layout, descriptor.slot_bytes) == (own.layout, own.slot_bytes):
+                peer = await self._connect(descriptor, region)
+            else:
+                pool = MemoryPool.allocate(descriptor.slot_bytes, self.pool_bytes)
+                peer = await self._connect_converted(descriptor, region, pool)
         self.peers.add(peer)
         return peer
+
+    async def _connect_converted(
+        self, descriptor: RegionDescriptor, region: MemoryRegion, pool: MemoryPool
+    ) -> RegionPeer:
+        try:
+            return ConvertedPeer(await self._connect(descriptor, pool.region), pool, region)
+        except BaseException:
+            pool.region.close()
+            raise
 
     async def close(self) -> None:
         for peer in tuple(self.peers):
@@ -108,10 +128,14 @@ class TransferBackend(TransferPlane):
 
     @abstractmethod
     async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
-        """Connect to a peer of the same layout. Raises `TransferFailed`."""
+        """Connect to a peer, whose slots are as large as those of `region`; this is the exposed one
+        or a pool for blocks to convert. Raises `TransferFailed`."""
 
     def endpoint_of(self, descriptor: RegionDescriptor) -> str:
-        """Return the peer's endpoint of this backend. Raises `TransferFailed`."""
+        """Return the peer's endpoint of this backend.
+
+        Raises `TransferFailed` if there is none that this process can reach.
+        """
         prefix = f"{self.scheme}:"
         for endpoint in descriptor.endpoints:
             if endpoint.startswith(prefix):
@@ -202,6 +226,16 @@ class BackendPeer(RegionPeer):
         except TimeoutError:
             text = f"{self._name} did not deliver {len(reads)} blocks within {timeout_s:.1f} s"
             raise TransferFailed.of("timeout", text) from None
+
+    def _divide(
+        self, reads: Sequence[SlotRead], max_parts: int, min_part_bytes: int
+    ) -> list[Sequence[SlotRead]]:
+        """Divide reads into at most `max_parts` equal parts, for copies side by side.
+        Very many reads are more parts."""
+        size = len(reads) * self._region.slot_bytes
+        per_part = -(-len(reads) // max(1, min(max_parts, size // min_part_bytes)))
+        per_part = min(per_part, MAX_READS)
+        return [reads[start : start + per_part] for start in range(0, len(reads), per_part)]
 
     def _check(self, reads: Sequence[SlotRead]) -> None:
         sources, targets = self.descriptor.slots, self._region.slots

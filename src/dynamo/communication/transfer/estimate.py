@@ -1,7 +1,8 @@
-"""Learnt speed of a peer, and the breaker that spares a failing one."""
+"""Learnt speed of a peer or a tier, and the breaker that spares a failing one."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Final
 
 SMALL_PULL_BYTES: Final = 64 << 10
@@ -9,6 +10,12 @@ SMALL_PULL_BYTES: Final = 64 << 10
 LEARNING_RATE: Final = 0.25
 FULL_SAMPLE_BYTES: Final = 4 << 20
 """A sample of this size counts fully, a smaller one in proportion."""
+
+INITIAL_FORGET_S: Final = 60.0
+MAX_FORGET_S: Final = 3600.0
+SLOW_S: Final = 1.0
+SLOW_FACTOR: Final = 2.0
+"""A load that failed teaches the speed if it took so long, and longer than predicted."""
 
 FAILURE_THRESHOLD: Final = 3
 INITIAL_OPEN_S: Final = 1.0
@@ -57,6 +64,51 @@ class TransferEstimate:
     def predict_s(self, size_bytes: int) -> float:
         """Predict the seconds of a pull that starts now."""
         return self.latency_s + (self.pending_bytes + size_bytes) / self.bytes_per_s
+
+
+class LoadEstimate(TransferEstimate):
+    """Learns the speed of a tier from its loads. The first one replaces the guess, which later ones
+    would only correct by a quarter each: a slow tier would delay ten requests.
+
+    A tier that seems slower than computing is not used, and so teaches nothing more. After a time
+    without loads, which doubles each time up to `MAX_FORGET_S`, the guess counts again."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        super().__init__(latency_s, bytes_per_s)
+        self._guess = latency_s, bytes_per_s
+        self._is_guess = True
+        self._ended_s = inf
+        self._forget_s = INITIAL_FORGET_S
+
+    def forget_old(self, now: float) -> None:
+        """Return to the guess if that is quicker and no load has ended for long."""
+        if self._pulls or now - self._ended_s < self._forget_s:
+            return
+        latency_s, bytes_per_s = self._guess
+        self._is_guess = self._is_guess or bytes_per_s > self.bytes_per_s
+        self.latency_s = min(self.latency_s, latency_s)
+        self.bytes_per_s = max(self.bytes_per_s, bytes_per_s)
+        self._ended_s = inf
+        self._forget_s = min(2 * self._forget_s, MAX_FORGET_S)
+
+    def finish_load(self, size_bytes: int, loaded_bytes: int, started_s: float, now: float) -> None:
+        """Count the end of a load. A slow one teaches the speed also if it failed."""
+        predicted_s = self.latency_s + size_bytes / self.bytes_per_s
+        self.finish(size_bytes, now, completed=loaded_bytes == size_bytes)
+        elapsed_s = now - started_s
+        if loaded_bytes < size_bytes and elapsed_s > max(SLOW_S, SLOW_FACTOR * predicted_s):
+            self.bytes_per_s = max(1, loaded_bytes) / elapsed_s
+            self._is_guess = False
+        if self._ended_s != inf:
+            self._forget_s = INITIAL_FORGET_S
+        self._ended_s = now
+
+    def finish(self, size_bytes: int, now: float, *, completed: bool) -> None:
+        started_s = self._since_s
+        super().finish(size_bytes, now, completed=completed)
+        if self._is_guess and completed and size_bytes > SMALL_PULL_BYTES:
+            self.bytes_per_s = size_bytes / max(now - started_s, 1e-6)
+            self._is_guess = False
 
 
 class PeerBreaker:

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from typing import Final, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from dynamo.communication.addresses import new_incarnation
-from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.transfer.backend import BackendPeer, TransferBackend
 from dynamo.communication.transfer.estimate import TransferEstimate
-from dynamo.communication.transfer.metrics import TransferMetrics
+from dynamo.communication.transfer.plane import TransferMetrics, TransferSetup
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
-from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError, TransferFailed, TransferFailure
 
 MAX_BYTES_PER_S: Final = 1e12
@@ -39,7 +37,7 @@ class MemoryTransfer(TransferBackend):
         latency_s: float = 0.0,
         metrics: TransferMetrics | None = None,
     ) -> None:
-        super().__init__(clock, new_incarnation(), metrics)
+        super().__init__(TransferSetup(clock=clock, metrics=metrics or TransferMetrics()))
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.free_at_s = 0.0
@@ -47,22 +45,13 @@ class MemoryTransfer(TransferBackend):
         self.pulls: set[_Pull] = set()
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        options: PlaneOptions = DEFAULT_OPTIONS,
-        clock: Clock | None = None,
-        metrics: TransferMetrics | None = None,
-    ) -> Self:
+    async def open(cls, url: str, setup: TransferSetup) -> Self:
         """Create a plane. All `memory:` planes of this process can connect to each other."""
-        del options
         speed = _parse_speed(url)
-        return cls(
-            clock or SystemClock(),
-            bytes_per_s=speed.get("gbps", math.inf) * 1e9 or math.inf,
-            latency_s=speed.get("latency_ms", 0.0) / 1e3,
-            metrics=metrics,
-        )
+        plane = cls(setup.clock, metrics=setup.metrics)
+        plane.bytes_per_s = speed.get("gbps", math.inf) * 1e9 or math.inf
+        plane.latency_s = speed.get("latency_ms", 0.0) / 1e3
+        return plane
 
     async def _listen(self) -> str:
         _planes[self.incarnation] = self

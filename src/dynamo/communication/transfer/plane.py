@@ -4,13 +4,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final, Self
 
+import msgspec
+
+from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.backends import load_backend
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.communication.transfer.metrics import TransferMetrics
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.plugins import TRANSFER_BACKENDS
+from dynamo.telemetry import Registry
+
+_SECONDS_BOUNDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class TransferMetrics:
+    """Counts bytes, seconds and failures of the pulls of a process."""
+
+    def __init__(self, registry: Registry | None = None) -> None:
+        registry = registry or Registry()
+        self.bytes = registry.counter(
+            "dynamo_transfer_bytes_total", "Bytes of KV blocks pulled from peers", ("backend",)
+        )
+        self.seconds = registry.histogram(
+            "dynamo_transfer_seconds",
+            "Time of a pull from a peer, without failed ones",
+            _SECONDS_BOUNDS,
+            ("backend",),
+        )
+        self.failures = registry.counter(
+            "dynamo_transfer_failures_total",
+            "Failed pulls and connections: stale, checksum, gone, timeout, refused",
+            ("backend", "reason"),
+        )
+
+
+class TransferSetup(msgspec.Struct, frozen=True):
+    """The inputs of a transfer plane beside its URL. `incarnation` identifies the plane to peers:
+    the backends of one `auto` plane share it."""
+
+    options: PlaneOptions = DEFAULT_OPTIONS
+    clock: Clock = msgspec.field(default_factory=SystemClock)
+    metrics: TransferMetrics = msgspec.field(default_factory=TransferMetrics)
+    incarnation: str = msgspec.field(default_factory=new_incarnation)
+
+    @property
+    def secret(self) -> str:
+        """The secret that both ends of a connection prove to know; "" if there is none."""
+        return self.options.secret or self.options.folder_secret
 
 
 class RegionPeer(ABC):
@@ -47,6 +89,11 @@ class RegionPeer(ABC):
 class TransferPlane(ABC):
     """Exposes the region of this process and connects to those of others."""
 
+    @classmethod
+    @abstractmethod
+    async def open(cls, url: str, setup: TransferSetup) -> Self:
+        """Create a plane that does not listen yet. Raises `ConfigError`."""
+
     @abstractmethod
     async def expose(self, region: MemoryRegion, layout: str) -> RegionDescriptor:
         """Let peers read `region`. A plane exposes one region, once.
@@ -72,5 +119,6 @@ async def open_transfer(
 ) -> TransferPlane:
     """Open a backend by URL. Raises `ConfigError`."""
     backend = load_backend(TRANSFER_BACKENDS, url)
-    plane: TransferPlane = await backend.open(url, options, clock, metrics)
+    setup = TransferSetup(options, clock or SystemClock(), metrics or TransferMetrics())
+    plane: TransferPlane = await backend.open(url, setup)
     return plane

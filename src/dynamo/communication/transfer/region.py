@@ -12,26 +12,37 @@ from typing import Annotated, Final, Self
 
 import msgspec
 
+from dynamo.communication.transfer.layout import KvLayout
+
 PAGE_BYTES: Final = 4096
 GENERATION_BYTES: Final = 8
 MAX_SLOTS: Final = 1 << 32
+MAX_READS: Final = 16_384
+"""Slots that one thread pulls at a time."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SlotRead(msgspec.Struct, frozen=True, array_like=True):
     """A slot to pull: slot `source` of the peer, while its number is `generation`, goes into slot
-    `target` of this process's region."""
+    `target` of this process's region.
+
+    Where both ends have blocks of different lengths, a read is a piece of both: from token
+    `source_token` of the source, to token `target_token` of the target, as much as both have.
+    """
 
     source: int
     generation: int
     target: int
+    source_token: int = 0
+    target_token: int = 0
 
 
-class RegionDescriptor(msgspec.Struct, frozen=True):
+class RegionDescriptor(msgspec.Struct, frozen=True, omit_defaults=True):
     """The data by which a peer pulls from a region. The owner puts it into its instance record.
 
-    `layout` is a digest of everything that both ends must agree on: model, type and shape of the
-    blocks. `endpoints` are URLs by preference. `incarnation` identifies the process: another
+    `layout` names everything that both ends must agree on: model, type and shape of the blocks.
+    `kv` says it in parts, so that peers can convert blocks; former versions do not know it.
+    `endpoints` are URLs by preference. `incarnation` identifies the process: another
     process that has its address later is another peer.
     """
 
@@ -40,6 +51,21 @@ class RegionDescriptor(msgspec.Struct, frozen=True):
     layout: str
     endpoints: tuple[str, ...]
     incarnation: str
+    kv: KvLayout | None = None
+
+    def refusal(self, own: RegionDescriptor) -> str:
+        """Say why blocks of this region cannot be pulled into `own`; "" if they can."""
+        if (self.layout, self.slot_bytes) == (own.layout, own.slot_bytes):
+            return ""
+        if self.kv is not None and own.kv is not None:
+            if self.kv.block_bytes != self.slot_bytes:
+                return f"the peer's slots of {self.slot_bytes} bytes are not {self.kv.block_bytes}"
+            same = ("parts", "part")  # a pull takes all heads from one peer
+            return self.kv.refusal(own.kv) or self.kv.difference(own.kv, same)
+        return (
+            f"the blocks of the peer have layout {self.layout} with {self.slot_bytes} bytes, those "
+            f"here {own.layout} with {own.slot_bytes}"
+        )
 
 
 class MemoryRegion:
@@ -51,6 +77,13 @@ class MemoryRegion:
     `memory` in this process. Both lie in one memfd, so that a peer of this host can map them and
     the kernel frees them with the last process. Pages exist from their first use on.
     """
+
+    memory_type = "DRAM"
+    device = 0
+    """Where the slots lie, in the words of NIXL: "VRAM" and the number of a GPU, or host memory."""
+
+    kv_layout: KvLayout | None = None
+    """Set by an engine whose blocks other workers may convert."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, buffer: mmap.mmap | None) -> None:
         self.slots = slots

@@ -16,18 +16,14 @@ from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from threading import Event
-from typing import Final, Self
+from typing import Final
 
-from dynamo.communication.addresses import new_incarnation
-from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.transfer.backend import BackendPeer
 from dynamo.communication.transfer.estimate import TransferEstimate
-from dynamo.communication.transfer.metrics import TransferMetrics
 from dynamo.communication.transfer.peer_memory import PeerMemory
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
 from dynamo.communication.transfer.socket_plane import SocketTransfer
-from dynamo.communication.transfer.sockets import SocketLink, dial, readable, when_ready
-from dynamo.core.clock import Clock, SystemClock
+from dynamo.communication.transfer.sockets import SocketLink, attach_to, dial, readable, when_ready
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.tasks import run_all
 
@@ -49,23 +45,9 @@ def host_id() -> str:
 
 
 class ShmTransfer(SocketTransfer):
-    """The backend `shm:`."""
+    """The backend `shm:`. Only processes of this user can connect."""
 
     scheme = "shm"
-
-    @classmethod
-    async def open(
-        cls,
-        url: str,
-        options: PlaneOptions = DEFAULT_OPTIONS,
-        clock: Clock | None = None,
-        metrics: TransferMetrics | None = None,
-        incarnation: str = "",
-    ) -> Self:
-        """Create a plane. Only processes of this user can connect."""
-        del url
-        secret = options.secret or options.folder_secret
-        return cls(clock or SystemClock(), incarnation or new_incarnation(), secret, metrics)
 
     async def _listen(self) -> str:
         name = f"dynamo-transfer-{self.incarnation}"
@@ -76,12 +58,12 @@ class ShmTransfer(SocketTransfer):
         return f"shm://{host_id()}/{name}"
 
     async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
-        host, _, name = self.endpoint_of(descriptor).removeprefix("shm://").partition("/")
-        if host != host_id():
-            text = f"the peer {descriptor.incarnation} runs on another host or in another network"
-            raise TransferFailed.of("refused", f"{text} namespace")
+        name = self.endpoint_of(descriptor).rpartition("/")[2]
         sock = await dial(
-            partial(_connect_socket, name), descriptor.incarnation, self.secret, self.attach
+            partial(_connect_socket, name),
+            descriptor.incarnation,
+            self.secret,
+            attach_to(descriptor),
         )
         try:
             memory = await self._receive_memory(sock, descriptor)
@@ -89,6 +71,13 @@ class ShmTransfer(SocketTransfer):
             sock.close()
             raise
         return ShmPeer(self, descriptor, region, sock, memory)
+
+    def endpoint_of(self, descriptor: RegionDescriptor) -> str:
+        endpoint = super().endpoint_of(descriptor)
+        if not endpoint.startswith(f"shm://{host_id()}/"):
+            text = f"the peer {descriptor.incarnation} runs on another host or in another network"
+            raise TransferFailed.of("refused", f"{text} namespace")
+        return endpoint
 
     def _check_peer(self, sock: socket.socket) -> None:
         _check_user(sock)
@@ -150,16 +139,11 @@ class ShmPeer(BackendPeer):
 
     async def _copy(self, reads: Sequence[SlotRead]) -> None:
         memory, stop = self._memory, Event()
-        size = len(reads) * self._region.slot_bytes
-        parts = max(1, min(COPY_THREADS, size // MIN_PART_BYTES))
-        per_part = -(-len(reads) // parts)
-        starts = range(0, len(reads), per_part)
         memory.begin()
         self._stops.add(stop)
         try:
-            copies = (
-                partial(memory.copy, self._region, reads[n : n + per_part], stop) for n in starts
-            )
+            parts = self._divide(reads, COPY_THREADS, MIN_PART_BYTES)
+            copies = (partial(memory.copy, self._region, part, stop) for part in parts)
             await run_all(*(self._threads.run(copy, stop.set) for copy in copies))
             if stop.is_set():
                 raise TransferFailed.of("gone", f"{self._name} has ended")

@@ -10,11 +10,10 @@ from abc import abstractmethod
 from typing import Final
 
 from dynamo.communication.transfer.backend import TransferBackend
-from dynamo.communication.transfer.metrics import TransferMetrics
+from dynamo.communication.transfer.plane import TransferSetup
 from dynamo.communication.transfer.sockets import Attach, SocketLink, accept
 from dynamo.communication.transfer.threads import CopyThreads
 from dynamo.communication.transports import UnprovenLinks
-from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks
 
@@ -30,11 +29,8 @@ class SocketTransfer(TransferBackend):
 
     server_tls: ssl.SSLContext | None = None
 
-    def __init__(
-        self, clock: Clock, incarnation: str, secret: str, metrics: TransferMetrics | None = None
-    ) -> None:
-        super().__init__(clock, incarnation, metrics)
-        self.secret = secret
+    def __init__(self, setup: TransferSetup) -> None:
+        super().__init__(setup)
         self.unproven_links = UnprovenLinks()
         self.threads = CopyThreads("transfer", MAX_THREADS)
         # Threads of their own: two processes whose pulls wait for each other must go on serving.
@@ -44,7 +40,7 @@ class SocketTransfer(TransferBackend):
 
     @property
     def attach(self) -> Attach:
-        """The layout of this process for the handshake."""
+        """The layout of this process, which a peer's must equal in the handshake."""
         return Attach(self.layout, 0 if self.region is None else self.region.slot_bytes)
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo.communication.frames import HEADER, MAX_HELLO_BYTES, pack_frame
 from dynamo.communication.handshake import ClientHandshake, ListeningProcess, ServerHandshake
+from dynamo.communication.transfer.region import RegionDescriptor
 from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S
 from dynamo.core.errors import (
     DECODE_ERRORS,
@@ -226,6 +227,11 @@ async def _receive_attach(link: SocketLink, expected: int) -> Attach:
         return _decode_attach(body)
     except DECODE_ERRORS as error:
         raise ProtocolError(f"unreadable layout: {error}") from error
+
+
+def attach_to(descriptor: RegionDescriptor) -> Attach:
+    """The layout that a reader claims: it reads slots as the owner describes them."""
+    return Attach(descriptor.layout, descriptor.slot_bytes)
 
 
 def _compare(own: Attach, peer: Attach) -> str:

@@ -7,22 +7,21 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Event
 from typing import Any, Final, Self
 
-from dynamo.communication.addresses import advertised_host, new_incarnation, parse_listen_url
+from dynamo.communication.addresses import advertised_host, parse_listen_url
 from dynamo.communication.link import keep_alive
-from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.transfer.backend import BackendPeer
+from dynamo.communication.transfer.compression import ZSTD, LinkCompression, check_zstd
 from dynamo.communication.transfer.estimate import TransferEstimate
-from dynamo.communication.transfer.metrics import TransferMetrics
+from dynamo.communication.transfer.plane import TransferSetup
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
 from dynamo.communication.transfer.socket_plane import SocketTransfer
-from dynamo.communication.transfer.sockets import SocketLink, dial, readable
+from dynamo.communication.transfer.sockets import SocketLink, attach_to, dial, readable
 from dynamo.communication.transfer.tcp_stream import (
-    MAX_READS,
     STALL_S,
     SlotChannel,
     open_channel,
@@ -30,7 +29,6 @@ from dynamo.communication.transfer.tcp_stream import (
     serve_read,
 )
 from dynamo.communication.transports import open_tls
-from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.tasks import run_all
 
@@ -38,6 +36,7 @@ CONNECTIONS: Final = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Connections to a peer, each with a thread at both ends; with few cores one is quickest. A pull
 uses all of them if each has `MIN_PART_BYTES` to carry."""
 MIN_PART_BYTES: Final = 1 << 20
+LOCAL_BUFFER_BYTES: Final = 1 << 20
 INITIAL_LATENCY_S: Final = 0.0005
 INITIAL_BYTES_PER_S: Final = 0.5e9
 
@@ -47,24 +46,17 @@ class TcpTransfer(SocketTransfer):
 
     scheme = "tcp"
     client_tls: ssl.SSLContext | None = None
+    compresses = False
 
     @classmethod
-    async def open(
-        cls,
-        url: str,
-        options: PlaneOptions = DEFAULT_OPTIONS,
-        clock: Clock | None = None,
-        metrics: TransferMetrics | None = None,
-        incarnation: str = "",
-    ) -> Self:
-        """Create a plane that does not listen yet. Raises `ConfigError` as the request plane."""
-        host, port = parse_listen_url(url)
-        tls = await open_tls(url, host, options)
-        secret = options.secret or options.folder_secret
-        plane = cls(clock or SystemClock(), incarnation or new_incarnation(), secret, metrics)
-        plane.server_tls, plane.client_tls = tls
-        plane._host, plane._port = host, port
-        plane._advertised_host = advertised_host(host, options.advertised_host)
+    async def open(cls, url: str, setup: TransferSetup) -> Self:
+        plane = cls(setup)
+        if setup.options.compression == "zstd":
+            check_zstd()
+            plane.compresses = True
+        plane._host, plane._port = host, _ = parse_listen_url(url)
+        plane.server_tls, plane.client_tls = await open_tls(url, host, setup.options)
+        plane._advertised_host = advertised_host(host, setup.options.advertised_host)
         return plane
 
     _host = "127.0.0.1"
@@ -80,6 +72,7 @@ class TcpTransfer(SocketTransfer):
         sock.setblocking(False)
         keep_alive(sock)
         await loop.sock_connect(sock, address)
+        _bound_buffers(sock)
         if self.client_tls is not None:
             await link.start_tls(self.client_tls, server_side=False)
 
@@ -88,7 +81,8 @@ class TcpTransfer(SocketTransfer):
             listening_socket = await _open_listener(self._host, self._port)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on tcp://{self._host}:{self._port}: {error.strerror or error}",
+                f"cannot listen on {self.scheme}://{self._host}:{self._port}: "
+                f"{error.strerror or error}",
                 hint="give --transfer-plane an address of this host; with port 0 each worker "
                 "takes a free one",
                 param="runtime.transfer",
@@ -96,7 +90,7 @@ class TcpTransfer(SocketTransfer):
         self._start_accepting(listening_socket)
         host = self._advertised_host
         host = f"[{host}]" if ":" in host else host
-        return f"tcp://{host}:{listening_socket.getsockname()[1]}"
+        return f"{self.scheme}://{host}:{listening_socket.getsockname()[1]}"
 
     async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
         peer = TcpPeer(self, descriptor, region, self.endpoint_of(descriptor))
@@ -108,6 +102,7 @@ class TcpTransfer(SocketTransfer):
         if region is None:
             return
         keep_alive(sock)
+        _bound_buffers(sock)
         channel = open_channel(sock, STALL_S)
         serve = partial(serve_read, channel, region)
         while True:
@@ -131,6 +126,9 @@ class TcpPeer(BackendPeer):
         self._idle: list[SlotChannel] = []
         self._busy: set[SlotChannel] = set()
         self._closed = False
+        self._compression = LinkCompression() if plane.compresses else None
+        self._link = TransferEstimate(INITIAL_LATENCY_S, INITIAL_BYTES_PER_S)
+        """The rate of pulls that are not compressed."""
 
     async def connect(self) -> None:
         """Open the first connection. Raises `TransferFailed`."""
@@ -144,14 +142,11 @@ class TcpPeer(BackendPeer):
             self._idle.pop().close()
 
     async def _copy(self, reads: Sequence[SlotRead]) -> None:
-        size = len(reads) * self._region.slot_bytes
-        parts = max(1, min(CONNECTIONS, size // MIN_PART_BYTES))
-        per_part = min(-(-len(reads) // parts), MAX_READS)
-        starts = range(0, len(reads), per_part)
-        if len(starts) == 1:
+        parts = self._divide(reads, CONNECTIONS, MIN_PART_BYTES)
+        if len(parts) == 1:
             await self._copy_part(reads)
         else:
-            await run_all(*(self._copy_part(reads[at : at + per_part]) for at in starts))
+            await run_all(*map(self._copy_part, parts))
 
     async def _copy_part(self, reads: Sequence[SlotRead]) -> None:
         async with self._places:
@@ -164,10 +159,11 @@ class TcpPeer(BackendPeer):
                 channel.shut_down()
 
             try:
-                work = partial(receive_slots, channel, self._region, reads, stop)
-                await self._tcp.threads.run(work, shut_down)
+                await self._receive(channel, reads, stop, shut_down)
                 reusable = True
             except TransferFailed as error:
+                if error.reason == "refused":
+                    self._compression = None  # the peer may not know zstd
                 raise TransferFailed.of(error.reason, f"{self._name}: {error.message}") from None
             except (OSError, EOFError) as error:
                 text = f"the connection to {self._name} broke: {str(error) or 'closed'}"
@@ -178,6 +174,26 @@ class TcpPeer(BackendPeer):
                     self._idle.append(channel)
                 else:
                     channel.close()
+
+    async def _receive(
+        self,
+        channel: SlotChannel,
+        reads: Sequence[SlotRead],
+        stop: Event,
+        shut_down: Callable[[], None],
+    ) -> None:
+        """Receive slots, compressed where that pays."""
+        compression, link = self._compression, self._link
+        encoding = ZSTD if compression is not None and compression.choose(link.bytes_per_s) else 0
+        size, started_s = len(reads) * self._region.slot_bytes, self._clock.now()
+        work = partial(receive_slots, channel, self._region, reads, stop, encoding)
+        received = await self._tcp.threads.run(work, shut_down)
+        now = self._clock.now()
+        if encoding and compression is not None:
+            compression.on_pulled(size, received, now - started_s, link.bytes_per_s)
+        elif compression is not None:
+            link.start(size, started_s)
+            link.finish(size, now, completed=True)
 
     async def _take_channel(self) -> SlotChannel:
         if self._closed:
@@ -193,8 +209,17 @@ class TcpPeer(BackendPeer):
         plane = self._tcp
         connect = partial(plane.connect_socket, self._endpoint)
         return open_channel(
-            await dial(connect, self.descriptor.incarnation, plane.secret, plane.attach)
+            await dial(
+                connect, self.descriptor.incarnation, plane.secret, attach_to(self.descriptor)
+            )
         )
+
+
+def _bound_buffers(sock: socket.socket) -> None:
+    """Bound the bytes on their way within one host, so that they stay in the cache of its cores."""
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, buffer, LOCAL_BUFFER_BYTES)
 
 
 def _has_input(sock: socket.socket) -> bool:

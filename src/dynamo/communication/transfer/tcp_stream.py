@@ -1,7 +1,8 @@
 """The bytes of `tcp:` on a proven connection, sent and received by threads.
 
-The reader sends READ: batch size and (slot, generation) of each slot, all u64. The owner answers
-with the batches, each a status, the xxh3-64 of each slot, and the slots, and with a last status. A
+The reader sends READ: batch size and (slot, generation) of each slot, all u64. The upper half of
+the batch size is the encoding. The owner answers with the batches, each a status, the xxh3-64 of
+each slot, and the slots, and with a last status. Encoded slots have their sizes before them. A
 status tells whether all generations up to there were right; any but GOOD ends the connection, so
 that a reader may wait for a status and its batch together.
 """
@@ -12,14 +13,15 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from ssl import SSLSocket
 from threading import Event
-from typing import Final, TypeAlias
+from typing import Final
 
 from dynamo.communication.frames import HEADER
-from dynamo.communication.transfer.region import MemoryRegion, SlotRead
-from dynamo.communication.transfer.runs import merge_pairs
+from dynamo.communication.transfer.compression import ZSTD, compress, decompress
+from dynamo.communication.transfer.region import MAX_READS, MemoryRegion, SlotRead
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.hashing import checksum
 
@@ -30,30 +32,29 @@ REFUSED: Final = 2
 
 BATCH_BYTES: Final = 1 << 20
 """Bytes between two checks. Their checksum is computed while they are in the cache of a core."""
+ENCODING_SHIFT: Final = 32
+MAX_BATCH: Final = (1 << ENCODING_SHIFT) - 1
 MAX_BATCH_SLOTS: Final = 512
 """Below the 1,024 pieces of a system call."""
-MAX_READS: Final = 16_384
 STALL_S: Final = 10.0
 """Time without progress after which the owner gives up a reader."""
 WORD_BYTES: Final = 8
 _TIMEVAL: Final = struct.Struct("ll")
 
-Buffer: TypeAlias = "memoryview | bytearray | bytes | array[int]"
-
 
 class SlotChannel(ABC):
-    """A blocking connection whose calls move everything or raise `OSError`."""
+    """A blocking connection whose calls move everything or raise `OSError`. Views are of bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
     @abstractmethod
-    def send(self, buffers: Iterable[Buffer]) -> None:
-        """Send all buffers."""
+    def send(self, views: list[memoryview]) -> None:
+        """Send all views."""
 
     @abstractmethod
-    def receive(self, buffers: Iterable[Buffer]) -> None:
-        """Fill all buffers. Raises `EOFError` at the end of the connection."""
+    def receive(self, views: list[memoryview]) -> None:
+        """Fill all views. Raises `EOFError` at the end of the connection."""
 
     @abstractmethod
     def block(self) -> None:
@@ -84,15 +85,13 @@ class PlainChannel(SlotChannel):
     def block(self) -> None:
         self.sock.setblocking(True)
 
-    def send(self, buffers: Iterable[Buffer]) -> None:
-        views = _views(buffers)
+    def send(self, views: list[memoryview]) -> None:
         while views:
             views = _advance(views, self.sock.sendmsg(views))
 
-    def receive(self, buffers: Iterable[Buffer]) -> None:
-        views = _views(buffers)
+    def receive(self, views: list[memoryview]) -> None:
         while views:
-            size, _, _, _ = self.sock.recvmsg_into(views)
+            size, _, _, _ = self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)
             if not size:
                 raise EOFError
             views = _advance(views, size)
@@ -108,17 +107,16 @@ class TlsChannel(SlotChannel):
     def block(self) -> None:
         """Do nothing: Python's own time limit works in either mode."""
 
-    def send(self, buffers: Iterable[Buffer]) -> None:
-        for view in _views(buffers):
+    def send(self, views: list[memoryview]) -> None:
+        for view in views:
             self.sock.sendall(view)
 
-    def receive(self, buffers: Iterable[Buffer]) -> None:
-        for view in _views(buffers):
-            while view:
-                size = self.sock.recv_into(view)
-                if not size:
-                    raise EOFError
-                view = view[size:]  # noqa: PLW2901
+    def receive(self, views: list[memoryview]) -> None:
+        while views:
+            size = self.sock.recv_into(views[0])
+            if not size:
+                raise EOFError
+            views = _advance(views, size)
 
 
 def open_channel(sock: socket.socket, stall_s: float = 0.0) -> SlotChannel:
@@ -129,28 +127,36 @@ def open_channel(sock: socket.socket, stall_s: float = 0.0) -> SlotChannel:
 
 
 def receive_slots(
-    channel: SlotChannel, region: MemoryRegion, reads: Sequence[SlotRead], stop: Event
-) -> None:
-    """Pull slots into `region`. Raises `TransferFailed`, `EOFError` and `OSError`.
+    channel: SlotChannel,
+    region: MemoryRegion,
+    reads: Sequence[SlotRead],
+    stop: Event,
+    encoding: int = 0,
+) -> int:
+    """Pull slots into `region`. Returns the bytes that came for them. Raises `TransferFailed`,
+    `EOFError` and `OSError`.
 
     After an error the channel cannot be used again.
     """
-    batch = batch_slots(region.slot_bytes)
-    numbers = array("Q", [batch])
+    batch = max(1, min(MAX_BATCH_SLOTS, BATCH_BYTES // region.slot_bytes))
+    receive = _receive_encoded if encoding else _receive_batch
+    received = 0
+    numbers = array("Q", [encoding << ENCODING_SHIFT | batch])
     for read in reads:
         numbers.extend((read.source, read.generation))
-    body = numbers.tobytes()
-    channel.send([HEADER.pack(len(body), READ, 0, 0), body])
+    header = HEADER.pack(len(numbers) * WORD_BYTES, READ, 0, 0)
+    channel.send([memoryview(header), _bytes_of(numbers)])
     for start in range(0, len(reads), batch):
         if stop.is_set():
             raise EOFError
-        targets = [read.target for read in reads[start : start + batch]]
-        sums = _receive_batch(channel, len(targets), _payload(region, targets))
-        for target, expected in zip(targets, sums, strict=True):
-            if checksum(region.slot(target)) != expected:
-                text = f"the bytes for block {target} were altered on their way"
-                raise TransferFailed.of("checksum", text)
-    _receive_batch(channel, 0, ())
+        slots = [region.slot(read.target) for read in reads[start : start + batch]]
+        checksums, size = receive(channel, slots)
+        received += size
+        if checksums != [checksum(slot) for slot in slots]:
+            text = f"the bytes of blocks {reads[start : start + batch]} were altered on their way"
+            raise TransferFailed.of("checksum", text)
+    _receive_batch(channel, [])
+    return received
 
 
 def serve_read(channel: SlotChannel, region: MemoryRegion) -> bool:
@@ -159,20 +165,23 @@ def serve_read(channel: SlotChannel, region: MemoryRegion) -> bool:
     header = bytearray(HEADER.size)
     channel.block()
     try:
-        channel.receive([header])
+        channel.receive([memoryview(header)])
     except EOFError:
         return False
     length, kind, _, _ = HEADER.unpack(header)
     if kind != READ or length % WORD_BYTES or length > WORD_BYTES * (2 * MAX_READS + 1):
         raise ProtocolError(f"a frame of kind {kind} with {length} bytes instead of a read")
     numbers = array("Q", bytes(length))
-    channel.receive([numbers])
-    batch, sources, generations = numbers[0], numbers[1::2], numbers[2::2]
+    channel.receive([_bytes_of(numbers)] if length else [])
+    order, *pairs = numbers or [0]
+    encoding, batch = order >> ENCODING_SHIFT, order & MAX_BATCH
+    sources, generations = pairs[::2], pairs[1::2]
     known = len(sources) == len(generations) and all(slot < region.slots for slot in sources)
-    if not (known and sources and 0 < batch <= MAX_BATCH_SLOTS):
-        channel.send([array("Q", [REFUSED])])
+    readable = encoding == 0 or (encoding == ZSTD and find_spec("zstandard") is not None)
+    if not (known and readable and sources and 0 < batch <= MAX_BATCH_SLOTS):
+        channel.send([_bytes_of(array("Q", [REFUSED]))])
         return False
-    return _send_slots(channel, region, batch, sources.tolist(), generations.tolist())
+    return _send_slots(channel, region, batch, sources, generations, encoding)
 
 
 def _send_slots(
@@ -181,45 +190,54 @@ def _send_slots(
     batch: int,
     sources: list[int],
     generations: list[int],
+    encoding: int,
 ) -> bool:
     """Send batches. A generation is compared before its batch and, after the kernel took the bytes,
     again. False: one was wrong."""
     present = region.generations
-
-    def status(first: int, end: int) -> int:
-        pairs = zip(sources[first:end], generations[first:end], strict=True)
-        return GOOD if all(present[slot] == expected for slot, expected in pairs) else STALE
-
-    for start in range(0, len(sources), batch):
-        slots = sources[start : start + batch]
-        sums = [checksum(region.slot(slot)) for slot in slots]
-        words = array("Q", [status(max(0, start - batch), start + batch), *sums])
-        if words[0] != GOOD:
-            channel.send([words[:1]])
+    end = len(sources)
+    for start in range(0, end + batch, batch):  # the last one is a status alone
+        slots = [region.slot(slot) for slot in sources[start : start + batch]]
+        words = array("Q", [GOOD, *map(checksum, slots)])
+        parts: list[memoryview] = slots
+        if encoding:
+            parts = [memoryview(compress(slot)) for slot in slots]
+            words.extend(map(len, parts))
+        checked = slice(max(0, start - batch), start + batch)
+        if [present[slot] for slot in sources[checked]] != generations[checked]:
+            channel.send([_bytes_of(array("Q", [STALE]))])
             return False
-        channel.send([words, *_payload(region, slots)])
-    last_status = status(len(sources) - len(slots), len(sources))
-    channel.send([array("Q", [last_status])])
-    return last_status == GOOD
+        channel.send([_bytes_of(words), *parts])
+    return True
 
 
-def batch_slots(slot_bytes: int) -> int:
-    """Return how many slots are sent between two checks."""
-    return max(1, min(MAX_BATCH_SLOTS, BATCH_BYTES // slot_bytes))
+def _receive_batch(channel: SlotChannel, slots: Sequence[memoryview]) -> tuple[list[int], int]:
+    """Receive a status, then checksums and bytes of `slots`. Raises `TransferFailed`, `EOFError`.
+
+    Returns the checksums and the bytes of the slots.
+    """
+    words = _receive_words(channel, 1 + len(slots), slots)
+    return words[1:], sum(map(len, slots))
 
 
-def _payload(region: MemoryRegion, slots: Sequence[int]) -> list[memoryview]:
-    size = region.slot_bytes
-    runs = merge_pairs(slots, slots, len(slots))
-    return [region.memory[first * size : (first + count) * size] for first, _, count in runs]
+def _receive_encoded(channel: SlotChannel, slots: Sequence[memoryview]) -> tuple[list[int], int]:
+    """As `_receive_batch`, with slots in zstd."""
+    words = _receive_words(channel, 1 + 2 * len(slots), ())
+    checksums, sizes = words[1 : 1 + len(slots)], words[1 + len(slots) :]
+    if any(size > len(slot) for size, slot in zip(sizes, slots, strict=True)):
+        raise TransferFailed.of("checksum", "an encoded block is larger than its slot")
+    parts = [memoryview(bytearray(size)) for size in sizes]
+    channel.receive(parts)
+    for part, slot in zip(parts, slots, strict=True):
+        decompress(part, slot)
+    return checksums, sum(sizes)
 
 
-def _receive_batch(channel: SlotChannel, count: int, payload: Sequence[memoryview]) -> array[int]:
-    """Receive a status, then the checksums and the bytes of `count` slots. Raises `TransferFailed`,
-    `EOFError`."""
-    words = array("Q", [GOOD, *[0] * count])
+def _receive_words(channel: SlotChannel, count: int, slots: Sequence[memoryview]) -> list[int]:
+    """Receive words, of which the first is a status, and slots behind them."""
+    words = array("Q", bytes(WORD_BYTES * count))
     try:
-        channel.receive([words, *payload])
+        channel.receive([_bytes_of(words), *slots])
     finally:
         if words[0] == STALE:
             raise TransferFailed.of("stale", "the peer uses a block for something else now")
@@ -227,11 +245,11 @@ def _receive_batch(channel: SlotChannel, count: int, payload: Sequence[memoryvie
             raise TransferFailed.of("refused", "the peer knows no such blocks")
         if words[0] != GOOD:
             raise TransferFailed.of("checksum", "the peer's status was altered on its way")
-    return words[1:]
+    return words.tolist()
 
 
-def _views(buffers: Iterable[Buffer]) -> list[memoryview]:
-    return [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+def _bytes_of(words: array[int]) -> memoryview:
+    return memoryview(words).cast("B")
 
 
 def _advance(views: list[memoryview], size: int) -> list[memoryview]:

@@ -2,7 +2,7 @@
 
 A call carries a `PrefillRequest` in msgpack. Its answers are one byte of kind, then msgpack:
 
-    b"b" [first block, block ids, generations] | b"f" FirstToken
+    b"q" tokens in front | b"b" [first block, block ids, generations] | b"f" FirstToken
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ TRANSFER_KEY = "transfer"
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt to compute on a data-parallel rank. The caller has the first `have_blocks`."""
+    """A prompt to compute on a data-parallel rank. The caller has the first `have_blocks`, and
+    knows the message "q" if it `wants_queue`."""
 
     request: GenerateRequest
     have_blocks: _Count = 0
     rank: _Count = 0
+    wants_queue: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
 encode_prefill_request: Callable[[PrefillRequest], bytes] = _encode
 decode_prefill_request = msgspec.msgpack.Decoder(PrefillRequest).decode
 """Decodes the result of `encode_prefill_request`. Raises `msgspec.DecodeError`."""
+_decode_count = msgspec.msgpack.Decoder(_Count).decode
 _decode_blocks = msgspec.msgpack.Decoder(tuple[_Count, list[_Count], list[_Count]]).decode
 _decode_first_token = msgspec.msgpack.Decoder(FirstToken).decode
 
@@ -41,8 +44,13 @@ _decode_first_token = msgspec.msgpack.Decoder(FirstToken).decode
 class PrefillEncoder(PrefillSink):
     """Encodes each call and passes the payload to `send`, at the prefill worker's end."""
 
-    def __init__(self, send: Callable[[bytes], bool]) -> None:
+    def __init__(self, send: Callable[[bytes], bool], *, sends_queue: bool) -> None:
         self._send = send
+        self._sends_queue = sends_queue
+
+    def on_queued(self, tokens: int) -> None:
+        if self._sends_queue:
+            self._send(b"q" + _encode(tokens))
 
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
         return self._send(b"b" + _encode((first, block_ids, generations)))
@@ -69,6 +77,9 @@ class PrefillDecoder:
                     f"a prefill worker sent {len(generations)} generations of {len(block_ids)} "
                     "blocks"
                 )
+            if kind == b"q":
+                self._sink.on_queued(_decode_count(body))
+                return True
             if kind == b"f":
                 return self._sink.on_first_token(_decode_first_token(body))
         except DECODE_ERRORS as error:

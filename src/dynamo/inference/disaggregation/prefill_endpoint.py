@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dynamo.core.context import Context
 from dynamo.core.errors import DECODE_ERRORS, DeadlineExceeded, InvalidRequest, ProtocolError
 from dynamo.core.values import GenerateRequest
+from dynamo.inference.disaggregation.handover import Handover
 from dynamo.inference.disaggregation.messages import PrefillEncoder, decode_prefill_request
 from dynamo.inference.kv_source import FirstToken, PrefillSink
 
@@ -27,9 +28,13 @@ class PrefillEndpoint:
     when a prompt arrives and when its call ends."""
 
     def __init__(
-        self, engines: Sequence[BatchedEngine], on_load_changed: Callable[[], None]
+        self,
+        engines: Sequence[BatchedEngine],
+        handover: Handover,
+        on_load_changed: Callable[[], None],
     ) -> None:
         self._engines = engines
+        self._handover = handover
         self._on_load_changed = on_load_changed
 
     async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
@@ -42,13 +47,14 @@ class PrefillEndpoint:
             raise InvalidRequest(f"rank {call.rank}: this worker has {len(self._engines)} ranks")
         self._on_load_changed()
         try:
-            await compute_for_peer(
-                self._engines[call.rank],
-                call.request,
-                outgoing.context,
-                call.have_blocks,
-                PrefillEncoder(outgoing.send),
-            )
+            with self._handover.track_call(call.request):
+                await compute_for_peer(
+                    self._engines[call.rank],
+                    call.request,
+                    outgoing.context,
+                    call.have_blocks,
+                    PrefillEncoder(outgoing.send, sends_queue=call.wants_queue),
+                )
         finally:
             self._on_load_changed()
 
@@ -86,6 +92,9 @@ class _Watched(PrefillSink):
         self._sink = sink
         self._on_computed = on_computed
         self._blocks = 0
+
+    def on_queued(self, tokens: int) -> None:
+        self._sink.on_queued(tokens)
 
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
         self._blocks += len(block_ids)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -26,6 +26,7 @@ from dynamo.inference.disaggregation.messages import (
 )
 from dynamo.inference.disaggregation.peer_prefill import PrefillPeer
 from dynamo.inference.kv_source import PrefillSink
+from dynamo.models.card import BlockIdentity
 
 if TYPE_CHECKING:
     from dynamo.runtime.calls.client import Client
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 APPEARANCE_S = 1.0
 """Time within which discovery tells all processes of a new instance."""
+MAX_SEEN = 4096
+"""So many instances that have appeared or were waited for are remembered, also after they left."""
 
 
 def region_descriptors(instance: Instance) -> tuple[RegionDescriptor, ...]:
@@ -80,7 +83,7 @@ class InstancePeer(PrefillPeer):
         have_blocks: int,
         sink: PrefillSink,
     ) -> None:
-        call = PrefillRequest(replace(request, group=None), have_blocks, rank)
+        call = PrefillRequest(replace(request, group=None), have_blocks, rank, wants_queue=True)
         payload = encode_prefill_request(call)
         await self._client.call(self.instance, payload, context, PrefillDecoder(sink).feed)
 
@@ -110,12 +113,15 @@ class PrefillPeers:
     """The instances of a client as peers of one region of this worker. An instance that does not
     answer for a moment keeps its connections until discovery drops it."""
 
-    def __init__(self, client: Client, plane: TransferPlane) -> None:
+    def __init__(self, client: Client, plane: TransferPlane, check: PeerCheck) -> None:
         self._client = client
         self._plane = plane
+        self._check = check
         self._tasks = BackgroundTasks()
         self._peers: dict[str, InstancePeer] = {}
-        self._seen: set[str] = set()
+        self.refused: dict[str, str] = {}
+        """Why blocks of present instances are not pulled, by instance."""
+        self._seen: dict[str, None] = {}
         self._appeared = asyncio.Event()
         self._unsubscribes = (
             client.on_change(self._refresh),
@@ -125,11 +131,18 @@ class PrefillPeers:
 
     async def find(self, instance_id: str) -> InstancePeer | None:
         """Return the peer, or None if it does not serve now. The router may know an instance that
-        has just appeared before this worker does, so this waits once for an unknown one."""
+        has just appeared before this worker does, so this waits once for an unknown one. Raises
+        `TransferFailed` if its blocks do not fit here."""
         if instance_id not in self._seen:
             await wait_at_most(self._wait_for(instance_id), APPEARANCE_S)
-            self._seen.add(instance_id)
+            self._note(instance_id)
+        if reason := self.refused.get(instance_id):
+            raise TransferFailed.of("refused", f"blocks of {instance_id} are not pulled: {reason}")
         return self._peers.get(instance_id) if instance_id in self._client.instances else None
+
+    def bytes_pulled(self) -> Mapping[str, int]:
+        """Return by instance the bytes that were pulled from those that serve now."""
+        return {name: peer.bytes_pulled for name, peer in self._peers.items()}
 
     async def close(self) -> None:
         """End all connections."""
@@ -144,28 +157,60 @@ class PrefillPeers:
             self._appeared.clear()
             await self._appeared.wait()
 
+    def _note(self, instance_id: str) -> None:
+        if len(self._seen) >= MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[instance_id] = None
+
     def _refresh(self) -> None:
         for name, instance in self._client.instances.items():
-            if name not in self._peers:
+            if name in self._peers or name in self.refused:
+                continue
+            self._note(name)
+            if reason := self._check.refusal(instance):
+                self.refused[name] = reason
+                fields = {"instance": name, "reason": reason}
+                log.warning("blocks of a worker do not fit here", extra={"fields": fields})
+            else:
                 self._peers[name] = InstancePeer(self._client, instance, self._plane)
-                self._seen.add(name)
         self._appeared.set()
 
     def _leave(self, instance: Instance) -> None:
+        self.refused.pop(instance.id, None)
         peer = self._peers.pop(instance.id, None)
         if peer is not None:
             self._tasks.start(peer.close(), "leave a prefill worker")
 
 
-def matches(
-    instance: Instance, own_id: str, blocks: object, own_regions: Sequence[RegionDescriptor]
-) -> bool:
-    """Whether an instance computes prompts whose blocks this worker can use: another process whose
-    blocks have the same identity and layout."""
-    regions = region_descriptors(instance)
-    return (
-        instance.id != own_id
-        and bool(regions)
-        and instance.capabilities.get("blocks") == blocks
-        and all(region.layout == own_regions[0].layout for region in regions)
-    )
+class PeerCheck:
+    """Compares other workers of the model with this one, whose `capabilities` and `region` it has:
+    blocks of other weights, tokenizers or hashes are not pulled."""
+
+    def __init__(
+        self, own_id: str, capabilities: Mapping[str, Any], region: RegionDescriptor
+    ) -> None:
+        self._own_id = own_id
+        self._model = capabilities["model"]
+        self._blocks = msgspec.convert(capabilities["blocks"], BlockIdentity)
+        self._region = region
+
+    def is_candidate(self, instance: Instance) -> bool:
+        """Whether the instance is another process that serves the model and exposes its blocks."""
+        return (
+            instance.id != self._own_id
+            and instance.capabilities.get("model") == self._model
+            and bool(region_descriptors(instance))
+        )
+
+    def refusal(self, instance: Instance) -> str:
+        """Say why blocks of the instance are of no use here; "" if they can be pulled."""
+        regions = region_descriptors(instance)
+        try:
+            blocks = msgspec.convert(instance.capabilities.get("blocks", {}), BlockIdentity)
+        except msgspec.ValidationError as error:
+            return f"unreadable identity of blocks: {error}"
+        if self._region.kv is not None and all(region.kv is not None for region in regions):
+            blocks = replace(blocks, block_tokens=None)  # blocks of another length are converted
+        differences = self._blocks.describe_differences(blocks)
+        reasons = (region.refusal(self._region) for region in regions)
+        return differences or next(filter(None, reasons), "")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from dynamo.communication.transfer import RegionDescriptor, TransferPlane
-from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
+from dynamo.core.values import ROLES_BY_NAME, GenerateRequest
+from dynamo.inference.disaggregation.handover import Handover
 from dynamo.inference.disaggregation.messages import PREFILL_ENDPOINT, TRANSFER_KEY
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill
 from dynamo.inference.disaggregation.prefill_endpoint import PrefillEndpoint
-from dynamo.inference.disaggregation.prefill_peers import PrefillPeers, matches
+from dynamo.inference.disaggregation.prefill_peers import PeerCheck, PrefillPeers
 from dynamo.inference.worker_metrics import declare_disaggregation_metrics
 from dynamo.runtime.calls.failure_detector import FailureDetector
 
@@ -34,7 +36,12 @@ class WorkerPrefill:
         self._planes: list[TransferPlane] = []
         self._regions: list[RegionDescriptor] = []
         self._peers: list[PrefillPeers] = []
+        self._sources: list[PeerPrefill] = []
+        self._only_decodes = runtime.settings.engine.role == "decode"
         self._tasks = BackgroundTasks()
+        self._handover = Handover(runtime.clock)
+        self._prefill_endpoint: ServedEndpoint | None = None
+        self._generate_endpoint: ServedEndpoint | None = None
 
     @classmethod
     async def open(
@@ -62,10 +69,38 @@ class WorkerPrefill:
         """Follow the other workers with these `blocks`, then serve the endpoint `prefill`."""
         if not self._regions:
             return ()
-        await self._follow_peers(capabilities["blocks"])
-        handler = PrefillEndpoint(self._engines, on_load_changed).handle
+        await self._follow_peers(capabilities)
+        handler = PrefillEndpoint(self._engines, self._handover, on_load_changed).handle
         endpoint = self._component.endpoint(PREFILL_ENDPOINT)
-        return (await endpoint.serve(handler, capabilities=capabilities),)
+        self._prefill_endpoint = await endpoint.serve(handler, capabilities=capabilities)
+        return (self._prefill_endpoint,)
+
+    def withdraw_after(self, generate_endpoint: ServedEndpoint) -> None:
+        """Let a draining worker serve prompts and blocks until the requests of `generate_endpoint`
+        have moved to other workers. No router chooses this worker for new prompts then."""
+        self._generate_endpoint = generate_endpoint
+        if self._prefill_endpoint is not None:
+            self._prefill_endpoint.before_withdrawal = self._hand_over
+
+    def on_request_cancelled(self, request: GenerateRequest) -> None:
+        """Expect another worker to ask for the blocks of `request`, if this worker drains."""
+        generate_endpoint = self._generate_endpoint
+        if generate_endpoint is not None and generate_endpoint.lifecycle.stopping:
+            self._handover.on_request_left(request)
+
+    async def _hand_over(self, drain_s: float | None) -> None:
+        async def wait() -> None:
+            if self._generate_endpoint is not None:
+                await self._generate_endpoint.withdraw(drain_s)
+            await self._handover.wait_until_done()
+
+        await wait_at_most(wait(), drain_s)
+
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Take over changed roles of the worker."""
+        self._only_decodes = tuple(roles) == ROLES_BY_NAME["decode"]
+        for source in self._sources:
+            source.only_decodes = self._only_decodes
 
     async def close(self) -> None:
         """Leave the other workers. A second call does nothing."""
@@ -81,18 +116,36 @@ class WorkerPrefill:
         self._planes.append(plane)
         self._regions.append(await plane.expose(region, engine.runner.layout))
 
-    async def _follow_peers(self, blocks: object) -> None:
+    async def _follow_peers(self, capabilities: Mapping[str, Any]) -> None:
         runtime = self._runtime
-        is_peer = partial(
-            matches, own_id=runtime.instance_id, blocks=blocks, own_regions=self._regions
-        )
-        client = await self._component.endpoint(PREFILL_ENDPOINT).client(is_peer)
-        detector = FailureDetector(
-            runtime.requests, runtime.clock, self._tasks, runtime.metrics, spares_last=False
-        )
-        detector.watch(client)
+        check = PeerCheck(runtime.instance_id, capabilities, self._regions[0])
+        client = await self._component.endpoint(PREFILL_ENDPOINT).client(check.is_candidate)
+        runtime.health.add_limitation("kv_peers", self._describe_refused)
+        detector = FailureDetector(runtime.requests, runtime.clock, self._tasks, runtime.metrics)
+        detector.watch(client, spares_last=False)
         declare_disaggregation_metrics(runtime.metrics, self._engines, self._regions[0].slot_bytes)
+        runtime.metrics.counter(
+            "dynamo_worker_peer_bytes_total",
+            "Bytes of KV pulled from each worker that serves now.",
+            ("peer",),
+            callback=self._bytes_by_peer,
+        )
         for engine, plane in zip(self._engines, self._planes, strict=True):
-            peers = PrefillPeers(client, plane)
+            peers = PrefillPeers(client, plane, check)
             self._peers.append(peers)
-            engine.kv_source = PeerPrefill(peers.find, runtime.clock, runtime.instance_id)
+            source = PeerPrefill(peers.find, runtime.clock, runtime.instance_id)
+            source.only_decodes = self._only_decodes
+            self._sources.append(source)
+            engine.kv_source = source
+
+    def _describe_refused(self) -> str:
+        reasons = {} if not self._peers else self._peers[0].refused
+        return "; ".join(f"blocks of {name} are not pulled: {why}" for name, why in reasons.items())
+
+    def _bytes_by_peer(self) -> Mapping[tuple[str, ...], float]:
+        counts: Counter[tuple[str, ...]] = Counter()
+        for peers in self._peers:
+            for name, size in peers.bytes_pulled().items():
+                if size:
+                    counts[name,] += size
+        return counts

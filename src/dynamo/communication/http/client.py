@@ -1,0 +1,223 @@
+"""An HTTP/1.1 client of one server: keep-alive connections, TLS, and answers as they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import Callable, Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from dynamo.communication.link import keep_alive
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings.server_url import server_url
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_BODY_BYTES = 8 << 20
+"""A longer body fails, unless it is passed on as it arrives."""
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
+OnData = Callable[[bytes], bool]
+"""Takes a part of a body. False: the rest is not wanted."""
+
+
+class HttpAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request. `body` is empty if it was passed on. Header names are lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpClientConnection(asyncio.Protocol):
+    """A connection that carries one exchange at a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._ended: asyncio.Future[HttpAnswer] | None = None
+        self._on_data: OnData | None = None
+        self.reusable = True
+        self.answered = False
+        """Whether any byte of the present answer has come."""
+
+    async def exchange(self, request: bytes, on_data: OnData | None) -> HttpAnswer:
+        """Send a request and return its answer. Raises `OSError`, and what `on_data` raises. The
+        connection is of no use after an error or a cancellation."""
+        self.reusable = self.answered = False
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise ConnectionError("the connection is closed")
+        self._headers: dict[str, str] = {}
+        self._body = bytearray()
+        self._on_data = on_data
+        self._parser = httptools.HttpResponseParser(self)
+        self._ended = self._loop.create_future()
+        transport.write(request)
+        try:
+            return await self._ended
+        finally:
+            self._ended = None
+            if not self.reusable:
+                transport.abort()
+
+    def close(self) -> None:
+        """Close the connection. An exchange fails."""
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        keep_alive(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._ended is None:
+            self.close()
+            return
+        self.answered = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+
+    def eof_received(self) -> None:
+        self.reusable = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.reusable = False
+        text = f": {exc}" if exc else ""
+        self._fail(ConnectionError(f"the connection was closed during an answer{text}"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Collect a header."""
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_body(self, data: bytes) -> None:
+        """Pass a part of a good answer's body on, or collect it."""
+        ended = self._ended
+        if ended is None or ended.done():
+            return
+        if self._on_data is None or self._parser.get_status_code() != 200:
+            self._body += data
+            if len(self._body) > MAX_BODY_BYTES:
+                self._fail(ConnectionError(f"the answer has more than {MAX_BODY_BYTES} bytes"))
+            return
+        try:
+            wanted = self._on_data(data)
+        except Exception as error:  # noqa: BLE001 - the awaited call raises it
+            self._fail(error)
+            return
+        if not wanted:
+            self._complete()
+
+    def on_message_complete(self) -> None:
+        """End the exchange."""
+        ended = self._ended
+        if ended is not None and not ended.done():
+            self.reusable = self._parser.should_keep_alive()
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._ended is not None:
+            status = self._parser.get_status_code()
+            self._ended.set_result(HttpAnswer(status, self._headers, bytes(self._body)))
+
+    def _fail(self, error: Exception) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+
+class HttpClient:
+    """Sends requests to the server of `url`, at any path below it. Idle connections are kept."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
+        """`tls` is used for https. Raises `ConfigError` for what is no URL of a server, or no
+        header."""
+        self.url = server_url(url)
+        parts = urlsplit(self.url)
+        self._path = parts.path
+        self._tls = tls if parts.scheme == "https" else None
+        self._host, self._port = (
+            parts.hostname or "",
+            parts.port or (80 if self._tls is None else 443),
+        )
+        own = {"host": parts.netloc, "content-type": "application/json"} | dict(headers)
+        for name, value in own.items():
+            if not _HEADER_VALUE.fullmatch(value):
+                raise ConfigError(
+                    f"the header {name!r} has a character that HTTP does not transport",
+                    hint="is the API key complete, and only the key?",
+                )
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in own.items())
+        self._idle: list[HttpClientConnection] = []
+        self._busy: set[HttpClientConnection] = set()
+        self._closed = False
+
+    async def send(
+        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
+    ) -> HttpAnswer:
+        """Send a request. Parts of the body of an answer 200 go to `on_data`, if given. Raises
+        `OSError` if the server cannot be reached or breaks off. Cancellation closes the
+        connection, by which servers notice it."""
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
+        request = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
+        if self._closed:
+            raise ConnectionError("the client is closed")
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.reusable:
+                continue
+            try:
+                return await self._exchange(connection, request, on_data)
+            except ConnectionError:
+                if connection.answered:
+                    raise
+                break  # the server closed it while it was idle, or died of this request
+        return await self._exchange(await self._connect(), request, on_data)
+
+    def close(self) -> None:
+        """Close all connections. Exchanges fail with `ConnectionError`, also later ones."""
+        self._closed = True
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
+
+    async def _exchange(
+        self, connection: HttpClientConnection, request: bytes, on_data: OnData | None
+    ) -> HttpAnswer:
+        self._busy.add(connection)
+        try:
+            return await connection.exchange(request, on_data)
+        finally:
+            self._busy.discard(connection)
+            if connection.reusable:
+                self._idle.append(connection)
+
+    async def _connect(self) -> HttpClientConnection:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                HttpClientConnection, self._host, self._port, ssl=self._tls
+            )
+        if self._closed:  # meanwhile
+            connection.close()
+            raise ConnectionError("the client is closed")
+        return connection
+
+
+class EventStream:
+    """Splits a body of server-sent events into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Return the data of the events that `part` completes. Each has one line of data, as those
+        of the OpenAI API do. Raises `ConnectionError` for an endless line."""
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > MAX_BODY_BYTES:
+            raise ConnectionError(f"an event has more than {MAX_BODY_BYTES} bytes")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
