@@ -44,7 +44,8 @@ class Dispatch:
             raise gone from error
         except WorkerFailed as error:
             if not decoder.complete:  # after a complete answer only the stream's end was lost
-                error.instance = instance.id
+                error.instance = error.instance or instance.id
+                error.rank = request.rank
                 raise
         if not decoder.complete:
             incomplete = WorkerFailed(f"instance {instance.id} ended its stream before its answer")

@@ -25,6 +25,7 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.fast_path import SendToken
+from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.telemetry import Registry
@@ -176,9 +177,10 @@ class Migration(Operator):
                 avoid=failures.avoided_workers,
             )
             answer.resumed_tokens, answer.admitted = len(answer.token_log), False
-            failure = await self._retry(
-                resume_request(request, answer.token_log), attempt, answer, call_next
-            )
+            resumed = resume_request(request, answer.token_log)
+            if isinstance(error, WorkerDraining) and answer.token_log and error.instance:
+                resumed = replace(resumed, kv_from=worker_name(error.instance, error.rank))
+            failure = await self._retry(resumed, attempt, answer, call_next)
             if failure is None:
                 return
             error = failure

@@ -107,6 +107,8 @@ class ProbedWorker(AttemptListener):
         elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
             error, InstanceGone | WorkerDraining
         ):
+            if isinstance(error, WorkerFailed) and error.instance not in ("", self.instance.id):
+                return  # the prefill worker of the request failed
             self._health.record_failure(self, error)
 
     def check_stalled(self, result: ProbeResult, now: float) -> bool:

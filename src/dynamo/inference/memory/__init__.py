@@ -1,6 +1,34 @@
-"""Prefix-indexed KV memory: which blocks belong to a prefix, and which of them are available."""
+"""Prefix-indexed KV memory: the blocks of a prefix, the tier that holds each, and their moves."""
 
+from dynamo.inference.memory.block_manager import (
+    CacheHitInfo,
+    KVCacheBlockManager,
+    MigrationResult,
+)
+from dynamo.inference.memory.cache_policy import AccessPatternAnalyzer, LRUCachePolicy
+from dynamo.inference.memory.library_tiers import (
+    CPUMemoryTier,
+    GPUMemoryTier,
+    RemoteMemoryTier,
+    SSDMemoryTier,
+)
 from dynamo.inference.memory.prefix_hash import PrefixHash, chained_hash
 from dynamo.inference.memory.radix_tree import KVBlock, MatchingBlocks, RadixNode, RadixTree
 
-__all__ = ["KVBlock", "MatchingBlocks", "PrefixHash", "RadixNode", "RadixTree", "chained_hash"]
+__all__ = [
+    "AccessPatternAnalyzer",
+    "CPUMemoryTier",
+    "CacheHitInfo",
+    "GPUMemoryTier",
+    "KVBlock",
+    "KVCacheBlockManager",
+    "LRUCachePolicy",
+    "MatchingBlocks",
+    "MigrationResult",
+    "PrefixHash",
+    "RadixNode",
+    "RadixTree",
+    "RemoteMemoryTier",
+    "SSDMemoryTier",
+    "chained_hash",
+]

@@ -18,7 +18,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, SendRequest
-from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -26,11 +26,11 @@ from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.admission.durations import DequeueRate
 from dynamo.scheduling.admission.in_flight import InFlight
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
+from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.telemetry import Registry
 
 MAX_CHECKED_TTFT_S = 30.0
@@ -56,6 +56,7 @@ class SloLimits(msgspec.Struct, frozen=True):
     max_worker_requests: int = 0
     queue_order: str = "fcfs"
     queue_bound: int = 4096
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
 
     @classmethod
     def from_settings(cls, router: RouterSettings) -> SloLimits:
@@ -66,6 +67,7 @@ class SloLimits(msgspec.Struct, frozen=True):
             max_worker_requests=router.max_worker_requests,
             queue_order=router.queue_order,
             queue_bound=router.queue_bound,
+            disaggregation=router.disaggregation,
         )
 
 
@@ -86,16 +88,15 @@ class Admission(Operator):
         limits: SloLimits | None = None,
         metrics: Registry | None = None,
         starts: WorkerStarts | None = None,
+        prefill_client: Client | None = None,
     ) -> None:
         self.limits = limits or SloLimits()
         self._client = client
         self._starts = starts
         self._clock = clock
         self.capacity = ClusterCapacity(self.limits.max_worker_requests, clock.now)
-        states = policy.worker_states if policy is not None else None
-        self._owns_worker_states = states is None
-        self._worker_states = states or WorkerStates()
-        self._in_flight = InFlight(clock, self.capacity, self._worker_states, self._dequeue_ready)
+        self._prompt_workers = PromptWorkers(client, prefill_client, policy)
+        self._in_flight = InFlight(clock, self.capacity, self._prompt_workers, self._dequeue_ready)
         self._queue = LabelQueues(self.limits.queue_order, self.limits.queue_bound)
         self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
         self._last_retry_at_s = 0.0
@@ -112,7 +113,8 @@ class Admission(Operator):
         self._rejection_counter = registry.counter(
             "dynamo_admission_rejected_total", "Requests rejected by admission", ("reason",)
         )
-        self._unsubscribe = client.on_change(self._on_instances_changed)
+        clients = [client, prefill_client] if prefill_client is not None else [client]
+        self._stop_listening = [each.on_change(self._on_instances_changed) for each in clients]
         self.update(self.limits)
 
     def update(self, limits: SloLimits) -> None:
@@ -121,12 +123,12 @@ class Admission(Operator):
         self.limits = limits
         self._ttft_limit_s = limits.ttft_s * (1 - TTFT_RESERVE_SHARE)
         self.capacity.max_worker_requests = limits.max_worker_requests
-        self._in_flight.updates_worker_states = self._owns_worker_states and limits.ttft_s < inf
         self._on_instances_changed()
 
     def close(self) -> None:
         """Stop following the instances. Queued requests continue."""
-        self._unsubscribe()
+        for stop in self._stop_listening:
+            stop()
 
     def count_requests(self) -> tuple[int, int, int]:
         """Return how many requests are queued, are between queue and worker, and are at workers."""
@@ -205,7 +207,7 @@ class Admission(Operator):
             queued.predicted_prefill_s = predict_prefill_s(prompt_tokens, taken)
             self._enqueue(queued, prompt_tokens)
         elif limit_s < MAX_CHECKED_TTFT_S and (
-            queued.excluded_workers or self.capacity.idle_workers <= taken
+            queued.excluded_workers or self._in_flight.count_idle(prompt_tokens) <= taken
         ):
             self._reject_over_limit(queued, 0.0, predict_prefill_s(prompt_tokens, taken, limit_s))
         return queued
@@ -262,7 +264,7 @@ class Admission(Operator):
             over_s = wait_s - self.limits.max_queue_wait_s
         else:
             return
-        if self.capacity.has_idle_worker(queued.excluded_workers):
+        if self._in_flight.would_start(queued, wait_s):
             return
         if first_token_s <= limit_s:
             reason, limit_s = "queue_wait", self.limits.max_queue_wait_s
@@ -359,10 +361,9 @@ class Admission(Operator):
         return suitable > taken
 
     def _on_instances_changed(self) -> None:
-        live, states = self._client.instances, self._worker_states
-        if self._owns_worker_states:
-            states.update_instances(live if self._in_flight.updates_worker_states else {})
-        self.capacity.update_workers(live, {state.name: state for state in states.workers})
+        live, workers = self._client.instances, self._prompt_workers
+        workers.update(self.limits.disaggregation, modelled=self.limits.ttft_s < inf)
+        self.capacity.update_workers(live, {state.name: state for state in workers.states.workers})
         self._queue.update_instances(live)
         if live:
             self._no_workers_since_s = None

@@ -45,7 +45,7 @@ class WorkerCapacity:
     """The slots of one worker.
 
     `foreign_requests` occupy slots but were not sent by this frontend. `live`: the worker may be
-    chosen. `idle`: it has no requests at all.
+    chosen.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,6 @@ class WorkerCapacity:
         self._kv_capacity_tokens = 0
         self.reservations: set[Reservation] = set()
         self.live = False
-        self.idle = False
         self.free_slots = 0
         self.foreign_requests = 0
         self._reserved_tokens = 0.0
@@ -64,6 +63,12 @@ class WorkerCapacity:
         self._peak_requests = self._previous_peak_requests = 0
         self._recent_foreign_requests = NO_REPORTS
         self._last_report_s = float("-inf")
+
+    @property
+    def idle(self) -> bool:
+        """Whether a live worker has no requests, and computes no prompt for another worker."""
+        busy = self.reservations or self.foreign_requests
+        return self.live and not busy and not (self.state and self.state.pending_prefills)
 
     def configure(self, info: EngineInfo | None, max_requests: int) -> None:
         """Set the engine's sizes. `max_requests` 0 means no limit beyond the engine's."""
@@ -139,15 +144,13 @@ class ClusterCapacity:
     """The slots of all workers.
 
     `max_worker_requests` limits each worker after the next `update_workers` (0: the engine's
-    limit). `idle_workers` counts live workers without requests. `full_workers` are live workers
-    without a free slot.
+    limit). `full_workers` are live workers without a free slot.
     """
 
     def __init__(self, max_worker_requests: int, now: Callable[[], float]) -> None:
         self.workers: dict[str, WorkerCapacity] = {}
         self.durations = DurationModel()
         self.free_slots = 0
-        self.idle_workers = 0
         self.full_workers: frozenset[str] = frozenset()
         self.max_worker_requests = max_worker_requests
         self._now = now
@@ -159,8 +162,9 @@ class ClusterCapacity:
         self, live: Mapping[str, Instance], states: Mapping[str, WorkerState]
     ) -> None:
         """Set the instances that may be chosen, with the worker states that exist for them."""
-        for name in live.keys() - self.workers.keys():
-            self.workers[name] = WorkerCapacity()
+        for name in live:
+            if name not in self.workers:  # in order, so that equal workers are chosen in order
+                self.workers[name] = WorkerCapacity()
         for name, worker in tuple(self.workers.items()):
             instance = live.get(name)
             worker.live = instance is not None
@@ -211,9 +215,9 @@ class ClusterCapacity:
         """Whether other frontends occupy slots, too."""
         return any(worker.foreign_requests for worker in self.workers.values())
 
-    def has_idle_worker(self, excluded: frozenset[str]) -> bool:
-        """Whether a worker that is not excluded is idle."""
-        return any(worker.idle and name not in excluded for name, worker in self.workers.items())
+    def count_idle(self, excluded: frozenset[str] = frozenset()) -> int:
+        """Return how many workers that are not excluded are idle."""
+        return sum(worker.idle and name not in excluded for name, worker in self.workers.items())
 
     def count_suitable_slots(self, excluded: frozenset[str]) -> int:
         """Return the number of free slots at workers that are not excluded."""
@@ -277,10 +281,6 @@ class ClusterCapacity:
         live, before = worker.live, worker.free_slots
         worker.free_slots = free = worker.count_free_slots(self._mean_kv_tokens, now) if live else 0
         self.free_slots += free - before
-        idle = live and not worker.reservations and not worker.foreign_requests
-        if idle != worker.idle:
-            worker.idle = idle
-            self.idle_workers += 1 if idle else -1
         if live and not free:
             self.full_workers |= {name}
         elif not before:

@@ -12,10 +12,11 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
+from dynamo.scheduling.admission.label_queues import QueuedRequest
+from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
 
 MIN_FIRST_TOKENS = 4
 """Prefill times are predicted after this many first tokens."""
@@ -50,21 +51,19 @@ class TrackedAttempt(Reservation, AttemptListener):
 class InFlight:
     """Count requests in flight and learn from their times.
 
-    `worker_states` belongs to the policy, or to admission. In the second case
-    `updates_worker_states` makes this object update it. `on_slot_released` is called after every
-    release.
+    Worker states that belong to `prompt_workers` are updated here, those of a policy are not.
+    `on_slot_released` is called after every release.
     """
 
     def __init__(
         self,
         clock: Clock,
         capacity: ClusterCapacity,
-        worker_states: WorkerStates,
+        prompt_workers: PromptWorkers,
         on_slot_released: Callable[[], None],
     ) -> None:
-        self.worker_states = worker_states
+        self.prompt_workers = prompt_workers
         self.on_slot_released = on_slot_released
-        self.updates_worker_states = False
         self._clock = clock
         self._capacity = capacity
         self._uncached_share = 1.0
@@ -87,14 +86,19 @@ class InFlight:
         attempt.in_flight, attempt.worker = self, worker
         attempt.predicted_first_token_s = predicted_first_token_s
         self._capacity.reserve(worker, attempt, now)
-        state = self.worker_states.get(worker) if self.updates_worker_states else None
+        states = self.prompt_workers.states if self.prompt_workers.owns_states else None
+        state = states.get(worker) if states is not None else None
         if state is not None:
             state.refresh(now)
             self._placed_count += 1
             key = f"{request.request_id}/{self._placed_count}"
             prompt = Prompt(prompt_tokens, ())
-            attempt.placed_request = PlacedRequest(key, state, prompt, prompt_tokens, now)
-            state.place(attempt.placed_request, now)
+            prefill_state = self.prompt_workers.states.get(request.prefill) or state
+            placed = PlacedRequest(key, prefill_state, prompt, prompt_tokens, now)
+            prefill_state.place(placed, now)
+            if prefill_state is not state:
+                prefill_state.expect_answer(placed, state)
+            attempt.placed_request = placed
         return attempt
 
     def release(self, worker: str, reservation: Reservation, *, ok: bool) -> None:
@@ -114,6 +118,21 @@ class InFlight:
         self._capacity.release(worker, reservation, now)
         self.on_slot_released()
 
+    def count_idle(self, prompt_tokens: int) -> int:
+        """Return how many workers would compute a prompt at once."""
+        remote = self.prompt_workers.remote(self._uncached_tokens(prompt_tokens))
+        if remote:
+            return sum(not worker.pending_prefills for worker in remote)
+        return self._capacity.count_idle()
+
+    def would_start(self, queued: QueuedRequest, wait_s: float) -> bool:
+        """Whether a worker would compute the prompt at once after `wait_s`. Then nothing is gained
+        by a rejection."""
+        prompt_tokens = len(queued.request.token_ids) // TOKEN_BYTES
+        if self.prompt_workers.remote(self._uncached_tokens(prompt_tokens)):
+            return not wait_s and self.count_idle(prompt_tokens) > 0
+        return self._capacity.count_idle(queued.excluded_workers) > 0
+
     def predict_prefill_s(
         self, prompt_tokens: int, ahead: int = 0, sufficient_s: float = 0.0
     ) -> float:
@@ -123,17 +142,14 @@ class InFlight:
             return 0.0
         workers = [worker for worker in self._capacity.workers.values() if worker.free_slots]
         workers = workers or list(self._capacity.workers.values())
-        now, tokens = self._clock.now(), max(1, round(prompt_tokens * self._uncached_share))
-        rounds = 1 + ahead / max(1, len(workers))
-        best_ms = inf
-        for worker in workers:
-            state = worker.state
-            if state is not None:
-                prefill_ms = state.backlog_ms(now) + state.predict_prefill_ms(tokens) * rounds
-                best_ms = min(best_ms, prefill_ms)
-                if best_ms <= sufficient_s * 1e3:
-                    break
-        return best_ms * 1e-3 if best_ms < inf else self._mean_ttft_s
+        states = [worker.state for worker in workers if worker.state is not None]
+        tokens, now = self._uncached_tokens(prompt_tokens), self._clock.now()
+        ms = self.prompt_workers.predict_ms(states, tokens, ahead, sufficient_s * 1e3, now)
+        return ms * 1e-3 if ms < inf else self._mean_ttft_s
+
+    def _uncached_tokens(self, prompt_tokens: int) -> int:
+        """Return the tokens of a prompt that are computed, by the recent share of cached ones."""
+        return max(1, round(prompt_tokens * self._uncached_share))
 
     def compute_margin_s(self) -> float:
         """Return the third largest of the recent delays of first tokens beyond their predictions,
@@ -157,8 +173,10 @@ class InFlight:
         """Record the time of the first token."""
         now = reservation.first_token_s = self._clock.now()
         self._first_token_count += 1
-        if reservation.placed_request is not None:
-            reservation.placed_request.worker.on_first_token(reservation.placed_request, now)
+        if (placed := reservation.placed_request) is not None:
+            worker = placed.worker
+            worker.on_first_token(placed, now)
+            worker.hand_over(placed)
         self._mean_ttft_s += 0.05 * (now - reservation.started_s - self._mean_ttft_s)
         if reservation.predicted_first_token_s is not None:
             self.record_prediction_error(reservation.predicted_first_token_s, now)

@@ -21,7 +21,7 @@ class WorkerStarts:
 
     A worker is expected while the client has no instance and one of these supervisors keeps
     processes of that kind running. Workers that were drained or scaled to zero are not expected,
-    and neither are workers that no supervisor started.
+    neither are workers that run on with another role, or that no supervisor started.
     """
 
     def __init__(self, client: Client, view: SupervisorView, clock: Clock) -> None:
@@ -101,7 +101,11 @@ class WorkerStarts:
         live = self._client.instances
         if not live and self._last_instances:
             self._lost_at_s = self._clock.now()
-            self._remember(self._last_instances.values())
+            rejected = self._client.view.rejected
+            gone = self._last_instances.values()
+            changed = [instance for instance in gone if instance.id in rejected]
+            self._kinds -= {instance.capabilities.get(SUPERVISOR_KEY) for instance in changed}
+            self._remember(instance for instance in gone if instance.id not in rejected)
         self._last_instances = live
 
     def _remember(self, lost: Iterable[Instance]) -> None:

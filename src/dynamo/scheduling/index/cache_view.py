@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
+import msgspec
+
 from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
@@ -16,7 +18,7 @@ from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.approximate_index import ApproximateIndex
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES
-from dynamo.scheduling.index.tiered_index import TieredIndex
+from dynamo.scheduling.index.tiered_index import TieredIndex, TierRun, TierRuns, skip_blocks
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,17 @@ CacheViewMode = Literal["exact", "stale", "approximate", "no prefix cache"]
 
 NO_PREFIX_CACHE: Final = "no prefix cache"
 
-RemoteMatch = Callable[[Sequence[int]], Awaitable[Mapping[str, int]]]
-"""Look block hashes up in a remote index: worker -> overlap in blocks."""
+
+class IndexMatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The blocks of a prompt in an index. `overlaps`: worker -> blocks on the device. `runs`: where
+    the blocks after those lie below the device."""
+
+    overlaps: dict[str, int] = {}
+    runs: dict[str, list[TierRun]] = {}
+
+
+RemoteMatch = Callable[[Sequence[int]], Awaitable[IndexMatch]]
+"""Look block hashes up in a remote index."""
 
 MAX_LOOP_TURN_S: Final = 0.0005
 MAX_REMOTE_MATCHES: Final = 1024
@@ -69,6 +80,7 @@ class CacheView:
         predicted_bytes = budget_bytes // PREDICTION_BUDGET_DIVISOR
         self.tiers = TieredIndex(budget_bytes - predicted_bytes)
         self.device_index = self.tiers.device
+        self.has_lower_tiers = False
         self._approximate_index = ApproximateIndex(
             ttl_s, max_blocks=predicted_bytes // PREDICTED_BLOCK_BYTES
         )
@@ -78,7 +90,7 @@ class CacheView:
         self._pending_events: deque[Event] = deque()
         self._unsubscribe: list[Callable[[], None]] = []
         self.remote_match: RemoteMatch | None = None
-        self._remote_matches: OrderedDict[int, Mapping[str, int]] = OrderedDict()
+        self._remote_matches: OrderedDict[int, IndexMatch] = OrderedDict()
         self.event_counts: Counter[str] = Counter()
         self.count_lost_events: Callable[[], int] = lambda: 0
 
@@ -97,8 +109,10 @@ class CacheView:
         """Fetch and cache the overlaps of this prompt from the remote index, if there is one."""
         if self.remote_match is None or not hashes:
             return
-        answer = await self.remote_match(hashes)
-        self._remote_matches[hashes[-1]] = answer
+        match = await self.remote_match(hashes)
+        if match.runs:
+            self.has_lower_tiers = True
+        self._remote_matches[hashes[-1]] = match
         self._remote_matches.move_to_end(hashes[-1])
         if len(self._remote_matches) > MAX_REMOTE_MATCHES:
             self._remote_matches.popitem(last=False)
@@ -120,14 +134,16 @@ class CacheView:
         tiers, counts = self.tiers, self.event_counts
         for change in changes:
             if isinstance(change, BlocksStored):
-                tiers.get_or_create_tier(change.tier).store(worker, change.parent, change.hashes)
+                tiers.store(worker, change.tier, change.parent, change.hashes)
                 counts["stored"] += len(change.hashes)
             elif isinstance(change, BlocksRemoved):
-                tiers.get_or_create_tier(change.tier).remove(worker, change.hashes)
+                tiers.remove(worker, change.tier, change.hashes)
                 counts["removed"] += len(change.hashes)
             else:
                 tiers.remove_worker(worker)
                 counts["cleared"] += 1
+        if tiers.lower is not None:
+            self.has_lower_tiers = True
         if self._modes.get(worker) != "exact" and worker not in self._incomplete_workers:
             self._set_mode(worker, "exact")
 
@@ -145,9 +161,25 @@ class CacheView:
         if self.remote_match is None:
             overlaps = self.device_index.match(hashes)
         else:
-            overlaps = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}
+            match = self._remote_matches.get(hashes[-1]) if hashes else None
+            overlaps = dict(match.overlaps) if match else {}
         self._approximate_index.merge_overlaps(overlaps, hashes, self._clock.now())
         return overlaps
+
+    def find_runs(self, hashes: Sequence[int], overlaps: Mapping[str, int]) -> TierRuns:
+        """Return worker -> where the blocks after `overlaps` (a result of `find_overlaps`) lie
+        below the device. The entry ANY_WORKER holds for all workers without an entry and an
+        overlap."""
+        if self.remote_match is None:
+            return self.tiers.lower.find_runs(hashes, overlaps) if self.tiers.lower else {}
+        match = self._remote_matches.get(hashes[-1]) if hashes else None
+        if match is None:
+            return {}
+        known = match.overlaps.get
+        return {
+            worker: skip_blocks(runs, overlaps.get(worker, 0) - known(worker, 0))
+            for worker, runs in match.runs.items()
+        }
 
     def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
         """Set the workers that announce that they keep nothing for later prompts."""

@@ -29,12 +29,12 @@ def _declare_size_metrics(registry: Registry, views: CacheViewSource) -> None:
     registry.gauge(
         "dynamo_kv_index_blocks",
         "KV blocks that the index knows from events.",
-        callback=lambda: sum(view.device_index.block_count for view in views()),
+        callback=lambda: sum(view.tiers.block_count for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_bytes",
         "Upper bound of the memory of the index, limited by index.budget_bytes.",
-        callback=lambda: sum(view.device_index.bytes_used for view in views()),
+        callback=lambda: sum(view.tiers.bytes_used for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_predicted_blocks",
@@ -51,7 +51,7 @@ def _declare_size_metrics(registry: Registry, views: CacheViewSource) -> None:
     registry.counter(
         "dynamo_kv_index_forgotten_blocks_total",
         "KV blocks evicted to stay within index.budget_bytes.",
-        callback=lambda: sum(view.device_index.evicted_blocks for view in views()),
+        callback=lambda: sum(view.tiers.evicted_blocks for view in views()),
     )
 
 

@@ -10,7 +10,7 @@ suffice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Final
 
 from dynamo.scheduling.index.anchors import ANCHOR_BYTES, Anchors
@@ -161,22 +161,6 @@ class KvIndex:
                 overlaps = run.merge_overlaps(overlaps, start, length)
                 others &= ~run.holder_bits
         return overlaps
-
-    def iter_spans(self, hashes: Sequence[int]) -> Iterator[tuple[int, Mapping[str, int]]]:
-        """Yield (start, worker -> end) for each held span of `hashes`, in order. Unlike `match`, a
-        span may begin anywhere in `hashes`."""
-        at = 0
-        while at < len(hashes):
-            run = self._find_run(hashes[at])
-            if run is None:
-                at += 1
-                continue
-            position = run.find_position(hashes[at])
-            count = match_length(run.hashes, position, hashes, at)
-            depths = run.depths.items()
-            held = {name: depth - position for name, depth in depths if depth > position}
-            yield at, {name: at + min(length, count) for name, length in held.items()}
-            at += count
 
     def get_blocks(self, worker: str) -> set[int]:
         """Return all blocks of a worker. The cost is a walk over all runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -14,12 +14,15 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.core.hashing import pack_hashes
 from dynamo.runtime.calls.client import Client
-from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode
+from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode, IndexMatch
 
 log = logging.getLogger(__name__)
 
 INDEXER_COMPONENT: Final = "indexer"
 MATCH_ENDPOINT: Final = "match"
+"""Answers with the overlaps alone, for routers and indexers of the version before."""
+
+MATCH_TIERS_ENDPOINT: Final = "match_tiers"
 MODES_ENDPOINT: Final = "modes"
 
 MATCH_TIMEOUT_S: Final = 0.05
@@ -30,23 +33,28 @@ QUERY_ERRORS: Final = (DynamoError, OSError, *DECODE_ERRORS)
 
 encode_indexer_reply = msgspec.msgpack.Encoder().encode
 _decode_overlaps = msgspec.msgpack.Decoder(dict[str, int]).decode
+_decode_match = msgspec.msgpack.Decoder(IndexMatch).decode
 _decode_modes = msgspec.msgpack.Decoder(dict[str, CacheViewMode]).decode
 
 
 class RemoteIndex:
     """The client of an indexer. `match` looks a prompt up; `poll_modes` follows its view modes."""
 
-    def __init__(self, match: Client, modes: Client, clock: Clock) -> None:
+    def __init__(self, match: Client, match_tiers: Client, modes: Client, clock: Clock) -> None:
         self._match_client = match
+        self._match_tiers_client = match_tiers
         self._modes_client = modes
         self._clock = clock
 
-    async def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Return worker -> overlap in blocks. Empty when no indexer answers in time."""
+    async def match(self, hashes: Sequence[int]) -> IndexMatch:
+        """Return what the index knows of a prompt. Empty when no indexer answers in time."""
+        packed = pack_hashes(hashes)
         try:
-            return _decode_overlaps(await self._query(self._match_client, pack_hashes(hashes)))
+            if self._match_tiers_client.instances:
+                return _decode_match(await self._query(self._match_tiers_client, packed))
+            return IndexMatch(_decode_overlaps(await self._query(self._match_client, packed)))
         except QUERY_ERRORS:
-            return {}
+            return IndexMatch()
 
     async def poll_modes(self, view: CacheView) -> None:
         """Copy the indexer's modes to `view` forever. Without an answer all are approximate."""
@@ -63,7 +71,7 @@ class RemoteIndex:
             await self._clock.sleep(MODES_POLL_INTERVAL_S)
 
     async def _query(self, client: Client, payload: bytes) -> bytes:
-        timeout_s = MATCH_TIMEOUT_S if client is self._match_client else MODES_POLL_INTERVAL_S
+        timeout_s = MODES_POLL_INTERVAL_S if client is self._modes_client else MATCH_TIMEOUT_S
         async with asyncio.timeout(timeout_s):
             instance = client.pick("round_robin")
             return b"".join(await client.collect(instance, payload, Context("index")))

@@ -25,10 +25,13 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
+from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.tokenization.tokenizer import Tokenizer
+from dynamo.scheduling.processor.answer_parsing import AnswerParsing
 from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.parsed_detokeniser import ParsedDetokeniser
 from dynamo.scheduling.processor.prompt_encoder import PromptEncoder
 from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
@@ -36,6 +39,8 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 CHOICES_PER_SLICE = 16
 """So many choices of a request are sent in one iteration of the event loop."""
+PROMPT_END_TOKENS = 24
+"""So many tokens at the end of a prompt tell whether the answer begins in reasoning."""
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
@@ -67,16 +72,26 @@ class ChatProcessor:
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
         self._eos_token_ids = tuple(card.eos_token_ids)
+        self._answers = AnswerParsing(
+            card, tokenizer, self._vocabulary, rng if rng is not None else Random()
+        )
         self._defaults = RequestDefaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
+
+    @property
+    def tool_format(self) -> str:
+        """The family whose tool calls are read from answers, and why that one."""
+        return self._answers.description
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Continue a conversation until every choice is complete or the reader wants no more.
         Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
         ids = self._prompt_encoder.encode_chat(request)
         if not isinstance(ids, bytes):
-            return self._chat_when_encoded(ids, request.options, context, reply)
+            return self._chat_when_encoded(ids, request, context, reply)
+        if request.tools or self._answers.always:
+            return self._send_parsed(ids, request, context, reply)
         max_tokens = self._accept(ids, request.options, reply)
         return self._send_choices(ids, max_tokens, request.options, context, reply)
 
@@ -141,11 +156,27 @@ class ChatProcessor:
         return decode(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(decode, ids)
 
     async def _chat_when_encoded(
-        self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
+        self, ids: Awaitable[bytes], request: ChatRequest, context: Context, reply: TextReply
     ) -> None:
         prompt = await ids
+        if request.tools or self._answers.always:
+            await self._send_parsed(prompt, request, context, reply)
+            return
+        max_tokens = self._accept(prompt, request.options, reply)
+        await self._send_choices(prompt, max_tokens, request.options, context, reply)
+
+    def _send_parsed(
+        self, prompt: bytes, request: ChatRequest, context: Context, reply: TextReply
+    ) -> Awaitable[None]:
+        options = request.options
         max_tokens = self._accept(prompt, options, reply)
-        await self._send_choices(prompt, max_tokens, options, context, reply)
+        make_reader = self._answers.prepare(request, self._decode_end(prompt))
+        return self._send_choices(
+            prompt, max_tokens, options, context, reply, make_reader=make_reader
+        )
+
+    def _decode_end(self, prompt: bytes) -> str:
+        return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))
 
     def _accept(self, prompt: bytes, options: TextOptions, reply: TextReply, echo: str = "") -> int:
         """Check a prompt, report its length to `reply` and return the answer's maximum length."""
@@ -167,10 +198,13 @@ class ChatProcessor:
         context: Context,
         reply: TextReply,
         echo: str = "",
+        make_reader: Callable[[], AnswerReader] | None = None,
     ) -> Awaitable[None]:
         stop_ids = options.stop_token_ids
         if not options.ignore_eos:
             stop_ids = self._eos_token_ids + stop_ids
+            if make_reader is not None:
+                stop_ids = tuple(dict.fromkeys((*stop_ids, *self._answers.stop_token_ids)))
         request = GenerateRequest(
             request_id=context.request_id,
             model=self._model,
@@ -180,18 +214,25 @@ class ChatProcessor:
             top_logprobs=options.top_logprobs,
             salt=options.salt,
             priority=options.priority,
+            structured=options.structured,
         )
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
-        if options.n == 1 and max_tokens:
+        if options.n == 1 and max_tokens and make_reader is None:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
             return self._send(request, context, choice)
         choices = [
             Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
+            if make_reader is None
+            else ParsedDetokeniser(
+                choice, self._vocabulary, options, stops, reply, make_reader(), self._answers
+            )
             for choice in range(options.n)
         ]
         if not max_tokens:
             return _finish_without_tokens(choices)
+        if options.n == 1:
+            return self._send(request, context, choices[0])
         return self._fan_out(request, context, choices)
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dynamo.core.fast_path import FastPath, SendToken, TextTable
 from dynamo.core.reply import LogprobsPerToken, Reply
@@ -61,7 +61,9 @@ class Detokeniser(Reply):
         self._skipped_ids = vocabulary.special_ids if skip else frozenset[int]()
         self._decoder: TextDecoder | None = None  # created on first use: most answers need none
         self._stop_scanner = None if stops is None else StopStringScanner(stops)
-        self._may_begin_stop = None if stops is None else stops.search_beginning
+        self._may_begin_stop: Callable[[str], object] | None = (
+            None if stops is None else stops.search_beginning
+        )
         self._include_stop = options.include_stop
         self._stop_ids = options.stop_token_ids
         self._min_tokens = options.min_tokens

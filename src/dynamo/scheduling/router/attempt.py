@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from msgspec.structs import replace
 
@@ -32,6 +33,28 @@ class AttemptListener:
 
     def on_ended(self, error: BaseException | None) -> None:
         """Called once, last, when the request has left the worker; `error` is None on success."""
+
+
+class PrefillCallCount(AttemptListener):
+    """Counts an attempt as a call of its prefill worker, until the first token."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: AbstractContextManager[None]) -> None:
+        self._call: AbstractContextManager[None] | None = call
+        call.__enter__()
+
+    def on_first_token(self) -> None:
+        self._end()
+
+    def on_ended(self, error: BaseException | None) -> None:
+        del error
+        self._end()
+
+    def _end(self) -> None:
+        if self._call is not None:
+            self._call.__exit__(None, None, None)
+            self._call = None
 
 
 ListenerFactory = Callable[[Instance, GenerateRequest], AttemptListener]

@@ -10,11 +10,29 @@ from msgspec.structs import replace
 from dynamo.core.values import EngineInfo
 from dynamo.runtime.calls.instances import Instance
 
+DEFAULT_TOKEN_BYTES = 131_072.0
+"""Size of a token's KV in a model of 8 billion parameters."""
+
+INITIAL_TRANSFER_BYTES_PER_S = 8e9
+"""Rate at which a worker gets KV of others until its first report names another one."""
+
 
 def engine_info(instance: Instance) -> EngineInfo | None:
     """Return the engine description that the instance announced, if any."""
     capability = instance.capabilities.get("engine")
     return msgspec.convert(capability, EngineInfo) if isinstance(capability, dict) else None
+
+
+def predict_token_transfer_ms(instance: Instance, bytes_per_s: float) -> float:
+    """Return the time to move a token's KV to the instance, by the size of the blocks in the memory
+    that it exposes to other workers. 0 `bytes_per_s`: no rate is known."""
+    capabilities = instance.capabilities
+    try:
+        slot_bytes = float(capabilities["transfer"][0]["slot_bytes"])
+        token_bytes = slot_bytes / int(capabilities["engine"]["block_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
+        token_bytes = DEFAULT_TOKEN_BYTES
+    return token_bytes / (bytes_per_s or INITIAL_TRANSFER_BYTES_PER_S) * 1e3
 
 
 def per_rank_engine_info(info: EngineInfo) -> EngineInfo:

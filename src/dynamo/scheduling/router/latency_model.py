@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 FORGETTING_FACTOR = 0.98
 """Decay of old observations; the weight is halved after 34 newer ones."""
 
@@ -89,6 +91,16 @@ class WorkerLatencyModel:
     def __init__(self) -> None:
         self.prefill = LatencyRegression(15.0, 0.02, 1_000.0)
         self.decode = LatencyRegression(6.0, 5e-5, 20_000.0)
+
+
+class PrefillGroup(msgspec.Struct):
+    """Prompts whose first tokens came together, from one or more steps. `context` is the number of
+    context tokens decoded meanwhile."""
+
+    start_s: float
+    end_s: float
+    tokens: int
+    context: int
 
 
 class WorkerSlowdown:

@@ -12,11 +12,13 @@ from dynamo.scheduling.router.prompt import Prompt
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.policy import Decision
+    from dynamo.scheduling.router.tier_queues import BlockLoad
 
 
 class PendingRequest:
-    """A request in the placement solver. `overlaps`: worker -> leading prompt blocks in its cache,
-    as of `overlaps_updated_s`. `excluded`: ids of instances that the request must not go to.
+    """A request in the placement solver. `overlaps`: worker -> leading prompt blocks that it need
+    not compute, as of `overlaps_updated_s`. `loads`: the part of them that lies below its device.
+    `excluded`: ids of instances that the request must not go to.
     `constraints`: requested labels, for selectors. `decision_future`: resolved with the decision.
     `priority` and `deadline_s` order the queue; times are in seconds of the router's clock."""
 
@@ -28,6 +30,7 @@ class PendingRequest:
         "decision_future",
         "excluded",
         "id",
+        "loads",
         "overlaps",
         "overlaps_updated_s",
         "priority",
@@ -49,6 +52,7 @@ class PendingRequest:
         self.arrived_s = now
         self.overlaps_updated_s = now
         self.overlaps: dict[str, int] = {}
+        self.loads: dict[str, BlockLoad] = {}
         self.constraints = NO_CONSTRAINTS
         self.priority = 0
         self.deadline_s = inf
@@ -65,8 +69,16 @@ class PendingRequest:
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
 
+    def tier_blocks(self, worker: str) -> dict[str, int]:
+        """Return tier -> prompt blocks that `worker` would load from it."""
+        load = self.loads.get(worker)
+        return load.by_tier() if load else {}
+
     def is_short_everywhere(self, workers: int, most_tokens: int) -> bool:
-        """Whether all `workers` have the same overlap, and would compute at most `most_tokens`."""
+        """Whether all `workers` have the same overlap, and would compute at most `most_tokens`. A
+        request that loads blocks is not, since the queues of its tiers differ."""
+        if self.loads:
+            return False
         depths = self.overlaps.values()
         overlap = next(iter(depths), 0)
         return (

@@ -11,8 +11,9 @@ EMPTY_PROMPT = Prompt(0, ())
 
 class Placement:
     """The handle by which the router reports the progress of a placed request to its policy. `id`
-    is unique in this process; the worker must compute `new_tokens` of the prompt. Emitted tokens
-    are counted by the request's token log, so that a token costs no call."""
+    is unique in this process; the worker must compute `new_tokens` of the prompt, after it has
+    loaded blocks from its memory tiers for `load_ms`. Emitted tokens are counted by the request's
+    token log, so that a token costs no call."""
 
     __slots__ = (
         "_offset",
@@ -20,6 +21,7 @@ class Placement:
         "first_token_s",
         "hashes",
         "id",
+        "load_ms",
         "new_tokens",
         "prompt_tokens",
     )
@@ -36,6 +38,7 @@ class Placement:
         self.prompt_tokens = prompt.tokens
         self.hashes = prompt.hashes
         self.new_tokens = new_tokens
+        self.load_ms = 0.0
         self.first_token_s: float | None = None
 
     @property

@@ -12,12 +12,14 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.kv_events import worker_name
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.core.values import GenerateRequest
+from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
+from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.worker_state import WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
 
@@ -29,13 +31,15 @@ def no_workers_error(client: Client) -> NoWorkers:
 class Candidate(msgspec.Struct, frozen=True):
     """A worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
     name, in the policy's unit (milliseconds for predicted times). `decode_worker`: the worker that
-    would answer if `worker` computed the prompt for another one."""
+    would answer if `worker` computed the prompt for another one. `tier_blocks`: how many of
+    `overlap_blocks` it would load, by memory tier."""
 
     worker: str
     overlap_blocks: int
     cost: float
     terms: dict[str, float]
     decode_worker: str = ""
+    tier_blocks: dict[str, int] = {}
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -44,7 +48,9 @@ class Decision(msgspec.Struct, frozen=True):
     leading blocks of the prompt that the instance should hold. `waited_s`: time held in the router.
     `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
     look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
-    still held in the router. `prefill`: the instance that computes the prompt, if another one."""
+    still held in the router. `prefill`: the instance that computes the prompt, if another one.
+    `harm_weight`: the price of a pause for answers, if it is steered so that gaps between tokens
+    stay below `itl_slo_ms`."""
 
     instance: Instance
     mode: str
@@ -60,6 +66,8 @@ class Decision(msgspec.Struct, frozen=True):
     rank: int | None = None
     queue_length: int = 0
     prefill: Instance | None = None
+    harm_weight: float | None = None
+    itl_slo_ms: float = 0.0
 
     @property
     def worker(self) -> str:
@@ -115,6 +123,19 @@ class Policy(ABC):
         none."""
         return None
 
+    @property
+    def harm_steering(self) -> HarmSteering | None:
+        """The steering of the price of pauses; None where the price is constant."""
+        return None
+
+    def predict_pair_ms(
+        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
+    ) -> float | None:
+        """Return the milliseconds to the first token of a prompt behind `ahead` others that are
+        not placed; None unless the policy may choose two of `workers` for it."""
+        del workers, tokens, ahead, now
+        return None
+
     def cache_view_modes(self) -> Mapping[str, str]:
         """Return how each worker's cache is known: exact, stale, approximate or none."""
         return {}
@@ -122,6 +143,11 @@ class Policy(ABC):
     def router_states(self) -> Mapping[str, str]:
         """Return the state of each remote router by its id."""
         return {}
+
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:
+        """Receive a worker's load report (a `LoadListener`)."""
+        if (states := self.worker_states) is not None:
+            states.on_load_report(worker, load, now)
 
     def update_settings(self, settings: RouterSettings) -> None:  # noqa: B027
         """Apply reloaded settings; most policies have none that can be reloaded."""

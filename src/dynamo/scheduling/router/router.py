@@ -10,14 +10,21 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InstanceGone, InternalError
+from dynamo.core.errors import DynamoError, InstanceGone, InternalError, Unsupported
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
-from dynamo.core.values import GenerateRequest
+from dynamo.core.values import GenerateRequest, required_features
+from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.attempt import Attempt, AttemptListener, ListenerFactory
+from dynamo.scheduling.router.attempt import (
+    Attempt,
+    AttemptListener,
+    ListenerFactory,
+    PrefillCallCount,
+)
+from dynamo.scheduling.router.features import FeatureFilter
 from dynamo.scheduling.router.placement_handle import Placement
-from dynamo.scheduling.router.policy import Decision, Observer, Policy
+from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -29,7 +36,9 @@ SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class WorkerRouter:
-    """Send each request to the instance that `policy` chooses, by a `SendTo`."""
+    """Send each request to the instance that `policy` chooses, by a `SendTo`. Requests that need a
+    feature go only to instances of `client` that have it. Until its first token a request counts as
+    a call of `prefill_client` to its prefill worker, if there is one."""
 
     def __init__(
         self,
@@ -38,12 +47,17 @@ class WorkerRouter:
         metrics: Registry | None = None,
         *,
         clock: Clock | None = None,
+        client: Client | None = None,
+        prefill_client: Client | None = None,
         observers: Sequence[Observer] = (),
         listener_factories: Sequence[ListenerFactory] = (),
     ) -> None:
         self.policy = policy
         self._onward = onward
         self._clock = clock or SystemClock()
+        self._client = client
+        self._feature_filter = FeatureFilter()
+        self._prefill_client = prefill_client
         self._observers = tuple(observers)
         self._listener_factories = tuple(listener_factories)
         registry = metrics or Registry()
@@ -60,9 +74,17 @@ class WorkerRouter:
 
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         """Send the request to one instance that is not in `context.avoid`. A gone instance did no
-        work, so another one is tried, up to MAX_ATTEMPTS in all. Raises `NoWorkers` and the errors
-        of the instance."""
+        work, so another one is tried, up to MAX_ATTEMPTS in all. Raises `NoWorkers`, `Unsupported`
+        if the request needs what no instance can do, and the errors of the instance."""
         tried = set(context.avoid)
+        if (
+            request.top_logprobs is not None
+            or request.structured is not None
+            or request.adapter
+            or request.extra
+            or request.sampling.logit_bias
+        ):
+            tried |= self._workers_unable_for(request, context)
         last = len(tried) + MAX_ATTEMPTS
         while True:
             decision = await self.policy.choose(request, context, tried)
@@ -72,6 +94,8 @@ class WorkerRouter:
             if prefill is not None:
                 sent = replace(sent, prefill=prefill.id)
                 self._remote_prefills.inc()
+            if decision.itl_slo_ms:
+                sent = replace(sent, itl_slo_ms=decision.itl_slo_ms)
             if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
             attempt = self._start_attempt(decision, sent, reply)
@@ -94,6 +118,20 @@ class WorkerRouter:
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
 
+    def _workers_unable_for(self, request: GenerateRequest, context: Context) -> frozenset[str]:
+        """Return the workers that lack what the request needs. If all do, raises `Unsupported`, or
+        `NoWorkers` for a retried request, because a worker that could answer has left."""
+        if self._client is None:
+            return frozenset()
+        try:
+            return self._feature_filter.workers_without(
+                self._client.instances, required_features(request)
+            )
+        except Unsupported:
+            if context.attempt:
+                raise no_workers_error(self._client) from None
+            raise
+
     def _start_attempt(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
         """Notify the observers and wrap `reply` in an Attempt with its listeners."""
         placement = decision.placement
@@ -104,6 +142,8 @@ class WorkerRouter:
         listeners: list[AttemptListener] = []
         for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
             listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
+        if decision.prefill is not None and self._prefill_client is not None:
+            listeners.append(PrefillCallCount(self._prefill_client.track_call(decision.prefill)))
         return Attempt(reply, listeners, placement, self._clock, request.prefill)
 
     def _end_attempt(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, repeat
 from math import inf
@@ -11,6 +11,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.router.worker_state import WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
@@ -21,25 +23,21 @@ DENSE_OVERLAP_SHARE = 0.2
 """Share of workers with an overlap from which on looking up all workers in order is faster, since
 the order of their names follows the order in memory."""
 
-FIELDS = (
-    "token_ms",
-    "step_ms",
-    "token_budget",
-    "stall_sensitivity",
-    "prefill_free_s",
-    "pending_prefills",
-    "pending_prefill_tokens",
-)
-"""Attributes of `WorkerState` that become arrays."""
-
-_values_of = attrgetter(*FIELDS)
-
 
 class WorkerArrays:
     """Values of all workers at one time, float64 `[workers]` in the order of `workers`, named as in
     `WorkerState`. Call `refresh` before every use: only the entries of changed workers are written
-    again."""
+    again. `fields` are the attributes of `WorkerState` that become arrays."""
 
+    fields: tuple[str, ...] = (
+        "token_ms",
+        "step_ms",
+        "token_budget",
+        "stall_sensitivity",
+        "prefill_free_s",
+        "pending_prefills",
+        "pending_prefill_tokens",
+    )
     token_ms: Floats
     step_ms: Floats
     token_budget: Floats
@@ -56,6 +54,7 @@ class WorkerArrays:
         self._states = states
         self._now = -inf
         self._index: dict[str, int] = {}
+        self._read: Callable[[WorkerState], Sequence[float]] = attrgetter(*self.fields)
         self._ranks: dict[str, list[int]] = {}
 
     def refresh(self, now: float) -> None:
@@ -67,7 +66,7 @@ class WorkerArrays:
             for worker in states.changed:
                 index = self._index.get(worker.name)
                 if index is not None and self.workers[index] is worker:
-                    self._values[:, index] = _values_of(worker)
+                    self._values[:, index] = self._read(worker)
         elif now == self._now:
             return
         states.changed.clear()
@@ -96,6 +95,23 @@ class WorkerArrays:
             return self.step_ms
         return np.ceil(new_tokens / self.token_budget) * self.step_ms
 
+    def add_load_delays(self, costs: Floats, request: PendingRequest) -> None:
+        """Add to `costs` how long each worker still loads blocks after its backlog."""
+        for name in request.loads:
+            index = self._index.get(name)
+            if index is not None:
+                worker, backlog_ms = self.workers[index], float(self.backlog_ms[index])
+                costs[index] += load_delay_ms(request, worker, backlog_ms, self._now)
+
+    def decode_sensitivity(self) -> Floats:
+        """Return how much the answers that each worker writes suffer from a prefill."""
+        return self.stall_sensitivity
+
+    def workers_at(self, indices: Indices) -> list[WorkerState]:
+        """Return the workers of these entries."""
+        workers = self.workers
+        return [workers[index] for index in indices.tolist()]
+
     def indices_of(self, instance_ids: AbstractSet[str]) -> Indices:
         """Return the entries of these instances, all ranks. The last result is remembered, since
         requests with the same labels share the set."""
@@ -113,7 +129,7 @@ class WorkerArrays:
         self._last_indices = np.array([], dtype=np.intp)
         for index, worker in enumerate(workers):
             self._ranks.setdefault(worker.instance.id, []).append(index)
-        values = np.fromiter(chain.from_iterable(map(_values_of, workers)), np.float64)
-        self._values = values.reshape(-1, len(FIELDS)).T.copy()
-        for name, values in zip(FIELDS, self._values, strict=True):
-            setattr(self, name, values)
+        values = np.fromiter(chain.from_iterable(map(self._read, workers)), np.float64)
+        self._values = values.reshape(-1, len(self.fields)).T.copy()
+        for name, values in zip(self.fields, self._values, strict=True):
+            setattr(self, name.rpartition(".")[2], values)

@@ -6,17 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import exp, inf
 
-import msgspec
-
 from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.data_parallel import (
     engine_info,
     per_rank_engine_info,
+    predict_token_transfer_ms,
 )
-from dynamo.scheduling.router.latency_model import WorkerLatencyModel, WorkerSlowdown
+from dynamo.scheduling.router.latency_model import (
+    PrefillGroup,
+    WorkerLatencyModel,
+    WorkerSlowdown,
+)
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.tier_queues import TierQueues
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
@@ -77,16 +81,6 @@ def _ignore(placed: PlacedRequest) -> None:
     del placed
 
 
-class PrefillGroup(msgspec.Struct):
-    """Prompts whose first tokens came together, from one or more steps. `context` is the number of
-    context tokens decoded meanwhile."""
-
-    start_s: float
-    end_s: float
-    tokens: int
-    context: int
-
-
 class WorkerState:
     """The router's model of one worker, or of one of its data-parallel ranks. Names in `_s` are
     seconds of the router's clock, names in `_ms` are durations. `pending_prefills`,
@@ -94,13 +88,13 @@ class WorkerState:
     of the last of them. `decode_context_tokens`: context of all decoding requests.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
     last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
-    sent. `arriving`: requests whose prompts other workers compute for this one. Every change of a
-    predicted prefill adds the worker to the set `changed`."""
+    sent. `arriving`: requests whose prompts other workers compute for this one. `prefill_busy_s`:
+    the seconds of prefill until `prefill_busy_at_s`, where older ones count less. Every change of a
+    predicted prefill or decode step adds the worker to the set `changed`."""
 
     __slots__ = (
         "_changed",
         "_prefill_group",
-        "_prefilled",
         "_refreshed_s",
         "active",
         "arriving",
@@ -117,14 +111,18 @@ class WorkerState:
         "name",
         "pending_prefill_tokens",
         "pending_prefills",
+        "prefill_busy_at_s",
+        "prefill_busy_s",
         "prefill_free_s",
         "prefills",
         "rank",
         "slowdown",
         "stall_sensitivity",
         "step_ms",
+        "tier_queues",
         "token_budget",
         "token_ms",
+        "token_transfer_ms",
         "total_prefill_ms",
     )
 
@@ -151,11 +149,12 @@ class WorkerState:
         self.decode_context_tokens = 0
         self.stall_sensitivity = 0.0
         self.load: Load | None = None
+        self.tier_queues: TierQueues | None = None
         self.external_prefill_tokens = 0
         self.external_requests = 0
         self._refreshed_s = float("-inf")
         self._prefill_group = PrefillGroup(0.0, 0.0, 0, 0)
-        self._prefilled = (0.0, 0.0)
+        self.prefill_busy_s = self.prefill_busy_at_s = 0.0
         self._update_step_times()
         self.update_instance(instance)
 
@@ -170,6 +169,7 @@ class WorkerState:
         self.prefills, self.decodes = "prefill" in roles, "decode" in roles
         self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
         self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
+        self.update_transfer_rate(self.load.transfer_bytes_per_s if self.load else 0.0)
         self._changed.add(self)
 
     def refresh(self, now: float) -> None:
@@ -202,9 +202,8 @@ class WorkerState:
     def prefill_share(self, now: float) -> float:
         """Return the share of its time that the worker spends on prompts, 0 to 1: of the last
         PREFILL_SHARE_S seconds, with the pending prompts."""
-        busy_s, at_s = self._prefilled
-        busy_s = busy_s * exp((at_s - now) / PREFILL_SHARE_S) + self.backlog_ms(now) * 1e-3
-        return min(1.0, busy_s / PREFILL_SHARE_S)
+        busy_s = self.prefill_busy_s * exp((self.prefill_busy_at_s - now) / PREFILL_SHARE_S)
+        return min(1.0, (busy_s + self.backlog_ms(now) * 1e-3) / PREFILL_SHARE_S)
 
     def kv_cache_usage(self) -> float:
         """Return the used share of KV memory, 0 to 1: the last report plus pending prompts.
@@ -221,9 +220,16 @@ class WorkerState:
 
     def on_load_report(self, load: Load) -> None:
         """Keep a load report; requests that this router placed are not counted as external."""
+        if self.load is None or load.transfer_bytes_per_s != self.load.transfer_bytes_per_s:
+            self.update_transfer_rate(load.transfer_bytes_per_s)
         self.load = load
         self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
         self.external_requests = max(0, load.running + load.waiting - len(self.active))
+
+    def update_transfer_rate(self, bytes_per_s: float) -> None:
+        """Set the time to move a token's KV to the worker; 0: no rate is known."""
+        self.token_transfer_ms = predict_token_transfer_ms(self.instance, bytes_per_s)
+        self._changed.add(self)
 
     def load_factor(self) -> float:
         """Return the load, 0 to 1: the larger share of a step's tokens or of sequence slots."""
@@ -237,6 +243,9 @@ class WorkerState:
         backlog_ms = shared_ms = self.backlog_ms(now)
         if self.pending_prefills:  # pending prompts share steps
             shared_ms = min(backlog_ms, self.predict_prefill_ms(self.pending_prefill_tokens))
+        if placed.load_ms > shared_ms:  # a load takes place during the backlog
+            shared_ms = placed.load_ms
+            backlog_ms = max(backlog_ms, shared_ms)
         self.prefill_free_s = now + backlog_ms * 1e-3 + prefill_ms * 1e-3
         placed.expected_first_token_s = now + (shared_ms + prefill_ms) * 1e-3
         self.pending_prefills += 1
@@ -252,6 +261,7 @@ class WorkerState:
         placed.first_token_s = now
         self.active[placed.id] = placed
         self._refreshed_s = float("-inf")
+        self._changed.add(self)
 
     def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
         """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
@@ -333,8 +343,11 @@ class WorkerState:
         self._update_step_times()
 
     def _update_step_times(self) -> None:
-        model, factor = self.latency_model, self.slowdown.factor
-        context = self.decode_context_tokens
+        model, factor, context = (
+            self.latency_model,
+            self.slowdown.factor,
+            self.decode_context_tokens,
+        )
         decode_ms = model.decode.predict(1.0, context) if context else 0.0
         self.step_ms = factor * (model.prefill.base + decode_ms)
         self.token_ms = factor * model.prefill.slope
@@ -351,7 +364,7 @@ class WorkerState:
             group.tokens += placed.new_tokens
             return
         self._observe_prefill_group()
-        start = max(group.end_s, placed.placed_s)
+        start = max(group.end_s, placed.placed_s + placed.load_ms * 1e-3)
         self._prefill_group = PrefillGroup(
             start, now, placed.new_tokens, self.decode_context_tokens
         )
@@ -368,9 +381,9 @@ class WorkerState:
         decode_ms = steps * model.decode.predict(1.0, context) if context else 0.0
         expected_ms = model.prefill.predict(steps, tokens)
         self.total_prefill_ms += expected_ms * factor
-        busy_s, at_s = self._prefilled
-        busy_s *= exp((at_s - group.end_s) / PREFILL_SHARE_S)
-        self._prefilled = busy_s + expected_ms * factor * 1e-3, group.end_s
+        decay = exp((self.prefill_busy_at_s - group.end_s) / PREFILL_SHARE_S)
+        self.prefill_busy_s = self.prefill_busy_s * decay + expected_ms * factor * 1e-3
+        self.prefill_busy_at_s = group.end_s
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
         self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 

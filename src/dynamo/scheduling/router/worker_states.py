@@ -9,6 +9,7 @@ from dynamo.core.values import Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.data_parallel import data_parallel_ranks, engine_info
 from dynamo.scheduling.router.latency_model import WorkerLatencyModel
+from dynamo.scheduling.router.tier_queues import TierQueues
 from dynamo.scheduling.router.worker_state import WorkerState
 
 REFRESHES_PER_CALL = 16
@@ -80,8 +81,10 @@ class WorkerStates:
 
     def on_load_report(self, name: str, load: Load, now: float) -> None:
         """Pass a load report to the worker's state, or to the state of each of its ranks."""
-        del now
         parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
         for part_name, part in (parts or {name: load}).items():
             if (worker := self._by_name.get(part_name)) is not None:
                 worker.on_load_report(part)
+                if part.tiers or worker.tier_queues is not None:
+                    worker.tier_queues = worker.tier_queues or TierQueues()
+                    worker.tier_queues.update(part.tiers, now)

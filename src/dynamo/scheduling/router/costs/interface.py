@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
@@ -12,11 +13,15 @@ from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 if TYPE_CHECKING:
-    from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays
+    from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
+    from dynamo.scheduling.router.worker_states import WorkerStates
 
 TIE_TOLERANCE = 1e-3
 """Share of the best cost within which costs count as equal and the choice is random. Predictions
 are not more exact than that."""
+
+REGRET_WINDOW = 12
+"""Requests that are placed jointly; the effort grows with its square."""
 
 TABLE_ROWS = 16
 """Candidates that a decision keeps for explanation."""
@@ -52,9 +57,35 @@ class Cost(ABC):
         """Return the cost of `request` at each worker, equal to `cost`, in a new array."""
         raise NotImplementedError(f"{type(self).__name__} has no costs over arrays")
 
+    def make_arrays(self, states: WorkerStates) -> WorkerArrays:
+        """Make the arrays that `costs_of_all` reads."""
+        from dynamo.scheduling.router.worker_arrays import WorkerArrays
+
+        return WorkerArrays(states)
+
+    def build_shortlist(
+        self,
+        request: PendingRequest,
+        arrays: WorkerArrays,
+        excluded: Indices | None,
+        choose: Callable[[Floats], Indices],
+        now: float,
+    ) -> CostMatrix:
+        """Return the costs at a few workers. `choose` returns the entries of the lowest costs, none
+        of them infinite. The workers at `excluded` must not be used."""
+        costs = self.costs_of_all(request, arrays)
+        if excluded is not None:
+            costs[excluded] = inf
+        return self.build_matrix(arrays.workers_at(choose(costs)), now)
+
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         """Return the costs of one placement round over `workers`."""
         return CostMatrix(self, workers, now)
+
+    def begin_round(  # noqa: B027
+        self, requests: Iterable[PendingRequest], workers: Sequence[WorkerState], now: float
+    ) -> None:
+        """Note the pending requests and the workers at the start of a placement round."""
 
     def on_placed(self, placed: PlacedRequest) -> None:  # noqa: B027 - most costs keep no state
         """Note that a request was sent to its worker."""
@@ -117,6 +148,7 @@ class CostMatrix:
                 overlaps.get(workers[index].name, 0),
                 costs[index],
                 terms(request, workers[index], self._now),
+                tier_blocks=request.tier_blocks(workers[index].name),
             )
             for index in best_indices(costs, chosen)
         )

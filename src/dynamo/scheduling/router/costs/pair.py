@@ -7,100 +7,130 @@ same for nearly every prefill worker, and a decision needs two passes over the w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.scheduling.router.costs.interface import CostMatrix, best_indices
+from dynamo.scheduling.router.costs.pair_price import (
+    FIXED_HARM,
+    FLEXIBLE,
+    FLEXIBLE_HARM,
+    FLEXIBLE_TRANSFERS,
+    HELD_BACKLOG_MS,
+    TARGET_QUEUE_WEIGHT,
+    AnswerPrice,
+    Fleet,
+    HarmPrice,
+    PairRules,
+    Ways,
+    answer_cost,
+    answer_price,
+    price_long_pause,
+    queued_prefill_ms,
+)
 from dynamo.scheduling.router.costs.predicted import (
+    LazyCandidateTable,
     PredictedCost,
     PredictedCostMatrix,
+    WorkerRate,
     predicted_terms,
-    worker_rate,
 )
+from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import WorkerState
 
-OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
-"""Modes of disaggregation; all others compare both ways."""
+if TYPE_CHECKING:
+    from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
+    from dynamo.scheduling.router.worker_states import WorkerStates
 
-FLEXIBLE_HARM = 15.0
-"""Price of a pause for answers in mode flexible, as `predicted.HARM_WEIGHT`. Lower prices mix
-prefill into workers that decode: shorter waits and longer gaps. Source: replays of the
-conversation trace with 8 flexible workers. At 15 the 99.9th percentile of gaps is a quarter of
-that of 8 separate workers. The first token takes 1 % longer, the whole answer 1.5 %."""
-
-FIXED_HARM = 200.0
-"""The price in the other modes, where decode workers should rarely compute prompts. Source: the
-same trace with 4 prefill and 4 decode workers; 15 to 1,000 tried."""
-
-PREFILL_SHARE_WEIGHT = 40.0
-"""Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
-
-STEP_WEIGHT = 0.34
-"""Weight of a decode step in milliseconds, in units of the harm."""
-
-TRANSFER_WEIGHT = 0.2
-"""Share of a transfer that is not hidden behind the computing of later chunks."""
-
-ARRIVAL_WEIGHT = 0.02
-"""Share of the transfers in front of a transfer, which spreads a burst over equal workers. With ten
-times more, the end-to-end time of the conversation trace grows by 4 %."""
-
-MEMORY_LIMIT = 0.9
-"""Share of KV memory beyond which each token of a prompt costs `MEMORY_MS`."""
-MEMORY_MS = 1.0
-TOKEN_TRANSFER_MS = 131_072 / 8e9 * 1e3
-"""Time to move the KV of one token: 128 KiB at 8 GB/s."""
-
-
-class DecodePrice(NamedTuple):
-    """The price of an answer at one decode worker: `base`, `per_token` of its prompt, and the
-    prompt tokens that still fit into its memory."""
-
-    name: str
-    base: float
-    per_token: float
-    free_tokens: float
+CostAt = tuple[float, int]
+"""A cost and the index of its worker."""
 
 
 class PairCost(PredictedCost):
     """Predicted cost of a prompt at one worker and of its answer at another or the same."""
 
-    has_arrays = False
-
     def __init__(self, settings: DisaggregationSettings) -> None:
-        self.thresholds = DisaggregationRouter()
-        self._apply(settings)
+        self.rules = PairRules(settings)
+        self.steering = HarmSteering()
+        self.queue_ms = 0.0
+        self.harm: HarmPrice
+        self._update_target(settings)
+
+    def begin_round(
+        self, requests: Iterable[PendingRequest], workers: Sequence[WorkerState], now: float
+    ) -> None:
+        flexible = self.rules.mode == FLEXIBLE
+        weight = TARGET_QUEUE_WEIGHT if self.steering.itl_slo_ms else 1.0
+        self.queue_ms = weight * queued_prefill_ms(requests, workers, now) if flexible else 0.0
+
+    def costs_of_all(self, request: PendingRequest, arrays: WorkerArrays) -> Floats:
+        costs = super().costs_of_all(request, arrays)
+        return costs + self.queue_ms * (arrays.backlog_ms > HELD_BACKLOG_MS)
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
+        self._update_harm()
         return PairCostMatrix(self, workers, now)
 
-    def decode_price(self, worker: WorkerState, now: float) -> DecodePrice:
-        """Return the price of an answer at `worker`. Prompts that already arrive there delay the
-        transfer of the next one."""
-        harm = self.harm_weight
-        context = worker.decode_context_tokens + worker.arriving_tokens
-        model, factor = worker.latency_model.decode, worker.slowdown.factor
-        share = PREFILL_SHARE_WEIGHT * worker.prefill_share(now)
-        queue = ARRIVAL_WEIGHT * TOKEN_TRANSFER_MS * worker.arriving_tokens
-        return DecodePrice(
-            worker.name,
-            queue + harm * (share + STEP_WEIGHT * factor * model.predict(1.0, context)),
-            harm * STEP_WEIGHT * factor * model.slope * len(worker.active),
-            MEMORY_LIMIT * worker.kv_capacity_tokens - context,
-        )
+    def predict_ms(
+        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
+    ) -> float:
+        """Return the milliseconds to the first token at the worker that would compute a prompt of
+        `tokens` uncached tokens. `ahead` such prompts are not placed yet; each role is priced as if
+        all of them went there. Infinite if no worker may take the prompt."""
+        request = PendingRequest("", Prompt(tokens, ()), 1, now)
+        costs = self.build_matrix(workers, now).row(request)
+        decoding = sum(worker.decodes for worker in workers)
+        best = inf, inf
+        for worker, cost in zip(workers, costs, strict=True):
+            alike = decoding if worker.decodes else len(workers) - decoding
+            prefill_ms = worker.predict_prefill_ms(tokens)
+            ahead_ms = prefill_ms * ahead / alike
+            if cost < inf:
+                best = min(best, (cost + ahead_ms, worker.backlog_ms(now) + prefill_ms + ahead_ms))
+        return best[1]
+
+    def make_arrays(self, states: WorkerStates) -> WorkerArrays:
+        from dynamo.scheduling.router.costs.pair_arrays import PairArrays
+
+        return PairArrays(states)
+
+    def build_shortlist(
+        self,
+        request: PendingRequest,
+        arrays: WorkerArrays,
+        excluded: Indices | None,
+        choose: Callable[[Floats], Indices],
+        now: float,
+    ) -> CostMatrix:
+        from dynamo.scheduling.router.costs.pair_arrays import PairArrays, PairShortlist
+
+        self._update_harm()
+        assert isinstance(arrays, PairArrays)  # noqa: S101 - from `make_arrays`
+        shortlist = PairShortlist(self.rules, self, self.harm, request, arrays, excluded, now)
+        workers, prices = shortlist.choose(choose)
+        return PairCostMatrix(self, workers, now, shortlist.fleet, prices)
+
+    def _update_harm(self) -> None:
+        itl_slo_ms = self.steering.itl_slo_ms
+        local = self.rules.mode == FLEXIBLE and not itl_slo_ms
+        transfers = FLEXIBLE_TRANSFERS if local else 1.0
+        self.harm = HarmPrice(self.steering.weight, itl_slo_ms, transfers)
+        self.harm_weight = self.harm.weight
 
     def update_settings(self, settings: RouterSettings) -> None:
-        self._apply(settings.disaggregation)
+        self.rules.update_settings(settings.disaggregation)
+        self._update_target(settings.disaggregation)
 
-    def _apply(self, settings: DisaggregationSettings) -> None:
-        self.mode = settings.effective_mode
-        self.harm_weight = FLEXIBLE_HARM if self.mode == FLEXIBLE else FIXED_HARM
-        self.thresholds.update_settings(settings)
+    def _update_target(self, settings: DisaggregationSettings) -> None:
+        flexible = self.rules.mode == FLEXIBLE
+        itl_slo_ms = settings.itl_slo if flexible else 0.0
+        self.steering.update_target(itl_slo_ms, FLEXIBLE_HARM if flexible else FIXED_HARM)
 
 
 class PairCostMatrix(PredictedCostMatrix):
@@ -108,27 +138,53 @@ class PairCostMatrix(PredictedCostMatrix):
 
     has_pairs = True
 
-    def __init__(self, cost: PairCost, workers: Sequence[WorkerState], now: float) -> None:
+    def __init__(
+        self,
+        cost: PairCost,
+        workers: Sequence[WorkerState],
+        now: float,
+        fleet: Fleet | None = None,
+        prices: dict[int, AnswerPrice] | None = None,
+    ) -> None:
+        """`workers` are all that are allowed, or some of a `fleet`. `prices`: those of the workers
+        that decode, by index, if they are known."""
+        self._queue_ms, self._harm = cost.queue_ms, cost.harm
         super().__init__(cost, workers, now)
-        self._pair_cost = cost
-        self._decoders = [at for at, worker in enumerate(workers) if worker.decodes]
-        self._prices = {at: cost.decode_price(workers[at], now) for at in self._decoders}
-        others = [at for at, worker in enumerate(workers) if not worker.decodes]
-        if cost.mode == FLEXIBLE or not others:
-            others = [at for at, worker in enumerate(workers) if worker.prefills]
-        self._prefillers = [] if cost.mode == OFF else others
+        if self._queue_ms:
+            for index in range(len(workers)):
+                self._add_queue(index)
+        self._rules = cost.rules
+        self._fleet = fleet
+        if fleet is not None:
+            any_prefills = fleet.any_prefills
+        else:
+            any_prefills = cost.rules.mode == FLEXIBLE or all(worker.decodes for worker in workers)
+        self._any_prefills = any_prefills
+        self._prices = prices or {
+            index: answer_price(cost.harm, worker, now)
+            for index, worker in enumerate(workers)
+            if worker.decodes
+        }
+        prefills = cost.rules.is_prefiller
+        self._prefillers = [
+            index for index, worker in enumerate(workers) if prefills(worker, any_prefills)
+        ]
+        self._last_best: BestDecoders | None = None
 
     def row(self, request: PendingRequest) -> list[float]:
         prompt_costs = super().row(request)
+        if self._rules.mode != FLEXIBLE:
+            for at in self._prices:
+                prompt_costs[at] += self._long_pause_cost(request, at)
         row = [inf] * len(prompt_costs)
         local, remote = self._ways(request)
         if local:
-            for at, price in zip(self._decoders, self._local_costs(request), strict=True):
-                row[at] = prompt_costs[at] + price
+            for at, answer in self._answer_costs(request):
+                row[at] = prompt_costs[at] + answer
         if remote:
-            best, second = self._best_decoders(request)
+            (best, best_at), (second, _) = self._best_decoders(request)
             for at in self._prefillers:
-                cost = prompt_costs[at] + (second if best[1] == at else best)[0]
+                cost = prompt_costs[at] + (second if best_at == at else best)
                 if cost < row[at]:
                     row[at] = cost
         return row
@@ -138,87 +194,144 @@ class PairCostMatrix(PredictedCostMatrix):
 
     def refresh_worker(self, worker: WorkerState) -> int | None:
         index = super().refresh_worker(worker)
+        self._last_best = None
+        if self._queue_ms and index is not None:
+            self._add_queue(index)
         if index in self._prices:
-            self._prices[index] = self._pair_cost.decode_price(worker, self._now)
+            self._prices[index] = answer_price(self._harm, worker, self._now)
         return index
 
+    def _add_queue(self, index: int) -> None:
+        """Add the wait behind pending requests to that of a worker that gets no prompt at once."""
+        name, token_ms, budget, step_ms, weight, wait_ms = self._rates[index]
+        if wait_ms > HELD_BACKLOG_MS:
+            wait_ms += self._queue_ms
+            self._rates[index] = name, token_ms, budget, step_ms, weight, wait_ms
+
+    def add_worker(self, worker: WorkerState) -> None:
+        index = len(self.workers)
+        super().add_worker(worker)
+        self._last_best = None
+        if self._queue_ms:
+            self._add_queue(index)
+        if worker.decodes:
+            self._prices[index] = answer_price(self._harm, worker, self._now)
+        if self._rules.is_prefiller(worker, self._any_prefills):
+            self._prefillers.append(index)
+
     def decode_index(self, request: PendingRequest, index: int) -> int:
-        local, remote = self._ways(request)
-        if not remote or index not in self._prefillers:
-            return index
-        best, second = self._best_decoders(request)
-        cost, at = second if best[1] == index else best
-        if cost == inf:
-            return index
-        if local and (price := self._prices.get(index)):
-            own = _answer_costs(request.prompt.tokens, [price])[0]
-            if own <= cost:
-                return index
-        return at
+        return self._complete_pairs(request, [index])[0][1]
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
     ) -> Sequence[Candidate]:
         indices = [at for at in best_indices(costs, chosen) if costs[at] < inf]
-        return tuple(self._candidate(request, at, costs[at]) for at in indices)
+        size, overlaps = request.block_tokens, request.overlaps
+        rows: list[PairRow] = []
+        pairs = self._complete_pairs(request, indices)
+        for index, (answer, decode_index, transfer) in zip(indices, pairs, strict=True):
+            rate, worker = self._rates[index], self.workers[index]
+            decode_worker = "" if decode_index == index else self.workers[decode_index].name
+            terms = {"decode": answer, "transfer": transfer}
+            if request.loads:
+                terms["load"] = self._load_delay_ms(request, index, worker)
+            if self._rules.mode != FLEXIBLE and index in self._prices:
+                terms["harm"] = self._long_pause_cost(request, index)
+            overlap, blocks = overlaps.get(worker.name, 0), request.tier_blocks(worker.name)
+            rows.append((rate, overlap, costs[index], decode_worker, terms, blocks))
+        return LazyCandidateTable(
+            len(rows), partial(_build_candidates, request.prompt.tokens, size, rows)
+        )
 
-    def _candidate(self, request: PendingRequest, index: int, cost: float) -> Candidate:
+    def _long_pause_cost(self, request: PendingRequest, index: int) -> float:
         worker = self.workers[index]
-        rate = worker_rate(worker, self._now, self._pair_cost.harm_weight)
-        terms = predicted_terms(rate, request.uncached_tokens(worker.name))
-        at = self.decode_index(request, index)
-        decode_worker = "" if at == index else self.workers[at].name
-        if price := self._prices.get(at):
-            terms["decode"] = _answer_costs(request.prompt.tokens, [price])[0]
-            terms["transfer"] = self._transfer_costs(request, [price])[0] if decode_worker else 0.0
-        overlap = request.overlaps.get(worker.name, 0)
-        return Candidate(worker.name, overlap, cost, terms, decode_worker)
+        prefill_ms = worker.predict_prefill_ms(request.uncached_tokens(worker.name))
+        return price_long_pause(self._harm.weight, worker.stall_sensitivity, 1.0, prefill_ms)
 
-    def _ways(self, request: PendingRequest) -> tuple[bool, bool]:
-        """Return whether a decode worker and whether a prefill worker may compute the prompt."""
-        mode = self._pair_cost.mode
-        if not self._prefillers:
-            return True, False
-        if mode == ALWAYS:
-            return False, True
-        if mode != THRESHOLDS:
-            return True, True
-        overlaps = [request.overlaps.get(price.name, 0) for price in self._prices.values()]
-        uncached = request.prompt.tokens - max(overlaps, default=0) * request.block_tokens
-        pending = sum(self.workers[at].pending_prefills for at in self._prefillers)
-        remote = self._pair_cost.thresholds.exceeds_thresholds(uncached, pending)
-        return not remote, remote
+    def _ways(self, request: PendingRequest) -> Ways:
+        fleet, tokens = self._fleet, request.prompt.tokens
 
-    def _best_decoders(
-        self, request: PendingRequest
-    ) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Return (cost, index) of the two cheapest decode workers for a prompt that is moved."""
-        prices = list(self._prices.values())
-        best = second = (inf, -1)
-        own, moved = self._local_costs(request), self._transfer_costs(request, prices)
-        for at, answer, transfer in zip(self._decoders, own, moved, strict=True):
-            cost = answer + transfer
-            if cost < best[0]:
-                best, second = (cost, at), best
-            elif cost < second[0]:
-                second = (cost, at)
-        return best, second
+        def queue() -> tuple[int, int]:
+            uncached = [request.uncached_tokens(self.workers[at].name) for at in self._prices]
+            if fleet is not None:
+                return min([fleet.uncached_tokens, *uncached]), fleet.pending()
+            pending = sum(self.workers[at].pending_prefills for at in self._prefillers)
+            return min(uncached, default=tokens), pending
 
-    def _local_costs(self, request: PendingRequest) -> list[float]:
-        return _answer_costs(request.prompt.tokens, self._prices.values())
+        any_prefiller = bool(self._prefillers) if fleet is None else fleet.any_prefiller
+        return self._rules.choose_ways(any_prefiller, queue)
 
-    def _transfer_costs(
-        self, request: PendingRequest, prices: Iterable[DecodePrice]
-    ) -> list[float]:
-        """Return what moving the blocks that a decode worker lacks costs, for each of `prices`."""
-        tokens, size, overlap = request.prompt.tokens, request.block_tokens, request.overlaps.get
-        per_token = TRANSFER_WEIGHT * TOKEN_TRANSFER_MS
-        return [per_token * max(0, tokens - overlap(price.name, 0) * size) for price in prices]
+    def _complete_pairs(
+        self, request: PendingRequest, indices: Sequence[int]
+    ) -> list[tuple[float, int, float]]:
+        """Return (cost of the answer, index of its worker, cost of the transfer) for each of
+        `indices`, a worker that computes the prompt."""
+        local, remote = self._ways(request)
+        best, second = self._best_decoders(request) if remote else (NO_COST, NO_COST)
+        _, best_at = best
+        prices, prefillers, tokens = self._prices, set(self._prefillers), request.prompt.tokens
+        pairs = []
+        for index in indices:
+            moved, at = second if best_at == index else best
+            answer = answer_cost(prices[index], tokens) if local and index in prices else inf
+            if answer <= moved or index not in prefillers:
+                pairs.append((answer, index, 0.0))
+            else:
+                transfer = _transfer_cost(request, prices[at])
+                pairs.append((moved - transfer, at, transfer))
+        return pairs
+
+    def _answer_costs(self, request: PendingRequest) -> list[tuple[int, float]]:
+        """Return (index of a decode worker, cost of the answer there) for all of them."""
+        tokens = request.prompt.tokens
+        return [(at, answer_cost(price, tokens)) for at, price in self._prices.items()]
+
+    def _best_decoders(self, request: PendingRequest) -> tuple[CostAt, CostAt]:
+        """Return the two cheapest decode workers for a prompt that is moved. The last result is
+        remembered until a worker changes."""
+        overlaps = request.overlaps
+        if self._last_best is not None:
+            last_request, last_overlaps, pair = self._last_best
+            if last_request is request and last_overlaps is overlaps:
+                return pair
+        best_cost, best_at = second_cost, second_at = NO_COST
+        tokens = request.prompt.tokens
+        for at, price in self._prices.items():
+            name, _, _, _, token_transfer = price
+            moved = request.uncached_tokens(name) if name in overlaps else tokens
+            cost = answer_cost(price, tokens) + token_transfer * moved
+            if cost < best_cost:
+                second_cost, second_at = best_cost, best_at
+                best_cost, best_at = cost, at
+            elif cost < second_cost:
+                second_cost, second_at = cost, at
+        pair = (best_cost, best_at), (second_cost, second_at)
+        self._last_best = request, overlaps, pair
+        return pair
 
 
-def _answer_costs(tokens: int, prices: Iterable[DecodePrice]) -> list[float]:
-    """Return the cost of an answer to a prompt of `tokens`, for each of `prices`."""
-    return [
-        base + per_token * tokens + (MEMORY_MS * (tokens - free) if tokens > free else 0.0)
-        for _, base, per_token, free in prices
-    ]
+def _transfer_cost(request: PendingRequest, price: AnswerPrice) -> float:
+    """Return what moving the blocks costs that a decode worker lacks."""
+    name, _, _, _, token_transfer = price
+    return token_transfer * request.uncached_tokens(name)
+
+
+NO_COST: CostAt = inf, -1
+
+BestDecoders = tuple[PendingRequest, Mapping[str, int], tuple[CostAt, CostAt]]
+"""(request, overlaps, its two cheapest decode workers)."""
+
+PairRow = tuple[WorkerRate, int, float, str, dict[str, float], dict[str, int]]
+"""(rate of the prefill worker, its overlap, cost of the pair, decode worker, terms that add to
+those of the rate, tier -> blocks to load)."""
+
+
+def _build_candidates(tokens: int, block_tokens: int, rows: Sequence[PairRow]) -> list[Candidate]:
+    candidates = []
+    for rate, overlap, cost, decode_worker, more, tier_blocks in rows:
+        terms = predicted_terms(rate, max(1, tokens - overlap * block_tokens))
+        more["harm"] = terms["harm"] + more.get("harm", 0.0)
+        terms |= more
+        name, *_ = rate
+        candidates.append(Candidate(name, overlap, cost, terms, decode_worker, tier_blocks))
+    return candidates

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, overload
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix, best_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.router.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -36,16 +37,18 @@ class PredictedCost(Cost):
     has_arrays = True
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
-        return predicted_terms(
-            worker_rate(worker, now, self.harm_weight), request.uncached_tokens(worker.name)
-        )
+        rate, new = worker_rate(worker, now, self.harm_weight), request.uncached_tokens(worker.name)
+        return predicted_terms(rate, new) | load_terms(request, worker, rate[-1], now)
 
     def costs_of_all(self, request: PendingRequest, arrays: WorkerArrays) -> Floats:
         new = arrays.uncached_tokens(request.prompt.tokens, request.overlaps, request.block_tokens)
         own = arrays.token_ms * new
-        weight = 1.0 + self.harm_weight * arrays.stall_sensitivity
+        weight = 1.0 + self.harm_weight * arrays.decode_sensitivity()
         costs = (arrays.prefill_steps_ms(new) + own) * weight
-        return costs + EVICTION_WEIGHT * own + arrays.backlog_ms
+        costs = costs + EVICTION_WEIGHT * own + arrays.backlog_ms
+        if request.loads:
+            arrays.add_load_delays(costs, request)
+        return costs
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         return PredictedCostMatrix(self, workers, now)
@@ -55,12 +58,9 @@ class TtftCost(Cost):
     """Predicted time to first token in milliseconds. The cost has no parameters."""
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
+        backlog = worker.backlog_ms(now)
         prefill = worker.predict_prefill_ms(request.uncached_tokens(worker.name))
-        return {"queue": worker.backlog_ms(now), "prefill": prefill}
-
-    def cost(self, request: PendingRequest, worker: WorkerState, now: float) -> float:
-        prefill = worker.predict_prefill_ms(request.uncached_tokens(worker.name))
-        return worker.backlog_ms(now) + prefill
+        return {"queue": backlog, "prefill": prefill} | load_terms(request, worker, backlog, now)
 
 
 class PredictedCostMatrix(CostMatrix):
@@ -76,7 +76,7 @@ class PredictedCostMatrix(CostMatrix):
     def row(self, request: PendingRequest) -> list[float]:
         tokens, size, eviction = request.prompt.tokens, request.block_tokens, EVICTION_WEIGHT
         overlap = request.overlaps.get
-        return [  # the terms written out: this runs once for each worker and request
+        costs = [  # the terms written out: this runs once for each worker and request
             ((step if new <= budget else -(-new // budget) * step) + own) * weight
             + eviction * own
             + wait
@@ -85,6 +85,10 @@ class PredictedCostMatrix(CostMatrix):
             for new in [left if left > 0 else 1]
             for own in [token * new]
         ]
+        if request.loads:
+            for index, worker in enumerate(self.workers):
+                costs[index] += self._load_delay_ms(request, index, worker)
+        return costs
 
     def refresh_worker(self, worker: WorkerState) -> int | None:
         index = super().refresh_worker(worker)
@@ -104,12 +108,20 @@ class PredictedCostMatrix(CostMatrix):
             if name in request.overlaps:
                 new = max(1, new - request.overlaps[name] * request.block_tokens)
             own = token * new
-            costs.append((-(-new // budget) * step + own) * weight + EVICTION_WEIGHT * own + wait)
+            cost = (-(-new // budget) * step + own) * weight + EVICTION_WEIGHT * own + wait
+            if request.loads:
+                cost += self._load_delay_ms(request, index, self.workers[index])
+            costs.append(cost)
         return costs
+
+    def _load_delay_ms(self, request: PendingRequest, index: int, worker: WorkerState) -> float:
+        return load_delay_ms(request, worker, self._rates[index][-1], self._now)
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
     ) -> Sequence[Candidate]:
+        if request.loads:  # the queues of tiers change
+            return super().candidate_table(request, costs, chosen)
         rates, overlaps = self._rates, request.overlaps
         if len(rates) > TABLE_ROWS:
             order = best_indices(costs, chosen)
@@ -169,6 +181,16 @@ def worker_rate(worker: WorkerState, now: float, harm_weight: float = HARM_WEIGH
     wait = abs(worker.prefill_free_s - now) * 1e3 if worker.pending_prefills else 0.0
     weight = 1.0 + harm_weight * worker.stall_sensitivity if worker.decodes else 1.0
     return worker.name, worker.token_ms, worker.token_budget, worker.step_ms, weight, wait
+
+
+def load_terms(
+    request: PendingRequest, worker: WorkerState, backlog_ms: float, now: float
+) -> dict[str, float]:
+    """Return the term for the time in which `worker` still loads blocks after its backlog, if any
+    worker would load blocks of the prompt."""
+    if not request.loads:
+        return {}
+    return {"load": load_delay_ms(request, worker, backlog_ms, now)}
 
 
 def predicted_terms(rate: WorkerRate, new: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     - `at`: Unix time. `router`: name of the process that chose.
     - `prefill`: the worker that computes the prompt, if another one.
+    - `harm_weight`: the price of a pause for answers, if it is steered by the target `itl_slo_ms`.
     - `costs`: candidates with every term of their cost, best first.
     - `outcome`: None while the worker still answers. `why`: a sentence.
     """
@@ -44,6 +45,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     overlap_blocks: int
     best_overlap_blocks: int
     predicted_ttft_ms: float | None
+    harm_weight: float | None = None
+    itl_slo_ms: float = 0.0
     costs: tuple[Candidate, ...]
     outcome: Outcome | None
     why: str
@@ -87,6 +90,8 @@ class DecisionEntry:
             overlap_blocks=decision.overlap_blocks,
             best_overlap_blocks=decision.best_overlap_blocks,
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
+            harm_weight=decision.harm_weight,
+            itl_slo_ms=decision.itl_slo_ms,
             costs=tuple(decision.cost_table),
             outcome=self.outcome,
             why=describe_decision(decision),
@@ -157,6 +162,9 @@ def describe_decision(decision: Decision) -> str:
     elif decision.prompt_blocks:
         held, total = decision.overlap_blocks, decision.prompt_blocks
         parts.append(f"it holds {held} of the prompt's {total} blocks")
+        if chosen is not None and chosen.tier_blocks:
+            tiers = (f"{count} in tier {tier}" for tier, count in chosen.tier_blocks.items())
+            parts.append(f"of these {' and '.join(tiers)}")
         if decision.best_overlap_blocks > held:
             parts.append(f"another holds {decision.best_overlap_blocks}")
     if decision.waited_s >= MIN_SHOWN_WAIT_S:

@@ -12,9 +12,6 @@ from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.prompt import common_prefix_blocks
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
-REGRET_WINDOW = 12
-"""Requests that are placed jointly; the effort grows with its square."""
-
 
 class RegretRow:
     """A pending request with its cost at each worker. `regret` is the cost difference between the
@@ -44,10 +41,13 @@ class RegretRow:
     def add_holder(self, worker: WorkerState, rng: Random) -> None:
         """Add a worker that the row's own matrix lacks, if blocks of the prompt were sent there."""
         request = self.request
-        if worker.name not in request.overlaps or worker.instance.id in request.excluded:
-            return
-        self.matrix.add_worker(worker)
-        self.costs += self.matrix.column([self.request], len(self.costs))
+        if worker.name in request.overlaps and worker.instance.id not in request.excluded:
+            self.matrix.add_worker(worker)
+            self.refresh(rng)
+
+    def refresh(self, rng: Random) -> None:
+        """Compute all costs again."""
+        self.costs = self.matrix.row(self.request)
         self._update_best(rng)
 
     def _update_best(self, rng: Random) -> None:
@@ -109,20 +109,23 @@ class RegretStep:
     def on_placed(self, placed: PlacedRequest, shared: Iterable[CostMatrix], rng: Random) -> None:
         """Update costs and overlaps after a placement. Requests that have no row yet will use a
         matrix of `shared`."""
-        worker = placed.worker
         groups: dict[CostMatrix, list[RegretRow]] = {matrix: [] for matrix in shared}
         for row in self._rows:
             _extend_overlap(row.request, placed)
             groups.setdefault(row.matrix, []).append(row)
         for matrix, group in groups.items():
-            index = refresh_pair(matrix, placed)
-            if index is not None and group:
-                costs = matrix.column([row.request for row in group], index)
-                for row, cost in zip(group, costs, strict=True):
-                    row.update_cost(index, cost, rng)
-            elif index is None:
+            for worker in workers_of(placed):
+                index = matrix.refresh_worker(worker)
+                if index is None:
+                    for row in group:
+                        row.add_holder(worker, rng)
+                elif group and not matrix.has_pairs:
+                    costs = matrix.column([row.request for row in group], index)
+                    for row, cost in zip(group, costs, strict=True):
+                        row.update_cost(index, cost, rng)
+            if matrix.has_pairs:  # the price of a decode worker is part of all costs
                 for row in group:
-                    row.add_holder(worker, rng)
+                    row.refresh(rng)
         if self._queue and not set(placed.hashes).isdisjoint(self._next_blocks):
             self._promote_sharers(placed)
 
@@ -169,12 +172,10 @@ class SentBlocks:
         return False
 
 
-def refresh_pair(matrix: CostMatrix, placed: PlacedRequest) -> int | None:
-    """Read the workers of a request again after its placement. Return the index of the one that
-    computes the prompt, or None without a column."""
-    if placed.decode_worker is not None:
-        matrix.refresh_worker(placed.decode_worker)
-    return matrix.refresh_worker(placed.worker)
+def workers_of(placed: PlacedRequest) -> Sequence[WorkerState]:
+    """Return the worker that computes the prompt, and the one that decodes if that is another."""
+    worker, decode_worker = placed.worker, placed.decode_worker
+    return (worker,) if decode_worker is None else (worker, decode_worker)
 
 
 def _prompt_tokens(request: PendingRequest) -> int:
@@ -191,15 +192,16 @@ _regret = attrgetter("regret")
 
 
 def _extend_overlap(request: PendingRequest, placed: PlacedRequest) -> bool:
-    """Extend the overlap at the worker of `placed` by the blocks that both prompts share. Return
-    whether it grew."""
-    name, placed_hashes = placed.worker.name, placed.hashes
-    hashes, overlap = request.prompt.hashes, request.overlaps.get(name, 0)
-    if (
-        overlap < len(hashes)
-        and overlap < len(placed_hashes)
-        and hashes[overlap] == placed_hashes[overlap]
-    ):
-        request.overlaps[name] = common_prefix_blocks(hashes, placed_hashes)
-        return True
-    return False
+    """Extend the overlaps at the workers of `placed` by the blocks that both prompts share. Return
+    whether one grew."""
+    placed_hashes, hashes, grew = placed.hashes, request.prompt.hashes, False
+    for worker in workers_of(placed):
+        overlap = request.overlaps.get(worker.name, 0)
+        if (
+            overlap < len(hashes)
+            and overlap < len(placed_hashes)
+            and hashes[overlap] == placed_hashes[overlap]
+        ):
+            request.overlaps[worker.name] = common_prefix_blocks(hashes, placed_hashes)
+            grew = True
+    return grew

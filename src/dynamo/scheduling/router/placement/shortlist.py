@@ -8,15 +8,14 @@ from random import Random
 
 import numpy as np
 
-from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix
+from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, TABLE_ROWS, Cost, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import (
     SHORT_PROMPT_TOKENS,
     STEP_FILL_SHARE,
     Candidates,
 )
-from dynamo.scheduling.router.placement.regret import REGRET_WINDOW
-from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
+from dynamo.scheduling.router.worker_arrays import Floats, Indices
 from dynamo.scheduling.router.worker_state import WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
@@ -37,7 +36,7 @@ class ShortlistCandidates(Candidates):
     def __init__(self, states: WorkerStates, cost: Cost, max_backlog_s: float, rng: Random) -> None:
         super().__init__(states, cost, max_backlog_s)
         self._rng = rng
-        self._arrays = WorkerArrays(states)
+        self._arrays = cost.make_arrays(states)
         self._free_worker: WorkerState | None = None
 
     def begin(self, now: float) -> None:
@@ -47,21 +46,16 @@ class ShortlistCandidates(Candidates):
     def matrix_for(self, request: PendingRequest) -> CostMatrix:
         arrays = self._arrays
         arrays.refresh(self._now)
-        costs = self.cost.costs_of_all(request, arrays)
-        allowed = len(costs)
-        if request.excluded:
-            excluded = arrays.indices_of(request.excluded)
-            costs[excluded] = inf
-            allowed -= len(excluded)
-        if allowed > SHORTLIST:
-            chosen = find_cheapest(costs, SHORTLIST, self.cost.tie_tolerance, self._rng)
-        else:
-            chosen = np.flatnonzero(costs < inf)
-        workers = arrays.workers
-        shortlist = [workers[index] for index in chosen.tolist()]
-        matrix = self.cost.build_matrix(shortlist, self._now)
-        matrix.allowed = allowed
+        excluded = arrays.indices_of(request.excluded) if request.excluded else None
+        matrix = self.cost.build_shortlist(request, arrays, excluded, self._choose, self._now)
+        matrix.allowed = len(arrays.workers) - (0 if excluded is None else len(excluded))
         return matrix
+
+    def _choose(self, costs: Floats) -> Indices:
+        """Return the SHORTLIST lowest costs, or all that are not infinite."""
+        if np.count_nonzero(costs < inf) > SHORTLIST:
+            return find_cheapest(costs, SHORTLIST, self.cost.tie_tolerance, self._rng)
+        return np.flatnonzero(costs < inf)
 
     def any_nearly_free(self, excluded: AbstractSet[str] = frozenset()) -> bool:
         worker = self._free_worker

@@ -18,18 +18,18 @@ import msgspec
 
 from dynamo.core.errors import DynamoError
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
+from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import SHORT_PROMPT_TOKENS, Candidates
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.placement.regret import (
-    REGRET_WINDOW,
     RegretRow,
     RegretStep,
     SentBlocks,
-    refresh_pair,
+    workers_of,
 )
 from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
@@ -112,6 +112,8 @@ class PlacementSolver:
     def submit(self, request: PendingRequest) -> None:
         """Add a request for the next `place`."""
         request.overlaps = self.view.find_overlaps(request.prompt.hashes)
+        if self.view.has_lower_tiers:
+            plan_loads(request, self.view, self.worker_states, request.arrived_s)
         self._pending.add(request)
 
     def cancel(self, request: PendingRequest) -> None:
@@ -130,9 +132,8 @@ class PlacementSolver:
         return unplaceable
 
     def place(self, now: float) -> list[PlacementResult]:
-        """Place the next pending requests that need not be held, and return them in order of
-        placement. A round considers all pending requests once, and each call is a slice of it. A
-        request that arrives during a round is considered in the next one."""
+        """Place pending requests that need not be held, and return them in order of placement. Each
+        call is a slice of a round. Requests that arrive during a round wait for the next one."""
         states, self._now = self.worker_states, now
         self._placed, self._slice_requests = [], 0
         if self._round is None:
@@ -142,6 +143,7 @@ class PlacementSolver:
             self._sent_blocks.clear()
             if states.workers is not self._workers or self.cost is not self._candidates.cost:
                 self._choose_candidates()
+            self.cost.begin_round(self._pending, states.workers, now)
             self._round = self._run_round()
         elif not states.workers:
             self._round, self.unfinished = None, False
@@ -292,7 +294,8 @@ class PlacementSolver:
                 return
         placed = self._assign(request, matrix, costs, index)
         for matrix in self._candidates.shared:
-            refresh_pair(matrix, placed)
+            for worker in workers_of(placed):
+                matrix.refresh_worker(worker)
 
     def _place_jointly(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
         """Place windows by regret. After a window that is held as a whole, only new requests are
@@ -365,15 +368,18 @@ class PlacementSolver:
         if late or self._sent_blocks.extend_overlap_of(request):
             request.overlaps_updated_s = self._now
             request.overlaps = self.view.find_overlaps(request.prompt.hashes)
+            if self.view.has_lower_tiers:
+                plan_loads(request, self.view, self.worker_states, self._now)
 
     def _assign(
         self, request: PendingRequest, matrix: CostMatrix, costs: Sequence[float], index: int
     ) -> PlacedRequest:
         now, worker = self._now, matrix.workers[index]
         table = matrix.candidate_table(request, costs, index)
-        placed = PlacedRequest(
-            request.id, worker, request.prompt, request.uncached_tokens(worker.name), now
-        )
+        new_tokens = request.uncached_tokens(worker.name)
+        placed = PlacedRequest(request.id, worker, request.prompt, new_tokens, now)
+        if request.loads:
+            placed.load_ms = reserve_load(request, worker, now)
         decode_worker = worker
         if matrix.has_pairs:
             decode_worker = matrix.workers[matrix.decode_index(request, index)]

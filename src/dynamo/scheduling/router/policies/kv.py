@@ -9,16 +9,18 @@ from collections.abc import Set as AbstractSet
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.core.values import GenerateRequest
+from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
-from dynamo.scheduling.router.costs.pair import FLEXIBLE, PairCost
+from dynamo.scheduling.router.costs.pair import PairCost
+from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
+from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constraints
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
 from dynamo.scheduling.router.prompt import PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
 MAX_TURN_S = 0.002
@@ -51,6 +53,7 @@ class KvPolicy(Policy):
         self.solver = solver
         self._own_cost = solver.cost
         self._pair_cost = pair_cost
+        self._steering = HarmSteering() if pair_cost is None else pair_cost.steering
         self._prefill_client = prefill_client
         self.replica_sync: ReplicaSync | None = None
         self.prefetch: PrefetchOverlaps | None = None
@@ -119,6 +122,16 @@ class KvPolicy(Policy):
     def worker_states(self) -> WorkerStates:
         return self.solver.worker_states
 
+    @property
+    def harm_steering(self) -> HarmSteering | None:
+        return self._steering if self._steering.itl_slo_ms else None
+
+    def predict_pair_ms(
+        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
+    ) -> float | None:
+        cost = self._pair_cost
+        return cost.predict_ms(workers, tokens, ahead, now) if cost is self.solver.cost else None
+
     def cache_view_modes(self) -> dict[str, str]:
         workers, view = self.solver.worker_states.workers, self.solver.view
         return {worker.name: view.get_mode(worker.name) for worker in workers}
@@ -128,6 +141,11 @@ class KvPolicy(Policy):
         if self._pair_cost is not None:
             self._pair_cost.update_settings(settings)
             self._use_cost()
+
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:
+        self.solver.worker_states.on_load_report(worker, load, now)
+        if self._steering.itl_slo_ms:
+            self._steering.on_load_report(worker, load, now)
 
     def on_worker_freed(self) -> None:
         """Run a round soon, since a worker may have become free; another router may report it."""
@@ -139,7 +157,7 @@ class KvPolicy(Policy):
         instances = self._client.instances
         if self._prefill_client is not None and self._prefill_client.instances:
             instances = {**instances, **self._prefill_client.instances}
-        states.update_instances(instances)
+        self._steering.on_workers_removed(states.update_instances(instances))
         self._use_cost()
         self.solver.view.set_cacheless_workers(states.cacheless)
         self._fail_unplaceable()
@@ -150,7 +168,8 @@ class KvPolicy(Policy):
         """Price pairs of workers where prompts may be computed elsewhere, else single workers."""
         pair_cost, prefill_client = self._pair_cost, self._prefill_client
         if pair_cost is not None and (
-            pair_cost.mode == FLEXIBLE or (prefill_client is not None and prefill_client.instances)
+            pair_cost.rules.mode == FLEXIBLE
+            or (prefill_client is not None and prefill_client.instances)
         ):
             self.solver.cost = pair_cost
         else:
@@ -205,6 +224,7 @@ class KvPolicy(Policy):
         if self.replica_sync is not None:
             prefill = "" if worker is prefill_worker else prefill_worker.name
             self.replica_sync.publish_routed(worker.name, placed, prefill)
+        steering = self._steering
         future.set_result(
             Decision(
                 worker.instance,
@@ -221,6 +241,8 @@ class KvPolicy(Policy):
                 rank=worker.rank,
                 queue_length=waiting,
                 prefill=None if worker is prefill_worker else prefill_worker.instance,
+                harm_weight=steering.weight if steering.itl_slo_ms else None,
+                itl_slo_ms=steering.itl_slo_ms,
             )
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from functools import partial
 
 from msgspec.structs import replace
@@ -15,8 +14,7 @@ from dynamo.core.settings.schema_router import BASIC_MODES, DisaggregationSettin
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
-from dynamo.scheduling.router.costs.pair import OFF, THRESHOLDS
-from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.roles import DisaggregationRouter
 from dynamo.scheduling.router.worker_states import WorkerStates
@@ -27,8 +25,8 @@ FALLBACK_MODE = "least_loaded"
 
 class PrefillPolicy(Policy):
     """Let another policy choose the worker that decodes, and choose the worker that computes the
-    prompt among the instances of `prefill_client` by the same load-balancing mode. Without one of
-    those, the decode worker computes the prompt."""
+    prompt among the instances of `prefill_client` by the same load-balancing mode. The router
+    counts the prompts there. Without such an instance, the decode worker computes the prompt."""
 
     def __init__(self, policy: Policy, prefill_client: Client, settings: RouterSettings) -> None:
         self._policy = policy
@@ -51,10 +49,7 @@ class PrefillPolicy(Policy):
         allowed = self._client.instances.keys() - tried
         if not allowed:
             return decision
-        prefill = self._client.pick(self._mode, allowed)
-        counted = self._client.track_call(prefill)
-        placement = PrefillPlacement(decision.placement or Placement(), counted)
-        return replace(decision, prefill=prefill, placement=placement)
+        return replace(decision, prefill=self._client.pick(self._mode, allowed))
 
     async def close(self) -> None:
         self._stop_listening()
@@ -89,32 +84,3 @@ class PrefillPolicy(Policy):
         skip = not self._client.instances or self._disaggregation == OFF
         choose = self._policy.choose if skip else partial(PrefillPolicy.choose, self)
         self.choose = choose  # type: ignore[method-assign]
-
-
-class PrefillPlacement(Placement):
-    """Counts a request at its prefill worker until the first token, and passes all progress on to
-    the placement at the decode worker."""
-
-    __slots__ = ("_counted", "_placement")
-
-    def __init__(self, placement: Placement, counted: AbstractContextManager[None]) -> None:
-        super().__init__(placement.id)
-        self.prompt_tokens, self.hashes = placement.prompt_tokens, placement.hashes
-        self.new_tokens = placement.new_tokens
-        self._placement = placement
-        self._counted: AbstractContextManager[None] | None = counted
-        counted.__enter__()
-
-    def on_first_token(self) -> None:
-        self._leave_prefill()
-        self._placement.on_first_token()
-
-    def end(self) -> None:
-        self._leave_prefill()
-        self._placement.emitted = self.emitted
-        self._placement.end()
-
-    def _leave_prefill(self) -> None:
-        if self._counted is not None:
-            self._counted.__exit__(None, None, None)
-            self._counted = None

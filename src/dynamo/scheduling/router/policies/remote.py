@@ -275,4 +275,6 @@ def _decision(instance: Instance, reply: RouteReply) -> Decision:
         waited_s=reply.waited_s,
         view=reply.cache_view,
         rank=reply.rank,
+        harm_weight=reply.harm_weight,
+        itl_slo_ms=reply.itl_slo_ms,
     )

@@ -45,6 +45,8 @@ class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     cache_view: str
     rank: int | None = None
     prefill: str = ""
+    harm_weight: float | None = None
+    itl_slo_ms: float = 0.0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,6 +89,8 @@ def encode_reply(decision: Decision) -> bytes:
             decision.view,
             decision.rank,
             "" if decision.prefill is None else decision.prefill.id,
+            decision.harm_weight,
+            decision.itl_slo_ms,
         )
     )
 

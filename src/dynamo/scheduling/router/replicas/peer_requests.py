@@ -63,6 +63,7 @@ class PeerRequests:
         now = self._clock.now()
         prompt = Prompt(event.prompt_tokens, unpack_hashes(event.hashes))
         placed = PlacedRequest(f"{peer}/{event.request_key}", worker, prompt, event.new_tokens, now)
+        placed.load_ms = event.load_ms
         self._active[peer][event.request_key] = placed
         if event.first_token_emitted:
             worker.add_decoding(placed, event.emitted, now)

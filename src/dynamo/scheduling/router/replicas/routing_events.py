@@ -10,7 +10,8 @@ import msgspec
 class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
     """A request was sent to a worker. `request_key` is unique per publisher; `hashes` are those of
     the prompt's full blocks, packed u64; `emitted` is the number of tokens so far. `prefill`: the
-    worker that computes the prompt, if another one."""
+    worker that computes the prompt, if another one. `load_ms`: the predicted time of its loads from
+    memory tiers."""
 
     request_key: str
     worker: str
@@ -20,6 +21,7 @@ class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
     emitted: int = 0
     first_token_emitted: bool = False
     prefill: str = ""
+    load_ms: float = 0.0
 
 
 class FirstTokenEmitted(msgspec.Struct, frozen=True, array_like=True, tag="first"):

@@ -47,6 +47,7 @@ def routed_event(worker: str, request: Placement, prefill: str = "") -> RequestR
         request.emitted,
         first_token_emitted,
         "" if first_token_emitted else prefill,
+        request.load_ms,
     )
 
 

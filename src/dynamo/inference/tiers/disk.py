@@ -1,0 +1,369 @@
+"""`DiskTier`: KV blocks in a folder on a local disk, reused after a crash or a restart.
+
+    PATH/<digest of the layout>-<part>/blocks    slots, see `slot_file`
+    PATH/<digest of the layout>-<part>/index     hints for a quick start, see `slot_index`
+
+Each worker locks one part; a restarted one takes the first that is free. Nothing is ever synced:
+what a crash damages does not match its checksum when it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from dynamo.communication.transfer import MemoryRegion
+from dynamo.communication.transfer.estimate import LoadEstimate
+from dynamo.core.clock import Clock
+from dynamo.core.errors import TransferFailed
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import KvEvent, Tier
+from dynamo.inference.block_pool import KvEventBuffer
+from dynamo.inference.tiers.block_table import NONE, BlockTable
+from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, RawCodec
+from dynamo.inference.tiers.copy_pool import CopyPool
+from dynamo.inference.tiers.disk_part import DiskPart
+from dynamo.inference.tiers.slot_index import IndexRecord
+from dynamo.inference.tiers.tier import MeasuredTier, TierBlock
+
+log = logging.getLogger(__name__)
+
+LOAD_THREADS: Final = 8
+STORE_THREADS: Final = 2
+RETRY_S: Final = 60.0
+"""Time for which a disk that failed is not used."""
+READ_FAILURES: Final = 3
+"""Failed reads in a row after which the disk is not read for a while."""
+INITIAL_LATENCY_S: Final = 1e-3
+INITIAL_BYTES_PER_S: Final = 500e6
+SCANNED_AT_ONCE: Final = 256
+"""Slots whose headers are read between two changes of the index."""
+
+
+class _Write(msgspec.Struct):
+    """A block on its way into a slot of the disk."""
+
+    block: TierBlock
+    slot: int
+    generation: int
+    written: bool = False
+
+    @property
+    def record(self) -> IndexRecord:
+        return self.slot, self.block.block_hash, self.block.parent_hash, self.generation
+
+
+class DiskTier(MeasuredTier):
+    """Holds blocks of the layout of `region` on a local disk, the least recently used leave."""
+
+    name: Tier = "disk"
+
+    def __init__(self, part: DiskPart, block_bytes: int, clock: Clock) -> None:
+        estimate = LoadEstimate(INITIAL_LATENCY_S, INITIAL_BYTES_PER_S)
+        super().__init__(block_bytes, clock, estimate)
+        self.capacity_blocks = part.slots
+        self.folder = part.folder
+        self._part = part
+        self._table = BlockTable()
+        self._used_slots = 0
+        self._free: list[int] = []
+        self._loading: Counter[int] = Counter()
+        self._unused_when_read: set[int] = set()
+        self._storing: dict[int, int] = {}
+        self._events = KvEventBuffer("disk")
+        self._load_pool = CopyPool("kv-disk-load", LOAD_THREADS)
+        self._store_pool = CopyPool("kv-disk-store", STORE_THREADS)
+        self._index_pool = CopyPool("kv-disk-index", 1)
+        self._tasks = BackgroundTasks()
+        self._problem = ""
+        self._read_failures = 0
+        self._writable_at_s = self._readable_at_s = 0.0
+        self._is_scanning = self._is_closing = False
+        self._generations = count(1)
+
+    @classmethod
+    async def open(
+        cls,
+        path: str | Path,
+        region: MemoryRegion,
+        capacity_bytes: int,
+        layout: str,
+        clock: Clock,
+        codec: BlockCodec | None = None,
+    ) -> Self:
+        """Lock a folder under `path` for blocks of `layout` and read its index. A lost index is
+        rebuilt in the background. Raises `ConfigError`."""
+        block_codec = codec or RawCodec(region.slot_bytes)
+
+        def open_part() -> tuple[DiskPart, BlockTable]:
+            part = DiskPart(Path(path).expanduser(), region, capacity_bytes, layout, block_codec)
+            table = BlockTable()
+            table.insert_all(part.records or ())
+            return part, table
+
+        part, table = await clock.offload(open_part)
+        tier = cls(part, region.slot_bytes, clock)
+        tier._adopt(table)
+        return tier
+
+    def _adopt(self, table: BlockTable) -> None:
+        self._table = table
+        self._count_slots()
+        if self._part.records is None:
+            self._is_scanning = True
+            self._tasks.start(self._scan(), "read the headers of KV blocks on disk")
+        self._part.records = None
+
+    def _count_slots(self) -> None:
+        table, being_read = self._table, self._unused_when_read
+        self._used_slots = max(table.slots, 1 + max(being_read, default=-1))
+        self._free = [
+            slot
+            for slot in range(self._used_slots)
+            if not table.in_use(slot) and slot not in being_read
+        ]
+        self._generations = count(1 + max(table.generations, default=0))
+
+    @property
+    def blocks(self) -> int:
+        return len(self._table)
+
+    @property
+    def problem(self) -> str:
+        now = self._clock.now()
+        return self._problem if now < max(self._writable_at_s, self._readable_at_s) else ""
+
+    @property
+    def is_readable(self) -> bool:
+        return self._clock.now() >= self._readable_at_s
+
+    def holds(self, block_hash: int) -> bool:
+        return self._table.find(block_hash) != NONE
+
+    def held_blocks(self) -> Iterator[tuple[int, int]]:
+        return self._table.held_blocks()
+
+    async def load(self, blocks: Sequence[TierBlock], on_loaded: Callable[[int], None]) -> None:
+        slots = self._find_slots(blocks)
+        self._table.touch_chain(slots)
+        self._loading.update(slots)
+
+        def read(number: int) -> None:
+            self._part.read_block(slots[number], blocks[number])
+
+        load = self.measure_load(len(slots), on_loaded)
+        try:
+            with load:
+                await self._load_pool.run(len(slots), read, load.report)
+            self._read_failures = 0
+        except CorruptBlock as error:
+            self.counters.corrupt_blocks += 1
+            self._remove(slots[load.loaded], blocks[load.loaded].block_hash)
+            raise TransferFailed.of("checksum", f"a block on disk is void: {error}") from error
+        except OSError as error:
+            self._on_read_error(error, slots[load.loaded], blocks[load.loaded].block_hash)
+            text = f"a block on disk cannot be read: {error.strerror}"
+            raise TransferFailed.of("gone", text) from error
+        finally:
+            self._unpin(slots)
+        if len(slots) < len(blocks):
+            raise TransferFailed.of("gone", "a block left the disk meanwhile")
+
+    def _find_slots(self, blocks: Sequence[TierBlock]) -> list[int]:
+        if not self.is_readable:
+            raise TransferFailed.of("refused", self._problem)
+        slots: list[int] = []
+        for block in blocks:
+            slot = self._table.find(block.block_hash)
+            if slot == NONE:
+                break
+            slots.append(slot)
+        if not slots:
+            raise TransferFailed.of("gone", "the blocks are not on the disk any more")
+        return slots
+
+    def _unpin(self, slots: Sequence[int]) -> None:
+        loading = self._loading
+        for slot in slots:
+            loading[slot] -= 1
+            if not loading[slot]:
+                del loading[slot]
+                if slot in self._unused_when_read:
+                    self._unused_when_read.discard(slot)
+                    self._free.append(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        """Let a slot be written again, when nobody reads it any more."""
+        if slot in self._loading:
+            self._unused_when_read.add(slot)
+        else:
+            self._free.append(slot)
+
+    async def store(self, blocks: Sequence[TierBlock]) -> int:
+        writes = self._choose_writes(blocks)
+        if not writes:
+            return 0
+
+        def write(number: int) -> None:
+            item = writes[number]
+            item.written = self._part.write_block(item.slot, item.generation, item.block)
+
+        stored: list[_Write] = []
+        clears = self.clears
+        try:
+            await self._store_pool.run(len(writes), write)
+            written = [item for item in writes if item.written]
+            records = [item.record for item in written]
+            if clears == self.clears:
+                await self._run_on_index(partial(self._part.index.append, records))
+            stored = written if clears == self.clears else []
+        except OSError as error:
+            self._on_write_error(error)
+        finally:
+            self._finish_writes(writes, stored)
+        if self._part.index.needs_rewrite(len(self._table)):
+            await self._rewrite_index()
+        return len(stored)
+
+    def _choose_writes(self, blocks: Sequence[TierBlock]) -> list[_Write]:
+        writes: list[_Write] = []
+        if self._is_scanning or self._clock.now() < self._writable_at_s:
+            return writes
+        for block in blocks:
+            block_hash = block.block_hash
+            if self._table.find(block_hash) != NONE or block_hash in self._storing:
+                continue
+            slot = self._take_slot()
+            if slot == NONE:
+                break
+            self._storing[block_hash] = slot
+            writes.append(_Write(block, slot, next(self._generations)))
+        return writes
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._used_slots < self.capacity_blocks:
+            self._used_slots += 1
+            return self._used_slots - 1
+        for slot in self._table.oldest():
+            if slot not in self._loading:
+                self._events.add_removed(self._table.hashes[slot])
+                self._table.remove(slot)
+                self.counters.evicted_blocks += 1
+                return slot
+        return NONE
+
+    def _finish_writes(self, writes: Sequence[_Write], stored: Sequence[_Write]) -> None:
+        slots = {item.slot for item in stored}
+        for item in writes:
+            del self._storing[item.block.block_hash]
+            if item.slot in slots:
+                self._table.insert(*item.record)
+                self._events.add_stored(item.block.parent_hash, item.block.block_hash)
+            else:
+                self._free_slot(item.slot)
+        parents = {item.block.parent_hash for item in stored}
+        for item in stored:
+            if item.block.block_hash not in parents:
+                self._table.touch_chain([item.slot])
+        self.counters.stored_blocks += len(stored)
+
+    async def _run_on_index(self, work: Callable[[], None]) -> None:
+        await self._index_pool.run(1, lambda _: work())
+
+    async def _rewrite_index(self) -> None:
+        table = self._table.copy()
+        try:
+            await self._run_on_index(lambda: self._part.index.rewrite(table.records()))
+        except OSError as error:
+            self._on_write_error(error)
+
+    async def _scan(self) -> None:
+        """Find the blocks of a lost index by their headers."""
+        records: list[IndexRecord] = []
+        clears = self.clears
+        try:
+            for first in range(0, self.capacity_blocks, SCANNED_AT_ONCE):
+                end = min(first + SCANNED_AT_ONCE, self.capacity_blocks)
+                await self._run_on_index(lambda: records.extend(self._part.scan(first, end)))  # noqa: B023 awaited
+                if clears != self.clears or self._is_closing:
+                    break
+                for record in records:
+                    self._add_scanned(record)
+                records.clear()
+        except OSError as error:
+            self._on_write_error(error)
+        if not self._is_closing:
+            self._count_slots()
+            await self._rewrite_index()
+        self._is_scanning = False
+
+    def _add_scanned(self, record: IndexRecord) -> None:
+        slot, block_hash, parent_hash, generation = record
+        other = self._table.find(block_hash)
+        if other != NONE:
+            if self._table.generations[other] > generation:
+                return
+            self._table.remove(other)
+        else:
+            self._events.add_stored(parent_hash, block_hash)
+        self._table.insert(slot, block_hash, parent_hash, generation)
+
+    def _remove(self, slot: int, block_hash: int) -> None:
+        """Remove a block that cannot be loaded."""
+        if self._table.find(block_hash) != slot:
+            return
+        self._table.remove(slot)
+        self._events.add_removed(block_hash)
+        self._free_slot(slot)
+
+    def _on_read_error(self, error: OSError, slot: int, block_hash: int) -> None:
+        self.counters.failures += 1
+        self._read_failures += 1
+        self._remove(slot, block_hash)
+        if self._read_failures >= READ_FAILURES:
+            self._read_failures = 0
+            self._readable_at_s = self._writable_at_s = self._clock.now() + RETRY_S
+            self._set_problem("cannot be read", error)
+
+    def _on_write_error(self, error: OSError) -> None:
+        self.counters.failures += 1
+        self._writable_at_s = self._clock.now() + RETRY_S
+        self._set_problem("takes no KV blocks", error)
+
+    def _set_problem(self, what: str, error: OSError) -> None:
+        self._problem = (
+            f"{self.folder} {what}: {error.strerror or error}; check the disk and its free space "
+            f"(tried again after {RETRY_S:.0f} s)"
+        )
+        log.warning("KV tier", extra={"fields": {"problem": self._problem}})
+
+    def _remove_all(self) -> Sequence[int]:
+        table, self._table = self._table, BlockTable()
+        busy = {*self._loading, *self._storing.values()}
+        self._unused_when_read.update(self._loading)
+        self._free = [slot for slot in range(self._used_slots) if slot not in busy]
+        self._tasks.start(self._rewrite_index(), "empty the index of KV blocks on disk")
+        return table.hashes
+
+    def take_events(self) -> list[KvEvent]:
+        return self._events.drain()
+
+    async def close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._writable_at_s = self._readable_at_s = inf
+        await self._tasks.join()
+        for pool in (self._load_pool, self._store_pool, self._index_pool):
+            await pool.close()
+        await self._clock.offload(self._part.close)

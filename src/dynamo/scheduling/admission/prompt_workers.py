@@ -1,0 +1,97 @@
+"""The workers that compute prompts, which may be others than those that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.runtime.calls.client import Client
+from dynamo.scheduling.router.costs.pair_price import PairRules
+from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_states import WorkerStates
+
+
+class PromptWorkers:
+    """Predict the time from a slot to the first token, at the workers that compute the prompt.
+
+    `prefill_client` has the workers that only compute prompts, `client` those that answer. Without
+    prefill workers, or if the mode of disaggregation does not use them, the workers that answer
+    compute their prompts. `states` are those of the policy, which then compares pairs of workers by
+    prices. `owns_states`: there are none, and this object has its own.
+    """
+
+    def __init__(
+        self, client: Client, prefill_client: Client | None, policy: Policy | None
+    ) -> None:
+        states = policy.worker_states if policy is not None else None
+        self.owns_states = states is None
+        self.states = states or WorkerStates()
+        self._policy = policy
+        self._client = client
+        self._prefill_client = prefill_client
+        self._rules = PairRules(DisaggregationSettings())
+        self._prefill_workers: list[WorkerState] = []
+
+    def update(self, settings: DisaggregationSettings, *, modelled: bool) -> None:
+        """Apply reloaded settings and changed instances. `modelled`: own states are kept."""
+        self._rules.update_settings(settings)
+        others = self._prefill_client.instances if self._prefill_client is not None else {}
+        if self.owns_states:
+            live = {**self._client.instances, **others}
+            self.states.update_instances(live if modelled else {})
+        self._prefill_workers = [
+            state
+            for state in self.states.workers
+            if state.instance.id in others and self._rules.is_prefiller(state, False)
+        ]
+
+    def remote(self, tokens: int) -> Sequence[WorkerState]:
+        """Return the prefill workers that may compute a prompt of `tokens` uncached tokens."""
+        return self._prefill_workers if self._ways(tokens)[1] else ()
+
+    def predict_ms(
+        self,
+        answering: Sequence[WorkerState],
+        tokens: int,
+        ahead: int,
+        sufficient_ms: float,
+        now: float,
+    ) -> float:
+        """Return the milliseconds at the best worker, or the first one within `sufficient_ms`.
+        `ahead` prompts are on their way to some worker, too. `answering` are the workers that could
+        answer. Infinite without any worker."""
+        local, remote = self._ways(tokens)
+        best_ms = inf
+        if remote:
+            best_ms = _quickest_ms(self._prefill_workers, tokens, ahead, sufficient_ms, now)
+        if not local or best_ms <= sufficient_ms:
+            return best_ms
+        workers = [*self._prefill_workers, *answering] if remote else answering
+        if (policy := self._policy) is not None:
+            pair_ms = policy.predict_pair_ms(workers, tokens, ahead, now)
+            if pair_ms is not None:
+                return pair_ms
+        return min(best_ms, _quickest_ms(answering, tokens, ahead, sufficient_ms, now))
+
+    def _ways(self, tokens: int) -> tuple[bool, bool]:
+        def queue() -> tuple[int, int]:
+            return tokens, sum(worker.pending_prefills for worker in self._prefill_workers)
+
+        local, remote = self._rules.choose_ways(bool(self._prefill_workers), queue)
+        return local and not (remote and self.owns_states), remote
+
+
+def _quickest_ms(
+    workers: Sequence[WorkerState], tokens: int, ahead: int, sufficient_ms: float, now: float
+) -> float:
+    """Return the milliseconds to the first token at the quickest worker, or at the first one within
+    `sufficient_ms`."""
+    rounds = 1 + ahead / max(1, len(workers))
+    best_ms = inf
+    for worker in workers:
+        best_ms = min(best_ms, worker.backlog_ms(now) + worker.predict_prefill_ms(tokens) * rounds)
+        if best_ms <= sufficient_ms:
+            break
+    return best_ms

@@ -1,0 +1,67 @@
+"""Selection of workers by what a request needs of their engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dynamo.core.errors import Unsupported
+from dynamo.core.values import OWN_FEATURES, Feature
+from dynamo.runtime.calls.instances import Instance
+
+PARAMETERS: dict[str, str] = {
+    "logprobs": "logprobs",
+    "logit_bias": "logit_bias",
+    "structured": "response_format",
+    "adapters": "model",
+    "extra": "extra",
+}
+"""The field of a request's body that needs a feature."""
+
+
+class FeatureFilter:
+    """Finds the workers that cannot answer a request. Results are remembered while `instances` is
+    the same object, since the search looks at every instance."""
+
+    def __init__(self) -> None:
+        self._instances: Mapping[str, Instance] = {}
+        self._unable: dict[tuple[Feature, ...], frozenset[str]] = {}
+
+    def workers_without(
+        self, instances: Mapping[str, Instance], required: Sequence[Feature]
+    ) -> frozenset[str]:
+        """Return the ids of instances whose engine lacks a feature. Raises `Unsupported` if all
+        do."""
+        if instances is not self._instances:
+            self._instances = instances
+            self._unable.clear()
+        key = tuple(required)
+        unable = self._unable.get(key)
+        if unable is None:
+            unable = self._unable[key] = frozenset(
+                name
+                for name, instance in instances.items()
+                if not set(key).issubset(instance_features(instance))
+            )
+        if instances and len(unable) == len(instances):
+            raise _unsupported(instances.values(), key)
+        return unable
+
+
+def instance_features(instance: Instance) -> Sequence[str]:
+    """Return the features that the instance's engine announces."""
+    capability = instance.capabilities.get("engine")
+    features = capability.get("features") if isinstance(capability, dict) else None
+    return OWN_FEATURES if features is None else features
+
+
+def _unsupported(instances: Iterable[Instance], required: Sequence[Feature]) -> Unsupported:
+    """Return the error for a request that no instance can answer. Its message names the features
+    that no engine has, or all if only their combination is missing."""
+    known = {feature for instance in instances for feature in instance_features(instance)}
+    missing = [feature for feature in required if feature not in known] or list(required)
+    names = ", ".join(missing)
+    return Unsupported(
+        f"no worker of this model supports: {names}",
+        hint=f"leave {PARAMETERS[missing[0]]} out, or start a worker whose engine supports it",
+        param=PARAMETERS[missing[0]],
+    )
