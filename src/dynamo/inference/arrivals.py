@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
-
-import msgspec
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InternalError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest
-from dynamo.inference.kv_source import Arrival, FirstToken, KvSource
+from dynamo.inference.kv_source import Arrival, ArrivalCounters, FirstToken, KvSource
 from dynamo.inference.sequence import EngineSequence
 
 if TYPE_CHECKING:
     from dynamo.inference.step_scheduler import StepScheduler
+    from dynamo.inference.step_times import PrefillSpeed
 
 log = logging.getLogger(__name__)
-
-
-class ArrivalCounters(msgspec.Struct):
-    """Totals of an engine's arrivals.
-
-    `blocks_arrived` were filled by sources; `blocks_saved` were in the engine's own cache when an
-    arrival began. `wait_s` is the sum of the arrivals' durations. `fallbacks` counts failed sources
-    by reason.
-    """
-
-    prompts: int = 0
-    wait_s: float = 0.0
-    blocks_arrived: int = 0
-    blocks_saved: int = 0
-    fallbacks: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class ArrivalHost(Protocol):
     """The engine of arriving sequences."""
 
     scheduler: StepScheduler
+    prefill_speed: PrefillSpeed
 
     def deliver_first_token(self, sequence: EngineSequence, first: FirstToken) -> None:
         """Add the first token to an arriving sequence and send it to the reply."""
 
     def on_blocks_arrived(self, sequence: EngineSequence, first: int, tokens: int) -> None:
         """Take over blocks from `first` up to position `tokens` of an arriving sequence."""
+
+    def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
+        """End the request of a sequence, with `error` if there is one."""
 
     def on_arrival_ended(self, sequence: EngineSequence) -> None:
         """Let the sequence run, or release its blocks if it has ended."""
@@ -70,7 +57,7 @@ class SequenceArrival(Arrival):
         self._host = host
         self._counters = counters
         self._sequence = sequence
-        self._blocks_arrived = 0
+        self.blocks_arrived = 0
         counters.prompts += 1
         counters.blocks_saved += self.first_block
 
@@ -79,14 +66,32 @@ class SequenceArrival(Arrival):
         sequence = self._sequence
         return not sequence.ended and sequence.max_length > sequence.prompt_tokens + 1
 
+    @property
+    def compute_s(self) -> float:
+        return self._missing_tokens * self._host.prefill_speed.token_s
+
+    @property
+    def _missing_tokens(self) -> int:
+        return self._sequence.length - self._sequence.computed_tokens
+
+    @property
+    def missing_steps(self) -> int:
+        return -(-self._missing_tokens // self._host.scheduler.limits.max_num_batched_tokens)
+
+    def fail(self, error: DynamoError) -> None:
+        self._counters.fallbacks["sent again"] += 1
+        if not self._sequence.ended:
+            self._host.end_sequence(self._sequence, error)
+
     def on_arrived(self, tokens: int) -> None:
         host, sequence = self._host, self._sequence
-        first = self.first_block + self._blocks_arrived
+        first = self.first_block + self.blocks_arrived
         end = -(-tokens // self.block_tokens)
         self._counters.blocks_arrived += end - first
-        self._blocks_arrived = end - self.first_block
-        if not sequence.ended:
-            host.on_blocks_arrived(sequence, first, tokens)
+        self.blocks_arrived = end - self.first_block
+        if sequence.ended:
+            return
+        host.on_blocks_arrived(sequence, first, tokens)
 
     def on_first_token(self, first: FirstToken) -> bool:
         if not self._sequence.ended:
@@ -95,7 +100,7 @@ class SequenceArrival(Arrival):
 
 
 class EngineArrivals:
-    """Runs the source of each arriving sequence of one engine in a task."""
+    """Runs the sources of each arriving sequence of one engine in a task."""
 
     def __init__(self, host: ArrivalHost) -> None:
         self.counters = ArrivalCounters()
@@ -103,22 +108,30 @@ class EngineArrivals:
         self._background = BackgroundTasks()
         self._tasks: dict[EngineSequence, asyncio.Task[None]] = {}
 
-    def start_new(self) -> None:
-        """Start the sources of the sequences that the scheduler has just admitted."""
-        sequences, self._host.scheduler.new_arrivals = self._host.scheduler.new_arrivals, []
+    def update(self) -> None:
+        """Start the sources of sequences that the scheduler has just admitted, and stop those of
+        preempted ones."""
+        arriving = self._host.scheduler.arriving
+        for sequence in arriving.preempted:
+            self.stop(sequence)
+        sequences, arriving.new = arriving.new, []
         for sequence in sequences:
-            source = sequence.source
-            assert source is not None  # noqa: S101 - the scheduler admits only sequences with one
-            arrival = SequenceArrival(self._host, self.counters, sequence)
-            task = self._background.start(self._fill(source, arrival), "KV arrival")
+            task = self._background.start(self._fill_from_all(sequence), "KV arrival")
             self._tasks[sequence] = task
             task.add_done_callback(partial(self._on_ended, sequence))
 
-    async def end(self, sequence: EngineSequence) -> None:
-        """Stop the source of a sequence that has ended. Its blocks are released on return."""
+    def stop(self, sequence: EngineSequence) -> asyncio.Task[None] | None:
+        """Stop the source of a sequence. Returns its task, which ends when nothing is written into
+        the blocks any more. Another cancellation could end the task before that."""
         task = self._tasks.get(sequence)
-        if task is not None:
+        if task is not None and not task.cancelling():
             task.cancel()
+        return task
+
+    async def end(self, sequence: EngineSequence) -> None:
+        """Stop the sources of a sequence that has ended. Its blocks are released on return."""
+        task = self.stop(sequence)
+        if task is not None:
             await asyncio.wait((task,))
 
     async def close(self) -> None:
@@ -130,27 +143,36 @@ class EngineArrivals:
         del self._tasks[sequence]
         self._host.on_arrival_ended(sequence)
 
-    async def _fill(self, source: KvSource, arrival: SequenceArrival) -> None:
+    async def _fill_from_all(self, sequence: EngineSequence) -> None:
+        for source in sequence.sources:
+            counters = self.counters if source.counters is None else source.counters
+            await self._fill(source, SequenceArrival(self._host, counters, sequence), counters)
+
+    async def _fill(
+        self, source: KvSource, arrival: SequenceArrival, counters: ArrivalCounters
+    ) -> None:
         now = asyncio.get_running_loop().time
         started_s = now()
         try:
             await source.fill(arrival)
+            if source.counters is None and arrival.request.kv_from and arrival.blocks_arrived:
+                counters.moved += 1
         except TransferFailed as error:
-            self._on_failed(arrival, f"transfer {error.reason}", error)
+            reason, failure = f"transfer {error.reason}", str(error)
         except DynamoError as error:
-            self._on_failed(arrival, error.code, error)
+            reason, failure = error.code, str(error)
         except Exception as error:
             log.exception("a KV source failed")
-            self._on_failed(arrival, InternalError.code, error)
+            reason, failure = InternalError.code, str(error)
+        else:
+            return
         finally:
-            self.counters.wait_s += now() - started_s
-
-    def _on_failed(self, arrival: SequenceArrival, reason: str, error: Exception) -> None:
-        self.counters.fallbacks[reason] += 1
+            counters.wait_s += now() - started_s
+        counters.fallbacks[reason] += 1
         fields = {
             "request": arrival.request.request_id,
-            "prefill_worker": arrival.request.prefill,
+            "from": arrival.request.kv_from or arrival.request.prefill,
             "reason": reason,
-            "error": str(error),
+            "error": failure,
         }
         log.warning("KV did not arrive: the rest is computed here", extra={"fields": fields})

@@ -11,16 +11,21 @@ and releases a chain from its tail.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.inference.block import Block
 from dynamo.inference.eviction import EvictionPolicy, LeastRecentlyUsed
 
+if TYPE_CHECKING:
+    from dynamo.inference.sequence import SequenceContent
+
 
 class KvEventBuffer:
-    """Collects KV events and joins neighbouring changes of one kind into one event."""
+    """Collects KV events of one tier and joins neighbouring changes of a kind into one event."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier = "device") -> None:
+        self._tier: Tier = tier
         self._events: list[KvEvent] = []
         self._hash_run: list[int] = []
         self._run_is_stored = True
@@ -60,7 +65,9 @@ class KvEventBuffer:
         hashes = tuple(self._hash_run)
         self._hash_run = []
         self._events.append(
-            BlocksStored(self._run_parent, hashes) if self._run_is_stored else BlocksRemoved(hashes)
+            BlocksStored(self._run_parent, hashes, self._tier)
+            if self._run_is_stored
+            else BlocksRemoved(hashes, self._tier)
         )
 
 
@@ -87,11 +94,17 @@ class BlockPool:
         self._events = KvEventBuffer()
         self._generations = generations
         self.evictions = 0
+        self.registrations = 0
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can return: free blocks and evictable blocks."""
         return len(self._free_blocks) + len(self._evictable)
+
+    @property
+    def free(self) -> int:
+        """Blocks that `allocate` can return without an eviction."""
+        return len(self._free_blocks)
 
     @property
     def active(self) -> int:
@@ -118,6 +131,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def next_victims(self, count: int) -> Iterable[Block]:
+        """Yield up to `count` blocks in the order in which they would be evicted."""
+        return self._evictable.peek(count)
 
     def count_unreferenced(self, blocks: Iterable[Block]) -> int:
         """Count the blocks that no sequence references. `reference` takes that many from
@@ -182,8 +199,24 @@ class BlockPool:
         block.block_hash, block.parent_hash = block_hash, parent_hash
         block.fingerprint, block.cached, block.hits = fingerprint, True, 0
         self._cached_blocks[block_hash] = block
+        self.registrations += 1
         self._events.add_stored(parent_hash, block_hash)
         return block
+
+    def register_chain(
+        self, content: SequenceContent, blocks: list[Block], first: int, end: int
+    ) -> None:
+        """Register `blocks[first:end]`, the full blocks of `content` at these positions. Puts the
+        blocks to use from now on into the list."""
+        content.ensure_hashes(end)
+        hashes = content.hashes
+        for index in range(first, end):
+            parent_block = blocks[index - 1] if index else None
+            parent_hash = hashes[index - 1] if index else content.root
+            fingerprint = content.fingerprint(index) if self.prefix_caching else 0
+            blocks[index] = self.register(
+                blocks[index], parent_block, parent_hash, hashes[index], fingerprint
+            )
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference from each block of a chain, tail first. `blocks` is in chain order."""

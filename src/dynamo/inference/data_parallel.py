@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import run_all
-from dynamo.core.values import EngineInfo, GenerateRequest, Load, sum_loads
+from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load, sum_loads
+from dynamo.inference.engine import BatchedEngine
 
 
 class DataParallelEngine(Engine):
     """Sends each request to the rank that it names, else to the rank with the fewest requests."""
 
     def __init__(self, ranks: Sequence[Engine]) -> None:
-        self.ranks = tuple(ranks)
+        self._ranks = tuple(ranks)
+
+    @property
+    def ranks(self) -> Sequence[Engine]:
+        return self._ranks
 
     async def start(self) -> EngineInfo:
         infos = await run_all(*(rank.start() for rank in self.ranks))
@@ -41,17 +46,34 @@ class DataParallelEngine(Engine):
     async def stop(self) -> None:
         await run_all(*(rank.stop() for rank in self.ranks))
 
+    @property
+    def failure(self) -> DynamoError | None:  # type: ignore[override]
+        return next((rank.failure for rank in self.ranks if rank.failure is not None), None)
+
+    def on_failure(self, listener: Callable[[], None]) -> None:
+        for rank in self.ranks:
+            rank.on_failure(listener)
+
+    async def clear_blocks(self) -> int:
+        return sum([await rank.clear_blocks() for rank in self.ranks])
+
+    def totals(self) -> EngineTotals | None:
+        """Return the sums over the ranks that count."""
+        totals = [total for rank in self.ranks if (total := rank.totals()) is not None]
+        if not totals:
+            return None
+        return EngineTotals(*map(sum, zip(*map(astuple, totals), strict=True)))
+
     def _choose_rank(self, request: GenerateRequest) -> Engine:
         if request.rank is not None and request.rank < len(self.ranks):
             return self.ranks[request.rank]
         return min(self.ranks, key=_count_requests)
 
 
-def engines_by_rank(engine: Engine) -> Sequence[tuple[int | None, Engine]]:
-    """Return the engines that compute with their ranks. The rank of a single engine is None."""
-    if isinstance(engine, DataParallelEngine):
-        return tuple(enumerate(engine.ranks))
-    return ((None, engine),)
+def batched_engines(engine: Engine) -> Sequence[BatchedEngine]:
+    """Return the ranks whose KV blocks are in memory of this process: only these have tiers, and
+    exchange blocks with other workers."""
+    return [rank for rank in engine.ranks if isinstance(rank, BatchedEngine)]
 
 
 def _count_requests(engine: Engine) -> int:

@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from dynamo.core.context import Context
-from dynamo.core.errors import InvalidRequest, Unsupported, WorkerFailed
-from dynamo.core.reply import Engine, Reply
+from dynamo.core.errors import Unsupported, WorkerFailed
+from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
     EngineInfo,
+    EngineTotals,
     Finish,
     GenerateRequest,
     KvEvent,
@@ -27,27 +26,13 @@ from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import SimulationHooks
 from dynamo.inference.kv_source import FirstToken, KvSource, PrefillSink
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.prefill_calls import PrefillCall
-from dynamo.inference.sequence import (
-    EngineSequence,
-    ForkedContent,
-    RequestState,
-    TokenContent,
-)
+from dynamo.inference.prefill_calls import PrefillCall, report_blocks
+from dynamo.inference.sequence import EngineSequence, RequestState, SequenceFactory
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
+from dynamo.inference.step_times import PrefillSpeed, TokenGaps
+from dynamo.inference.tiers.kv_tiers import KvTiers, OpenTiers
 
 log = logging.getLogger(__name__)
-KvEventListener = Callable[[Sequence[KvEvent]], None]
-
-
-class EngineCounters(msgspec.Struct):
-    """Totals since the engine's start, for metrics."""
-
-    requests: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class BatchedEngine(Engine):
@@ -63,6 +48,7 @@ class BatchedEngine(Engine):
         prefix_caching: bool = True,
         eviction: EvictionPolicy | None = None,
         simulation: SimulationHooks | None = None,
+        open_tiers: OpenTiers | None = None,
     ) -> None:
         self.runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -70,6 +56,7 @@ class BatchedEngine(Engine):
         self._prefix_caching = prefix_caching
         self._eviction = eviction
         self._simulation = simulation
+        self._open_tiers = open_tiers
         self._tasks = BackgroundTasks(self._on_loop_failed)
         self._work_arrived = asyncio.Event()
         self._retried_sequences: set[EngineSequence] = set()
@@ -78,9 +65,12 @@ class BatchedEngine(Engine):
         self._failure_listeners: list[Callable[[], None]] = []
         self.prefill_calls: dict[PrefillCall, None] = {}
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
-        self.counters = EngineCounters()
+        self.counters = EngineTotals()
+        self.token_gaps = TokenGaps()
+        self.prefill_speed = PrefillSpeed()
         self.arrivals = EngineArrivals(self)
         self.kv_source: KvSource | None = None
+        self.tiers: KvTiers | None = None
 
     async def start(self) -> EngineInfo:
         info = await self.runner.start()
@@ -95,7 +85,16 @@ class BatchedEngine(Engine):
         self.scheduler = StepScheduler(self._pool, info, hits_from=self._hits_from)
         if self._simulation is not None:
             self._simulation.fast_forward.attach(self.scheduler, self._deliver_skipped_steps)
-        self._vocab_size = info.vocab_size
+        if self._open_tiers is not None and self._prefix_caching:
+            self.tiers = await KvTiers.open(self, self._open_tiers, info, self._pool)
+            self.scheduler.tiers = self.tiers
+        self._sequence_factory = SequenceFactory(
+            info.block_tokens,
+            info.vocab_size,
+            self._eos_token_ids,
+            None if self._simulation is None else self._simulation.resolve_request,
+            has_tiers=self.tiers is not None,
+        )
         self.failure = None
         self._tasks.start(self._run_steps(), "engine steps")
         return info
@@ -103,28 +102,29 @@ class BatchedEngine(Engine):
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
-        sequence = self._make_sequence(request)
-        if request.prefill:
+        sequence = self._sequence_factory.make(request)
+        if request.prefill or request.kv_from:
             self._disaggregate(sequence, reply)
+        if request.itl_slo_ms:
+            self.token_gaps.target_s = request.itl_slo_ms * 1e-3
         completion = asyncio.get_running_loop().create_future()
         sequence.request_state = RequestState(reply, completion, context)
-        self._interrupt_fast_forward()
+        self.replan()
         self.scheduler.add(sequence)
         self._sequences[reply] = sequence
         if context.attempt:
             self._retried_sequences.add(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_tokens
-        self._work_arrived.set()
         try:
             await completion
         finally:
             self._sequences.pop(reply, None)
             self._retried_sequences.discard(sequence)
             if not sequence.ended:
-                self._interrupt_fast_forward()
+                self.replan()
                 self.scheduler.remove(sequence)
-            if sequence.source is not None:
+            if sequence.sources:
                 await self.arrivals.end(sequence)
 
     async def prefill(
@@ -132,13 +132,13 @@ class BatchedEngine(Engine):
     ) -> None:
         """Compute the prompt of `request` for another worker, which has `have_blocks` of it.
 
-        `sink` learns of each full block after the step that computed it, of the partial last block,
-        and of the first token. The blocks stay referenced until this call is cancelled, which frees
-        them before it returns; the call does not return by itself. Raises `Unsupported` if peers
-        cannot read this engine's memory, and the errors of `generate`.
+        `sink` learns of each full block after its step, of the partial last block, and of the first
+        token. The blocks stay referenced until this call is cancelled, which frees them; the call
+        does not return by itself. Raises `Unsupported` without memory that peers can read.
         """
         if self.runner.region is None:
             raise Unsupported("this worker computes no prompts for others: it exposes no KV memory")
+        sink.on_queued(self.scheduler.prefill_tokens())
         call = PrefillCall(self, self.runner.region, sink, have_blocks)
         try:
             await self.generate(request, context, call)
@@ -168,28 +168,45 @@ class BatchedEngine(Engine):
             cached_blocks=pool.cached,
             steps=self.counters.steps,
             arriving=len(scheduler.arriving),
+            gaps=self.token_gaps.gaps,
+            slow_gaps=self.token_gaps.slow_gaps,
+            transfer_bytes_per_s=0.0 if self.kv_source is None else self.kv_source.bytes_per_s,
+            tiers=() if self.tiers is None else self.tiers.report_load(),
         )
 
     async def stop(self) -> None:
         self._fail_all(WorkerFailed("the engine was stopped"))
         await self.arrivals.close()
         await self._tasks.close()
+        if self.tiers is not None:
+            await self.tiers.close()
         await self.runner.stop()
 
     def on_kv_events(self, listener: KvEventListener) -> None:
         self._kv_event_listeners.append(listener)
 
     def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        return self._pool.dump_events()
+        events: Sequence[KvEvent] = self._pool.dump_events()
+        return events if self.tiers is None else [*events, *self.tiers.snapshot_events()]
 
     def on_failure(self, listener: Callable[[], None]) -> None:
-        """Call `listener` if the engine's loop fails. Every later request fails, too."""
         self._failure_listeners.append(listener)
 
+    def totals(self) -> EngineTotals:
+        self.counters.preemptions = self.scheduler.preemptions
+        self.counters.evicted_blocks = self._pool.evictions
+        return self.counters
+
+    async def clear_blocks(self) -> int:
+        return self.clear_prefix_cache()
+
     def clear_prefix_cache(self) -> int:
-        """Empty the prefix cache and return how many blocks it held."""
+        """Empty the prefix cache with its tiers, and return how many blocks these held."""
         count = self._pool.clear()
-        self._publish_kv_events()
+        if self.tiers is not None:
+            count += self.tiers.clear()
+            self.tiers.take_events()  # the event of the pool is for all tiers
+        self.publish_kv_events()
         return count
 
     def catch_up(self) -> None:
@@ -197,37 +214,40 @@ class BatchedEngine(Engine):
         if self._simulation is not None:
             self._simulation.fast_forward.catch_up()
 
-    def _interrupt_fast_forward(self) -> None:
+    def replan(self) -> None:
+        """Plan a step next, because the batch can change."""
         if self._simulation is not None:
             self._simulation.fast_forward.interrupt()
+        self._work_arrived.set()
 
     def deliver_first_token(self, sequence: EngineSequence, first: FirstToken) -> None:
-        """Add the first token to an arriving sequence and send it to the reply."""
         self.catch_up()
         sequence.cached_tokens = first.cached_tokens
         self.scheduler.append_first_token(sequence, first.token)
+        self.token_gaps.on_first_token(sequence)
         try:
             self._deliver_token(sequence, first.token, first.logprobs)
         except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-            self._end_sequence(sequence, error)
+            self.end_sequence(sequence, error)
 
     def on_blocks_arrived(self, sequence: EngineSequence, first: int, tokens: int) -> None:
         """Take over blocks from `first` up to position `tokens` of an arriving sequence."""
         self.catch_up()
         self.runner.import_blocks(sequence, first, -(-tokens // self._pool.block_tokens))
         self.scheduler.on_arrived(sequence, tokens)
-        self._publish_kv_events()
+        if self.scheduler.waiting:  # a sequence with these blocks may be admitted now
+            self.replan()
+        self.publish_kv_events()
 
     def on_arrival_ended(self, sequence: EngineSequence) -> None:
         """Let an arriving sequence run, or release its blocks if it has ended."""
-        self._interrupt_fast_forward()
+        self.replan()
         self.scheduler.end_arrival(sequence)
-        self._work_arrived.set()
 
     def _disaggregate(self, sequence: EngineSequence, reply: Reply) -> None:
         """Let a sequence wait for the KV of its prompt, or compute that KV for another worker."""
         if not isinstance(reply, PrefillCall):
-            sequence.source = self.kv_source
+            sequence.sources = () if self.kv_source is None else (self.kv_source,)
             return
         sequence.prefill_only = True
         if not sequence.min_length > sequence.prompt_tokens:
@@ -235,46 +255,13 @@ class BatchedEngine(Engine):
         reply.sequence = sequence
         self.prefill_calls[reply] = None
 
-    def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
-        if self._simulation is not None and self._simulation.resolve_request is not None:
-            return EngineSequence(*self._simulation.resolve_request(request), request=request)
-        group = request.group
-        if group is None or not group.covers(request):
-            content = self._make_content(request)
-        else:
-            if group.engine_prompt is None:
-                group.engine_prompt = self._make_content(request)
-            content = ForkedContent(group.engine_prompt)
-        stops = request.stops
-        if stops.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        sequence = EngineSequence(
-            content,
-            len(content.tokens),
-            stops.max_tokens,
-            priority=request.priority,
-            request=request,
-        )
-        sequence.min_length += stops.min_tokens
-        stop_ids = frozenset(stops.stop_token_ids)
-        sequence.stop_ids = stop_ids if stops.ignore_eos else stop_ids | self._eos_token_ids
-        return sequence
-
-    def _make_content(self, request: GenerateRequest) -> TokenContent:
-        content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
-        largest = max(content.tokens, default=0)
-        if self._vocab_size and largest >= self._vocab_size:
-            raise InvalidRequest(
-                f"token id {largest} is not in the vocabulary of {self._vocab_size}",
-                param="prompt",
-            )
-        return content
-
     async def _run_steps(self) -> None:
         while True:
             plan = self.scheduler.schedule()
-            if self.scheduler.new_arrivals:
-                self.arrivals.start_new()
+            if self.scheduler.arriving.sequences:
+                self.arrivals.update()
+            if self.tiers is not None:
+                self.tiers.on_planned(plan)
             if plan is None:
                 await self._wait_for_work()
                 continue
@@ -283,10 +270,12 @@ class BatchedEngine(Engine):
             result = await self._compute_step(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
-                for call in self.prefill_calls:
-                    call.report_blocks()
+                if self.token_gaps.target_s:
+                    self.token_gaps.on_step(plan.decode_seqs)
+                if self.prefill_calls:
+                    report_blocks(self.prefill_calls, self.end_sequence)
                 self._deliver_step(plan, result)
-            self._publish_kv_events()
+            self.publish_kv_events()
             if self._simulation is not None:
                 await self._simulation.fast_forward.skip_steady_steps(plan)
 
@@ -304,7 +293,7 @@ class BatchedEngine(Engine):
             try:
                 self._begin_reply(sequence)
             except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-                self._end_sequence(sequence, error)
+                self.end_sequence(sequence, error)
         self._retried_sequences -= admitted
         await asyncio.sleep(0)
 
@@ -319,7 +308,9 @@ class BatchedEngine(Engine):
     async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
         try:
-            return await self.runner.step(plan)
+            step = self.runner.step(plan)
+            tokens = plan.new_tokens
+            return await (self.prefill_speed.measure(tokens, step) if tokens else step)
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:
@@ -341,7 +332,7 @@ class BatchedEngine(Engine):
                 try:
                     self._deliver_token(sequence, tokens[index], extra)
                 except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-                    self._end_sequence(sequence, error)
+                    self.end_sequence(sequence, error)
             index += 1
         self.counters.generated_tokens += index
 
@@ -350,10 +341,13 @@ class BatchedEngine(Engine):
         running = self.scheduler.running.copy()
         for sequence, ids in zip(running, sampled, strict=True):
             if not sequence.request_state.reply.tokens(ids):
-                self._end_sequence(sequence)
+                self.end_sequence(sequence)
         self.counters.steps += steps
         self.counters.generated_tokens += steps * len(running)
-        self._publish_kv_events()
+        if self.token_gaps.target_s and self._simulation is not None:
+            ends = self._simulation.fast_forward.delivered_step_ends
+            self.token_gaps.on_skipped_steps(ends, len(running))
+        self.publish_kv_events()
 
     def _deliver_token(
         self, sequence: EngineSequence, token: int, extra: TokenLogprobs | None
@@ -366,19 +360,23 @@ class BatchedEngine(Engine):
             self._begin_reply(sequence)
         if token in sequence.stop_ids and sequence.length > sequence.min_length:
             reply.finish(Finish("stop", output_tokens, token))
-            self._end_sequence(sequence)
+            self.end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
-            self._end_sequence(sequence)
+            self.end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
             reply.finish(Finish("length", output_tokens))
-            self._end_sequence(sequence)
+            self.end_sequence(sequence)
 
-    def _end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
+    def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
+        """End the request of a sequence, with `error` if there is one."""
         self.scheduler.remove(sequence)
         sequence.request_state.complete(error)
 
-    def _publish_kv_events(self) -> None:
+    def publish_kv_events(self) -> None:
+        """Publish the changes of the prefix cache and of its tiers since the last call."""
         events = self._pool.take_events()
+        if self.tiers is not None:
+            events += self.tiers.take_events()
         if events:
             for listener in self._kv_event_listeners:
                 listener(events)
@@ -394,6 +392,7 @@ class BatchedEngine(Engine):
         self.failure = failure
         if started:
             scheduler = self.scheduler
+            arriving = scheduler.arriving.sequences
             held = [call.sequence for call in self.prefill_calls]
-            for sequence in [*scheduler.running, *scheduler.waiting, *scheduler.arriving, *held]:
-                self._end_sequence(sequence, WorkerFailed(failure.message))
+            for sequence in [*scheduler.running, *scheduler.waiting, *arriving, *held]:
+                self.end_sequence(sequence, WorkerFailed(failure.message))

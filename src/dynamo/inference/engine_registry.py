@@ -32,8 +32,11 @@ class EngineInputs(msgspec.Struct, frozen=True):
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """Return an engine that is not started yet, with the data-parallel ranks of the settings.
-    These share the memory equally. Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
+    These share the memory equally. A factory with `has_ranks` returns one engine with all ranks.
+    Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
     make: Callable[[EngineInputs], Awaitable[Engine]] = ENGINES.load(kind)
+    if getattr(make, "has_ranks", False):
+        return await make(inputs)
     ranks = inputs.settings.engine.data_parallel_size
     inputs = replace(inputs, memory_bytes=inputs.memory_bytes // ranks)
     engines = [await make(inputs) for _ in range(ranks)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ConfigError
@@ -32,6 +35,10 @@ class EvictionPolicy(ABC):
     def pop(self) -> Block:
         """Remove the next victim and return it."""
 
+    @abstractmethod
+    def peek(self, count: int) -> Iterator[Block]:
+        """Yield up to `count` next victims, as `pop` would return them now."""
+
 
 class LeastRecentlyUsed(EvictionPolicy):
     """Evicts the block whose last use is longest ago, and the tail of a chain first."""
@@ -50,6 +57,9 @@ class LeastRecentlyUsed(EvictionPolicy):
 
     def pop(self) -> Block:
         return self._blocks.popitem(last=False)[1]
+
+    def peek(self, count: int) -> Iterator[Block]:
+        return islice(self._blocks.values(), count)
 
 
 class ReuseAware(EvictionPolicy):
@@ -93,6 +103,14 @@ class ReuseAware(EvictionPolicy):
             self._victims += 1
         self._lifetime += (self._blocks_released - block.last_used - self._lifetime) / self._victims
         return block
+
+    def peek(self, count: int) -> Iterator[Block]:
+        lifetime = self._lifetime
+
+        def end_of_life(block: Block) -> float:
+            return block.last_used + lifetime if block.hits else block.last_used
+
+        return islice(merge(self._unshared, self._shared, key=end_of_life), count)
 
 
 EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}

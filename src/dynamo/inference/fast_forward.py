@@ -13,15 +13,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from dynamo.core.clock import Clock
-from dynamo.core.values import GenerateRequest
 from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
-from dynamo.inference.sequence import SequenceContent
+from dynamo.inference.sequence import ResolveRequest
 from dynamo.inference.step_scheduler import StepScheduler
 
 MIN_STEPS = 2
 """Fewer steady steps than this are computed one by one."""
-ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
-"""Returns a request's content, its prompt length and its answer length, for simulations."""
 WaitUntilQuiescent = Callable[[], Awaitable[None]]
 """Returns when no other task can run at this instant of virtual time."""
 DeliverSteps = Callable[[int, Sequence[Sequence[int]]], None]
@@ -62,6 +59,8 @@ class FastForward:
         seqs = plan.decode_seqs
         self._step_ends = self._runner.decode_end_times(seqs, plan.decode_context + seqs, steps)
         self._last_step, self._delivered_steps = steps, 0
+        if self._scheduler.tiers is not None:
+            self._scheduler.advance(0, [()] * seqs, next_planned=True)
         self._completion = asyncio.get_running_loop().create_future()
         self._set_timer()
         self._active.add(self)
@@ -110,7 +109,7 @@ class FastForward:
         self.delivered_step_ends = self._step_ends[self._delivered_steps : until]
         self._delivered_steps = until
         sampled = self._runner.decode_tokens(self._scheduler.running, steps)
-        self._scheduler.advance(steps, sampled)
+        self._scheduler.advance(steps, sampled, next_planned=until < self._last_step)
         self._deliver(steps, sampled)
         self.delivered_step_ends = ()
 

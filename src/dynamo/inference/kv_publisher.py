@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from dynamo.communication.events import Events, EventSource
 from dynamo.core.kv_events import KV_EVENTS_SUBJECT, encode_kv_event_payloads, worker_name
-from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Tier
+from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.telemetry import Registry
 
 KV_STORED: Final = "kv_stored"
@@ -87,10 +87,6 @@ class KVPublisher:
     def publish_removed(self, hashes: Sequence[int], tier: Tier = "device") -> None:
         """Report blocks that are not held any more."""
         self.publish((BlocksRemoved(tuple(hashes), tier),))
-
-    def publish_cleared(self) -> None:
-        """Report that the cache is empty."""
-        self.publish((BlocksCleared(),))
 
     async def close(self) -> None:
         """Close the event sources. Indexes then drop this worker."""

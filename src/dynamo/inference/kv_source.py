@@ -8,13 +8,32 @@ runs on from what arrived, and the engine computes the rest.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
 from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
 from dynamo.core.values import GenerateRequest, TokenLogprobs
+
+
+class ArrivalCounters(msgspec.Struct):
+    """Totals of the arrivals of an engine.
+
+    `blocks_arrived` were filled by sources; `blocks_saved` were in the engine's own cache when an
+    arrival began. `moved` counts requests whose blocks came from the draining worker that they
+    left. `wait_s` is the sum of the arrivals' durations. `fallbacks` counts failed sources by
+    reason; the reason of requests that the router sends again is "sent again".
+    """
+
+    prompts: int = 0
+    moved: int = 0
+    wait_s: float = 0.0
+    blocks_arrived: int = 0
+    blocks_saved: int = 0
+    fallbacks: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +66,17 @@ class Arrival(ABC):
     def needs_blocks(self) -> bool:
         """Whether the sequence goes on after the first token, so that its blocks are needed."""
 
+    @property
+    @abstractmethod
+    def compute_s(self) -> float:
+        """The predicted time in which this engine would compute the tokens that have not
+        arrived."""
+
+    @property
+    @abstractmethod
+    def missing_steps(self) -> int:
+        """The steps in which this engine would compute the tokens that have not arrived."""
+
     @abstractmethod
     def on_arrived(self, tokens: int) -> None:
         """The KV of all positions before `tokens` is in the blocks and verified. `tokens` is the
@@ -56,9 +86,19 @@ class Arrival(ABC):
     def on_first_token(self, first: FirstToken) -> bool:
         """Deliver the first token at once. False: the answer has ended, and no block is needed."""
 
+    @abstractmethod
+    def fail(self, error: DynamoError) -> None:
+        """End the request with `error`, instead of computing here what has not arrived."""
+
 
 class KvSource(ABC):
-    """Supplies the KV of a prompt, or a part of it."""
+    """Supplies the KV of a prompt, or a part of it. `counters`: where its arrivals are counted;
+    None: among those of other workers. `bytes_per_s`: learnt rate; 0: unknown. `loads`: the blocks
+    of the sequence that come from tiers of this engine."""
+
+    counters: ArrivalCounters | None = None
+    bytes_per_s: float = 0.0
+    loads: range = range(0)
 
     @abstractmethod
     async def fill(self, arrival: Arrival) -> None:
@@ -72,6 +112,10 @@ class KvSource(ABC):
 
 class PrefillSink(ABC):
     """Receives the progress of a prompt that a prefill worker computes for another worker."""
+
+    @abstractmethod
+    def on_queued(self, tokens: int) -> None:
+        """The engine has accepted the prompt, behind prompts of so many tokens."""
 
     @abstractmethod
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.values import EngineInfo, TokenLogprobs
+from dynamo.inference.block import Block
 from dynamo.inference.sequence import EngineSequence
 
 
@@ -62,12 +64,27 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: Sequence[TokenLogprobs | None] | None = None
 
 
+class BlockShape(msgspec.Struct, frozen=True):
+    """The innermost dimensions of a block, which is [..., tokens, channels] of `dtype`."""
+
+    tokens: int
+    channels: int
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one [tokens, channels] array."""
+        return self.tokens * self.channels * (4 if self.dtype == "float32" else 2)
+
+
 class ModelRunner(ABC):
     """Computes steps, one at a time. Constructors do no I/O. `region` is the memory of the blocks
-    after `start`, if peers may read it; `layout` names all that peers must have in common."""
+    after `start`, if peers may read it; `layout` names all that peers must have in common.
+    `block_shape`: the dimensions of a block, if it contains numbers."""
 
     region: MemoryRegion | None = None
     layout: str = ""
+    block_shape: BlockShape | None = None
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -87,6 +104,10 @@ class ModelRunner(ABC):
         """Blocks `first` to `end` of the sequence's prompt are about to be read by a peer. Called
         between steps. The default does nothing: their KV is in `region`."""
         del sequence, first, end
+
+    def export_cached(self, blocks: Sequence[Block]) -> None:
+        """Registered blocks are about to be copied to a tier. The default does nothing."""
+        del blocks
 
     def import_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Blocks `first` to `end` of the sequence have come from a peer. The default does nothing:

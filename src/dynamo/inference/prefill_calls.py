@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo.core.reply import LogprobsPerToken, Reply
@@ -72,3 +72,14 @@ class PrefillCall(Reply):
         ids = [block.id for block in self.sequence.blocks[first:end]]
         generations = self._region.generations
         self._sink.on_blocks(first, ids, [generations[block] for block in ids])
+
+
+def report_blocks(
+    calls: Iterable[PrefillCall], end: Callable[[EngineSequence, Exception], None]
+) -> None:
+    """Report the computed blocks of all `calls`. `end` ends the sequence of one that fails."""
+    for call in calls:
+        try:
+            call.report_blocks()
+        except Exception as error:  # noqa: BLE001 - one bad call must not end the others
+            end(call.sequence, error)

@@ -8,13 +8,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import msgspec
 
-from dynamo.core.hashing import TOKEN_BYTES, block_hashes, root_hash
+from dynamo.core.errors import InvalidRequest
+from dynamo.core.hashing import (
+    IDENTITY_BYTES,
+    TOKEN_BYTES,
+    block_hashes,
+    prefix_identities,
+    root_hash,
+    root_identity,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -64,10 +72,13 @@ class SequenceContent(ABC):
 class TokenContent(SequenceContent):
     """The token ids of prompt and output. Block hashes are those of `core.hashing`."""
 
-    __slots__ = ("block_tokens", "fingerprints", "tokens")
+    __slots__ = ("block_tokens", "fingerprints", "identity", "tokens")
     tokens: TokenIds
     fingerprints: list[int]
     """Keyed hashes of the first full blocks."""
+    identity: bytes
+    """The identity above the first block, if fingerprints are to be the blocks' identities: chained
+    and the same in every process (`core.hashing.prefix_identities`). Else empty."""
 
     def __init__(self, token_ids: bytes, block_tokens: int, salt: str = "") -> None:
         self.tokens = tokens = array("I")
@@ -75,6 +86,7 @@ class TokenContent(SequenceContent):
         self.root = root_hash(salt)
         self.hashes = []
         self.fingerprints = []
+        self.identity = b""
         self.block_tokens = block_tokens
 
     def ensure_hashes(self, blocks: int) -> None:
@@ -92,7 +104,11 @@ class TokenContent(SequenceContent):
             end = min(block + FINGERPRINTS_AT_ONCE, len(self.tokens) // size)
             ids = self.tokens[len(known) * size : end * size].tobytes()
             step = size * TOKEN_BYTES
-            known += [hash(_KEY + ids[at : at + step]) for at in range(0, len(ids), step)]
+            if self.identity:
+                parent = known[-1].to_bytes(IDENTITY_BYTES) if known else self.identity
+                known += map(int.from_bytes, prefix_identities(ids, size, parent))
+            else:
+                known += [hash(_KEY + ids[at : at + step]) for at in range(0, len(ids), step)]
         return known[block]
 
     def append_token(self, token: int) -> None:
@@ -154,6 +170,7 @@ class ForkedContent(TokenContent):
         self.root = prompt.root
         self.hashes = prompt.hashes
         self.fingerprints = []
+        self.identity = prompt.identity
 
     def ensure_hashes(self, blocks: int) -> None:
         prompt = self._prompt
@@ -204,7 +221,7 @@ class EngineSequence:
     - `computed_tokens`: tokens whose keys and values are in `blocks`.
     - `cached_tokens`: prompt tokens that the prefix cache supplied at the first admission.
     - `registered_blocks`: how many of `blocks` the block pool has registered.
-    - `source`: where the blocks of its prompt come from, until they have arrived. None: computed.
+    - `sources`: where the blocks of its prompt come from, in order, until they have arrived.
     - `prefill_only`: another worker pulls the blocks of its prompt and writes the answer.
     - `request_state`: set by the engine before the sequence enters the scheduler, which does not
       read it.
@@ -230,7 +247,7 @@ class EngineSequence:
     preemptions: int = 0
     admitted: bool = False
     ended: bool = False
-    source: KvSource | None = None
+    sources: Sequence[KvSource] = ()
     prefill_only: bool = False
     runner_state: Any = None
 
@@ -248,3 +265,56 @@ class EngineSequence:
     def banned_ids(self) -> frozenset[int]:
         """Stop ids that must not be sampled now, because `min_tokens` is not reached."""
         return self.stop_ids if self.length < self.min_length else frozenset()
+
+
+ResolveRequest = Callable[["GenerateRequest"], tuple[SequenceContent, int, int]]
+"""Returns a request's content, its prompt length and its answer length, for simulations."""
+
+
+class SequenceFactory(msgspec.Struct, frozen=True):
+    """Makes sequences for blocks of `block_tokens`. `resolve` supplies contents of simulations.
+    `vocab_size` 0: any token id is valid."""
+
+    block_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    resolve: ResolveRequest | None
+    has_tiers: bool
+
+    def make(self, request: GenerateRequest) -> EngineSequence:
+        """Return a new sequence. Raises `InvalidRequest`."""
+        if self.resolve is not None:
+            return EngineSequence(*self.resolve(request), request=request)
+        group = request.group
+        if group is None or not group.covers(request):
+            content = self._make_content(request)
+        else:
+            if group.engine_prompt is None:
+                group.engine_prompt = self._make_content(request)
+            content = ForkedContent(group.engine_prompt)
+        stops = request.stops
+        if stops.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        sequence = EngineSequence(
+            content,
+            len(content.tokens),
+            stops.max_tokens,
+            priority=request.priority,
+            request=request,
+        )
+        sequence.min_length += stops.min_tokens
+        stop_ids = frozenset(stops.stop_token_ids)
+        sequence.stop_ids = stop_ids if stops.ignore_eos else stop_ids | self.eos_token_ids
+        return sequence
+
+    def _make_content(self, request: GenerateRequest) -> TokenContent:
+        content = TokenContent(request.token_ids, self.block_tokens, request.salt)
+        if self.has_tiers:
+            content.identity = root_identity(request.salt)
+        largest = max(content.tokens, default=0)
+        if self.vocab_size and largest >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is not in the vocabulary of {self.vocab_size}",
+                param="prompt",
+            )
+        return content

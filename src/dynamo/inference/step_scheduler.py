@@ -5,9 +5,12 @@ sequences are admitted while tokens, batch slots and blocks are left. If blocks 
 running sequence is preempted: its blocks are released and it is computed again later, starting with
 the part that is still cached.
 
-A sequence with a `source` is admitted as an arriving one: it holds a batch slot and the blocks of
+A sequence with `sources` is admitted as an arriving one: it holds a batch slot and the blocks of
 its whole prompt, and no step computes it until `end_arrival`. Then it runs, computed as far as its
-blocks have arrived. Arriving sequences are not preempted.
+blocks have arrived. A sequence with the same prompt as an arriving one waits for its end, and takes
+the blocks from the prefix cache. So does one whose next block another one loads from a tier. If a
+running sequence of a higher priority needs blocks, the last arriving one is preempted: its source
+is stopped, and the running sequence pauses until then.
 
 The scheduler uses no clock and no event loop, and reads no token ids. Source: vLLM's V1 scheduler,
 nano-vllm.
@@ -17,16 +20,20 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from dynamo.core.values import EngineInfo
+from dynamo.inference.arrival_queue import ArrivalQueue, admission_order, running_order
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.model_runner import StepChunk, StepPlan
 from dynamo.inference.sequence import EngineSequence
+
+if TYPE_CHECKING:
+    from dynamo.inference.tiers.kv_tiers import KvTiers
 
 MAX_MATCHED_BLOCKS = 32_768
 """So many cached blocks are matched in one step, since each costs a microsecond of the loop."""
@@ -34,22 +41,6 @@ MAX_MATCHED_BLOCKS = 32_768
 HitsFrom = Literal["scheduled", "computed"]
 """When other sequences can reuse a full block: as soon as its step is planned (for engines without
 real KV), or when the step that computes it has ended."""
-
-
-def admission_order(sequence: EngineSequence) -> tuple[int, int]:
-    """Sort key of waiting sequences: the higher priority first, then the earlier arrival."""
-    return -sequence.priority, sequence.arrival
-
-
-def running_order(sequence: EngineSequence) -> int:
-    """Sort key of running sequences: the higher priority first. Insertion keeps the admission
-    order."""
-    return -sequence.priority
-
-
-def _is_prompt(sequence: EngineSequence, priority: int) -> bool:
-    """Whether a running sequence of this priority computes more than the last known token."""
-    return sequence.priority == priority and sequence.length - sequence.computed_tokens > 1
 
 
 class StepScheduler:
@@ -64,15 +55,13 @@ class StepScheduler:
         self.context_tokens = min(limits.context_tokens, pool.num_blocks * pool.block_tokens)
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []
-        self.arriving: list[EngineSequence] = []
-        self.new_arrivals: list[EngineSequence] = []
-        """Sequences whose sources are to be started. The engine takes them after `schedule`."""
+        self.arriving = ArrivalQueue(pool.block_tokens)
+        self.tiers: KvTiers | None = None
         self.preemptions = 0
         self._block_tokens = pool.block_tokens
         self._registers_at_schedule = hits_from == "scheduled"
         self._saves_blocks = not self._registers_at_schedule and pool.prefix_caching
         self._released: list[EngineSequence] = []
-        self._arrived: list[EngineSequence] = []
         self._to_load: set[EngineSequence] = set()
         self._arrivals = 0
         self._had_work = False
@@ -104,11 +93,10 @@ class StepScheduler:
             return
         sequence.ended = True
         self._batch_changed = True
-        if sequence in self.arriving:
-            if sequence.source is not None:
+        if sequence in self.arriving.sequences:
+            if sequence.sources:
                 return
-            self._arrived.remove(sequence)
-            self.arriving.remove(sequence)
+            self.arriving.remove_arrived(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
@@ -118,15 +106,16 @@ class StepScheduler:
 
     def has(self, sequence: EngineSequence) -> bool:
         """Whether the sequence runs, waits or arrives."""
-        return any(sequence in queue for queue in (self.running, self.waiting, self.arriving))
+        queues = (self.running, self.waiting, self.arriving.sequences)
+        return any(sequence in queue for queue in queues)
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do."""
         self._batch_changed = False
         self._budget = self.limits.max_num_batched_tokens
         plan = StepPlan(back_to_back=self._had_work)
-        if self._arrived:
-            self._run_arrived()
+        if self.arriving.arrived:
+            self._to_load.update(self.arriving.move_arrived(self.running))
         self._plan_running(plan)
         if self._to_load:
             self._add_loads(plan)
@@ -161,6 +150,8 @@ class StepScheduler:
         sequence.computed_tokens = tokens
         if tokens // self._block_tokens > sequence.registered_blocks:
             self._register_full_blocks(sequence, tokens // self._block_tokens)
+            if self.waiting:  # a sequence with these blocks needs fewer now
+                self._batch_changed = True
 
     def append_first_token(self, sequence: EngineSequence, token: int) -> None:
         """Add the first token of the answer of an arriving sequence, which a peer has sampled.
@@ -172,14 +163,15 @@ class StepScheduler:
 
     def end_arrival(self, sequence: EngineSequence) -> None:
         """Let an arriving sequence run: its source has ended and writes no more. The blocks of a
-        sequence that was removed meanwhile are released."""
-        sequence.source = None
+        sequence that was removed meanwhile are released. A preempted one waits; its source begins
+        again later, unless the first token of the answer is there already."""
         self._batch_changed = True
+        if self.arriving.end(sequence):
+            return
         if sequence.ended:
-            self.arriving.remove(sequence)
             self._release_blocks(sequence)
         else:
-            self._arrived.append(sequence)
+            self._preempt(sequence)
 
     def hold(self, sequence: EngineSequence) -> None:
         """Take a running sequence out of the batch. Its blocks stay referenced until `remove`."""
@@ -205,18 +197,22 @@ class StepScheduler:
             return steps
         return bisect_right(range(steps), self.pool.available, key=self._blocks_needed) - 1
 
-    def advance(self, steps: int, sampled: Sequence[Sequence[int]]) -> None:
-        """Apply `steps` steady steps at once. `sampled` has the tokens of each running sequence."""
+    def advance(
+        self, steps: int, sampled: Sequence[Sequence[int]], *, next_planned: bool = False
+    ) -> None:
+        """Apply `steps` steady steps at once. `sampled` has the tokens of each running sequence.
+        `next_planned`: another steady step is being computed; tiers see its blocks, too."""
         block_tokens = self._block_tokens
+        ahead = 1 if next_planned and self.tiers is not None else 0
         for sequence, tokens in zip(self.running, sampled, strict=True):
             sequence.computed_tokens = computed = sequence.computed_tokens + steps
             sequence.length += steps
-            need = -(-computed // block_tokens) - len(sequence.blocks)
+            need = -(-(computed + ahead) // block_tokens) - len(sequence.blocks)
             if need > 0:
                 sequence.blocks += self.pool.allocate(need)
             sequence.content.append_tokens(tokens)
-            if computed // block_tokens > sequence.registered_blocks:
-                self._register_full_blocks(sequence, computed // block_tokens)
+            if (computed + ahead) // block_tokens > sequence.registered_blocks:
+                self._register_full_blocks(sequence, (computed + ahead) // block_tokens)
 
     def _blocks_needed(self, steps: int) -> int:
         """Count the blocks needed for `steps` more tokens of every running sequence."""
@@ -228,26 +224,11 @@ class StepScheduler:
 
     def prefill_tokens(self) -> int:
         """Count the prompt tokens that this engine still has to compute."""
-        tokens = sum(sequence.length for sequence in self.waiting if sequence.source is None)
+        tokens = sum(sequence.length for sequence in self.waiting if not sequence.sources)
         for sequence in self.running:
             uncomputed = sequence.length - sequence.computed_tokens
             tokens += uncomputed if uncomputed > 1 else 0
         return tokens
-
-    def _run_arrived(self) -> None:
-        """Put the sequences whose arrival has ended into the batch. An answer that was begun goes
-        before prompts of its priority, which could use up the budget of many steps."""
-        running = self.running
-        for sequence in self._arrived:
-            self.arriving.remove(sequence)
-            sequence.computed_tokens = min(sequence.computed_tokens, sequence.length - 1)
-            at = bisect_right(running, running_order(sequence), key=running_order)
-            if sequence.computed_tokens >= sequence.prompt_tokens:
-                while at and _is_prompt(running[at - 1], sequence.priority):
-                    at -= 1
-            running.insert(at, sequence)
-            self._to_load.add(sequence)
-        self._arrived = []
 
     def _add_loads(self, plan: StepPlan) -> None:
         """Let the first chunks of arrived sequences load the blocks before them."""
@@ -269,9 +250,10 @@ class StepScheduler:
             count = min(sequence.length - start, self._budget)
             end = start + count
             allocated = end <= len(sequence.blocks) * block_tokens
-            if not allocated and not self._allocate_up_to(sequence, end):
+            if allocated or self._allocate_up_to(sequence, end):
+                self._add_chunk(plan, sequence, start, count, ())
+            elif not self.arriving.preempted:
                 return
-            self._add_chunk(plan, sequence, start, count, ())
             index += 1
 
     def _plan_waiting(self, plan: StepPlan) -> None:
@@ -279,34 +261,48 @@ class StepScheduler:
         only if all its known tokens fit into free blocks now. Otherwise it would soon be
         preempted."""
         pool, waiting = self.pool, self.waiting
-        matched = 0
-        while waiting and len(self.running) + len(self.arriving) < self.limits.max_num_seqs:
-            sequence = waiting[0]
-            if matched > MAX_MATCHED_BLOCKS or not (self._budget or sequence.source is not None):
+        matched = index = 0
+        while (
+            index < len(waiting)
+            and len(self.running) + len(self.arriving) < self.limits.max_num_seqs
+        ):
+            sequence = waiting[index]
+            if self.tiers and self.tiers.is_prefetching(sequence):
+                index += 1
+                continue
+            if matched > MAX_MATCHED_BLOCKS or not (self._budget or sequence.sources or self.tiers):
                 return
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
             content, hits = sequence.content, []
+            if sequence.sources and self.arriving.has_prompt(sequence, full):
+                index += 1
+                continue
             if pool.prefix_caching:
                 hits = pool.match(content.hashes[:full], content.fingerprint)
+            have = len(hits)
+            if self.tiers and have < full and self.arriving.is_loading(content.hashes[have]):
+                index += 1
+                continue
             need = -(-sequence.length // self._block_tokens) - len(hits)
             if need > pool.available - pool.count_unreferenced(hits):
                 return
-            if sequence.source is not None and not 0 < full == len(hits):
-                del waiting[0]
-                self._admit_arrival(sequence, hits, need)
-            elif self._budget:
-                del waiting[0]
-                sequence.source = None
-                self._admit(plan, sequence, hits)
-            else:
+            if 0 < full == len(hits):
+                sequence.sources = ()
+            elif self.tiers is not None:
+                sequence.sources = self.tiers.sources_for(sequence, len(hits), full)
+            if not (sequence.sources or self._budget):
                 return
+            del waiting[index]
+            if sequence.sources:
+                self._admit_arrival(sequence, hits, need)
+            else:
+                self._admit(plan, sequence, hits)
             matched += len(hits)
 
     def _admit_arrival(self, sequence: EngineSequence, hits: list[Block], need: int) -> None:
         self._take_blocks(sequence, hits, need)
-        self.arriving.append(sequence)
-        self.new_arrivals.append(sequence)
+        self.arriving.add(sequence, prefix_caching=self.pool.prefix_caching)
 
     def _take_blocks(self, sequence: EngineSequence, hits: list[Block], need: int) -> None:
         """Give `sequence` its cached blocks and `need` more."""
@@ -360,12 +356,15 @@ class StepScheduler:
 
     def _allocate_up_to(self, sequence: EngineSequence, end: int) -> bool:
         """Allocate blocks for positions up to `end`, preempting from the last running sequence.
-        Returns False if `sequence` itself was preempted."""
+        Returns False if `sequence` itself was preempted, or has to pause until the source of a
+        preempted arriving sequence has stopped."""
         need = -(-end // self._block_tokens) - len(sequence.blocks)
         while need > self.pool.available:
+            self._batch_changed = True
+            if self.arriving.preempted or self.arriving.preempt_below(self.running[-1].priority):
+                return False
             victim = self.running.pop()
             self._preempt(victim)
-            self._batch_changed = True
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(need)
@@ -385,14 +384,7 @@ class StepScheduler:
         self._released.append(sequence)
 
     def _register_full_blocks(self, sequence: EngineSequence, full: int) -> None:
-        content, blocks, pool = sequence.content, sequence.blocks, self.pool
-        content.ensure_hashes(full)
-        hashes = content.hashes
-        for index in range(sequence.registered_blocks, full):
-            parent_block = blocks[index - 1] if index else None
-            parent_hash = hashes[index - 1] if index else content.root
-            fingerprint = content.fingerprint(index) if pool.prefix_caching else 0
-            blocks[index] = pool.register(
-                blocks[index], parent_block, parent_hash, hashes[index], fingerprint
-            )
+        self.pool.register_chain(
+            sequence.content, sequence.blocks, sequence.registered_blocks, full
+        )
         sequence.registered_blocks = full

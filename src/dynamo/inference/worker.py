@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,17 +17,25 @@ from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
-from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
-from dynamo.core.reply import Engine
+from dynamo.core.reply import Engine, EngineRank
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import ROLES_BY_NAME, worker_role
-from dynamo.inference.data_parallel import engines_by_rank
+from dynamo.core.values import (
+    ROLES_BY_NAME,
+    BlocksCleared,
+    EngineInfo,
+    KvEvent,
+    required_features,
+    worker_role,
+)
+from dynamo.inference.data_parallel import batched_engines
 from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
-from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.engines.arguments import check_role
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
 from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvControl, declare_tier_metrics
 from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
+
+log = logging.getLogger(__name__)
 
 FILE_CHUNK_BYTES = 256 << 10
 
@@ -82,8 +94,7 @@ class EngineWorker:
         """Start the engine, serve its endpoints and announce the card, which is returned. Raises
         `ModelUnavailable` or `ConfigError`."""
         self._runtime = runtime
-        roles = ROLES_BY_NAME[runtime.settings.engine.role]
-        info = msgspec.structs.replace(await self._engine.start(), roles=roles)
+        info = await self._start_engine(ROLES_BY_NAME[runtime.settings.engine.role])
         self._card = card = msgspec.structs.replace(
             self._card,
             engine=info,
@@ -92,16 +103,18 @@ class EngineWorker:
         )
         declare_worker_metrics(runtime.metrics, self._engine)
         runtime.health.add_check("engine", self._engine_failure)
-        for engine in self._batched_engines:
-            engine.on_failure(self._on_engine_failed)
+        self._engine.on_failure(self._on_engine_failed)
+        self._own_engines = batched_engines(self._engine)
+        runtime.health.add_limitation("kv_tiers", self._tier_problems)
+        runtime.health.add_limitation("kv_events", self._event_problems)
         namespace = runtime.settings.runtime.namespace
         component = runtime.namespace(namespace).component(self._component)
-        await self._start_publishers(f"{namespace}.{self._component}")
+        await self._start_publishers(f"{namespace}.{self._component}", info)
         tokenizer = card.tokenizer
         files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         endpoint, add = component.endpoint, self._endpoints.append
         add(await endpoint("files").serve(files.handle))
-        self._prefill = await WorkerPrefill.open(runtime, component, self._batched_engines)
+        self._prefill = await WorkerPrefill.open(runtime, component, self._own_engines)
         capabilities = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
@@ -112,15 +125,30 @@ class EngineWorker:
         }
         on_load_changed = self._load_publisher.on_load_changed
         self._endpoints += await self._prefill.serve(capabilities, on_load_changed)
-        self._generate_endpoint = await endpoint("generate").serve(
-            self._generate, capabilities=capabilities
-        )
-        add(self._generate_endpoint)
+        generate = await endpoint("generate").serve(self._generate, capabilities=capabilities)
+        add(generate)
+        self._prefill.withdraw_after(generate)
         add(await endpoint("set_role").serve(self._set_role))
         add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
         add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
+        control = KvControl(self._own_engines, runtime.clock)
+        if control.has_tiers:
+            declare_tier_metrics(runtime.metrics, control)
+        add(await endpoint(KV_ENDPOINT).serve(control.handle))
         await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(card))
         return card
+
+    async def _start_engine(self, roles: tuple[str, ...]) -> EngineInfo:
+        info = await self._engine.start()
+        self._features = info.features
+        sends_events = any(
+            type(rank).on_kv_events is not EngineRank.on_kv_events for rank in self._engine.ranks
+        )
+        problem = self._event_problems()
+        if problem:
+            log.warning("KV blocks are predicted", extra={"fields": {"reason": problem}})
+        kv_events = info.kv_events and sends_events and not problem
+        return msgspec.structs.replace(info, roles=roles, kv_events=kv_events)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
@@ -144,11 +172,17 @@ class EngineWorker:
                 request = decode_shared_request(payload, shared)
         except DECODE_ERRORS as error:
             raise ProtocolError(f"not a generate request: {error}") from error
+        missing = [name for name in required_features(request) if name not in self._features]
+        if missing:
+            raise Unsupported(f"the engine of this worker does not support: {', '.join(missing)}")
         self._load_publisher.on_load_changed()
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
         outgoing.is_alive = partial(self._engine.has_request, reply)
         try:
             await self._engine.generate(request, outgoing.context, reply)
+        except CancelledError:
+            self._prefill.on_request_cancelled(request)
+            raise
         finally:
             outgoing.is_alive = None  # breaks the reference cycle with the reply
             self._load_publisher.on_load_changed()
@@ -156,23 +190,27 @@ class EngineWorker:
     async def _clear_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Empty the prefix cache and answer {"cleared": blocks} in msgpack."""
         del payload
-        count = sum(engine.clear_prefix_cache() for engine in self._batched_engines)
-        outgoing.send(msgspec.msgpack.encode({"cleared": count}))
+        outgoing.send(msgspec.msgpack.encode({"cleared": await self._engine.clear_blocks()}))
 
     async def _set_role(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Change the roles of this worker to the role named by `payload`. Requests in flight end
-        here. Answers the name."""
+        """Change the roles of this worker to the role named by `payload`, in every record that
+        tells them. Routers move its requests if it does not decode any more. Answers the name."""
         name = payload.decode("utf-8", "replace")
         roles = ROLES_BY_NAME.get(name)
         if roles is None:
             raise InvalidRequest(
                 f"there is no role {name!r}", hint=f"known: {', '.join(ROLES_BY_NAME)}"
             )
+        check_role(self._runtime.settings.engine.kind, name)
+        self._prefill.set_roles(roles)
         info = self._card.engine
         self._card = msgspec.structs.replace(
             self._card, engine=info and msgspec.structs.replace(info, roles=roles)
         )
-        await self._generate_endpoint.announce({"engine": msgspec.to_builtins(self._card.engine)})
+        change = {"engine": msgspec.to_builtins(self._card.engine)}
+        for served in self._endpoints:
+            if served.capabilities.keys() >= change.keys():
+                await served.announce(change)
         await self._runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
         await self._runtime.set_role(worker_role(name))
         outgoing.send(payload)
@@ -187,36 +225,50 @@ class EngineWorker:
         """Leave discovery after a failure of the engine, so that other workers get its requests."""
         self._tasks.start(self.close(), "leave")
 
-    def _engine_failure(self) -> str:
-        failures = (engine.failure for engine in self._batched_engines)
-        return next((failure.message for failure in failures if failure is not None), "")
+    def _tier_problems(self) -> str:
+        engines = (engine.tiers for engine in self._own_engines)
+        problems = (tier.problem for tiers in engines if tiers for tier in tiers.tiers)
+        return "; ".join(filter(None, dict.fromkeys(problems)))
 
-    async def _start_publishers(self, subject: str) -> None:
+    def _event_problems(self) -> str:
+        problems = (rank.kv_problem for rank in self._engine.ranks)
+        return "; ".join(filter(None, dict.fromkeys(problems)))
+
+    def _engine_failure(self) -> str:
+        failure = self._engine.failure
+        return "" if failure is None else failure.message
+
+    async def _start_publishers(self, subject: str, info: EngineInfo) -> None:
         """Publish load and KV events as `{subject}.load_metrics` and `{subject}.kv_events`."""
         events, instance = self._runtime.events, self._runtime.instance_id
         load = await events.open_source(f"{subject}.load_metrics", instance, latest=True)
         self._event_sources.append(load)
         totals: Counter[str] = Counter()
-        for rank, engine in engines_by_rank(self._engine):
-            if type(engine).on_kv_events is Engine.on_kv_events:
-                continue  # this kind of engine has no events
+        sources = self._engine.ranks if info.kv_events else ()
+        for number, source in enumerate(sources):
+            rank = number if len(sources) > 1 else None
             publisher = await KVPublisher.open(
-                events, subject, instance, engine.snapshot_kv_events, rank=rank, totals=totals
+                events, subject, instance, source.snapshot_kv_events, rank=rank, totals=totals
             )
-            engine.on_kv_events(publisher.publish)
+            source.on_kv_events(partial(self._publish_events, source, publisher))
+            stored_before = source.snapshot_kv_events()  # on disk, or in a shared store
+            if stored_before:
+                publisher.publish(stored_before)
             self._event_sources.append(publisher)
         if len(self._event_sources) > 1:
             declare_kv_publisher_metrics(self._runtime.metrics, totals)
         self._load_publisher = LoadPublisher(self._engine, load, self._runtime.clock)
         self._tasks.start(self._load_publisher.run(), "load report")
 
-    @property
-    def _batched_engines(self) -> Sequence[BatchedEngine]:
-        return [
-            engine
-            for _, engine in engines_by_rank(self._engine)
-            if isinstance(engine, BatchedEngine)
-        ]
+    def _publish_events(
+        self, source: EngineRank, publisher: KVPublisher, events: Sequence[KvEvent]
+    ) -> None:
+        """Publish events. Routers predict the blocks of a rank whose events have become useless,
+        which it clears with its last one, because its publisher is closed."""
+        publisher.publish(events)
+        if type(events[-1]) is BlocksCleared and source.kv_problem:
+            log.warning("KV blocks are predicted", extra={"fields": {"reason": source.kv_problem}})
+            self._tasks.start(publisher.close(), "end of KV events")
 
     def _discovery_key(self) -> str:
         namespace = self._runtime.settings.runtime.namespace

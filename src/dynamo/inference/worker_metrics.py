@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from dynamo.core.reply import Engine
-from dynamo.inference.engine import BatchedEngine
+from dynamo.core.reply import Engine, EngineRank
+from dynamo.core.values import EngineTotals
 from dynamo.telemetry.metrics import Registry
+
+if TYPE_CHECKING:
+    from dynamo.inference.engine import BatchedEngine
 
 
 def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
-    """Declare gauges of the present load and, for a `BatchedEngine`, its totals."""
+    """Declare gauges of the present load and, if the engine counts them, its totals."""
     gauge, load = registry.gauge, engine.report_load
     gauge(
         "dynamo_worker_running_requests", "Requests in the batch.", callback=lambda: load().running
@@ -33,8 +37,32 @@ def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
     )
     gauge("dynamo_worker_blocks", "KV blocks in total.", callback=lambda: load().total_blocks)
     registry.counter("dynamo_worker_steps_total", "Steps computed.", callback=lambda: load().steps)
-    if isinstance(engine, BatchedEngine):
-        declare_engine_totals(registry, engine)
+    gauge(
+        "dynamo_worker_cached_blocks",
+        "KV blocks in the prefix cache, in use or not.",
+        callback=lambda: load().cached_blocks,
+    )
+    if engine.totals() is not None:
+        declare_engine_totals(registry, lambda: engine.totals() or EngineTotals())
+    declare_kv_view_metrics(registry, engine.ranks)
+
+
+def declare_kv_view_metrics(registry: Registry, ranks: Sequence[EngineRank]) -> None:
+    """Declare a counter of what became of KV events that are read from a foreign engine."""
+
+    def counts() -> Counter[tuple[str, ...]]:
+        total: Counter[tuple[str, ...]] = Counter()
+        for rank in ranks:
+            total.update(rank.kv_counts)
+        return total
+
+    registry.counter(
+        "dynamo_worker_kv_view_total",
+        "KV events of a foreign engine: its messages and the repairs of the view, blocks that are "
+        "not used or held several times, and checks of predictions by cached tokens.",
+        ("subject", "kind"),
+        callback=counts,
+    )
 
 
 def declare_disaggregation_metrics(
@@ -57,6 +85,11 @@ def declare_disaggregation_metrics(
         "dynamo_worker_remote_prompts_total",
         "Prompts that another worker was asked to compute.",
         callback=lambda: sum(counter.prompts for counter in counters),
+    )
+    registry.counter(
+        "dynamo_worker_moved_requests_total",
+        "Running requests whose blocks came here from the draining worker that they left.",
+        callback=lambda: sum(counter.moved for counter in counters),
     )
     registry.counter(
         "dynamo_worker_kv_wait_seconds_total",
@@ -83,41 +116,36 @@ def declare_disaggregation_metrics(
     )
 
 
-def declare_engine_totals(registry: Registry, engine: BatchedEngine) -> None:
+def declare_engine_totals(registry: Registry, read_totals: Callable[[], EngineTotals]) -> None:
     """Declare the totals since the engine's start."""
-    counter, counters = registry.counter, engine.counters
+    counter = registry.counter
     counter(
         "dynamo_worker_requests_total",
         "Requests that the engine has accepted.",
-        callback=lambda: counters.requests,
+        callback=lambda: read_totals().requests,
     )
     counter(
         "dynamo_worker_prompt_tokens_total",
         "Prompt tokens of the accepted requests.",
-        callback=lambda: counters.prompt_tokens,
+        callback=lambda: read_totals().prompt_tokens,
     )
     counter(
         "dynamo_worker_cached_tokens_total",
         "Prompt tokens found in the prefix cache at admission.",
-        callback=lambda: counters.cached_tokens,
+        callback=lambda: read_totals().cached_tokens,
     )
     counter(
         "dynamo_worker_generated_tokens_total",
         "Tokens generated.",
-        callback=lambda: counters.generated_tokens,
+        callback=lambda: read_totals().generated_tokens,
     )
     counter(
         "dynamo_worker_preemptions_total",
         "Requests preempted because too few blocks were free.",
-        callback=lambda: engine.scheduler.preemptions,
+        callback=lambda: read_totals().preemptions,
     )
     counter(
         "dynamo_worker_evicted_blocks_total",
         "Cached blocks evicted to make room for others.",
-        callback=lambda: engine.scheduler.pool.evictions,
-    )
-    registry.gauge(
-        "dynamo_worker_cached_blocks",
-        "KV blocks in the prefix cache, in use or not.",
-        callback=lambda: engine.scheduler.pool.cached,
+        callback=lambda: read_totals().evicted_blocks,
     )

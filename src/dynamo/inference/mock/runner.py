@@ -7,17 +7,25 @@ import logging
 import os
 from collections.abc import Sequence
 from itertools import accumulate
+from struct import Struct
+
+from xxhash import xxh3_64_digest
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, TokenLogprobs
-from dynamo.inference.mock.block_digest import DIGEST_BYTES, SLOT_BYTES, block_digest
+from dynamo.inference.block import Block
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.mock.token_generator import MockTokenGenerator
 from dynamo.inference.model_runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
-from dynamo.inference.sequence import EngineSequence
+from dynamo.inference.sequence import EngineSequence, TokenContent
 
 log = logging.getLogger(__name__)
+DIGEST_BYTES = 8
+SLOT_BYTES = 64
+"""Memory of a block that peers read: a whole cache line."""
+_full_block_digest = Struct("<Q").pack
+"""Returns the digest of a full block from its chained hash."""
 MAX_LAG_S = 0.05
 """A runner that is further behind its modelled times than this does not catch up."""
 
@@ -38,11 +46,14 @@ class MockRunner(PredictableModelRunner):
         min_sleep_s: float = 0.001,
         region: MemoryRegion | None = None,
         layout: str = "",
+        host_blocks: int = 0,
     ) -> None:
         """`region` has a slot for each block. Its memory, if any, holds digests of the blocks that
-        peers read. With a `layout` and no region, `start` allocates one."""
+        peers read. With a `layout` and no region, `start` allocates one, with `host_blocks` slots
+        for the host tier after those of the engine."""
         self.region = region
         self.layout = layout
+        self._host_blocks = host_blocks
         self._info = info
         self._vocabulary = vocabulary
         self._timing = timing
@@ -54,7 +65,8 @@ class MockRunner(PredictableModelRunner):
 
     async def start(self) -> EngineInfo:
         if self.layout and self.region is None and hasattr(os, "memfd_create"):
-            self.region = MemoryRegion.allocate(self._info.num_blocks, SLOT_BYTES)
+            slots = self._info.num_blocks + self._host_blocks
+            self.region = MemoryRegion.allocate(slots, SLOT_BYTES)
         return self._info
 
     async def step(self, plan: StepPlan) -> StepResult:
@@ -101,7 +113,13 @@ class MockRunner(PredictableModelRunner):
             return
         for index in range(first, end):
             slot = region.slot(sequence.blocks[index].id)
-            slot[:DIGEST_BYTES] = block_digest(sequence, index, self._info.block_tokens)
+            slot[:DIGEST_BYTES] = _block_digest(sequence, index, self._info.block_tokens)
+
+    def export_cached(self, blocks: Sequence[Block]) -> None:
+        region = self.region
+        if region is not None and region.has_memory:
+            for block in blocks:
+                region.slot(block.id)[:DIGEST_BYTES] = _full_block_digest(block.block_hash)
 
     def import_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Compare the digests of blocks that have arrived. A wrong block alters the answer."""
@@ -110,7 +128,7 @@ class MockRunner(PredictableModelRunner):
             return
         for index in range(first, end):
             digest = region.slot(sequence.blocks[index].id)[:DIGEST_BYTES]
-            if digest != block_digest(sequence, index, self._info.block_tokens):
+            if not _is_block_digest(digest, sequence, index, self._info.block_tokens):
                 log.error("a block has the content of another", extra={"fields": {"index": index}})
                 if self._vocabulary:
                     sequence.runner_state = MockTokenGenerator(self._vocabulary, sequence.tokens)
@@ -137,3 +155,31 @@ class MockRunner(PredictableModelRunner):
             any_requested = any_requested or top_logprobs is not None
             logprobs.append(None if top_logprobs is None else generator.logprobs(top_logprobs))
         return StepResult(tokens, logprobs if any_requested else None)
+
+
+def _block_digest(sequence: EngineSequence, index: int, block_tokens: int) -> bytes:
+    """Return the digest of block `index` of a prompt: of all tokens up to its end and of the salt.
+    A block that the prompt does not fill has a digest of the tokens that are in it."""
+    content, start = sequence.content, index * block_tokens
+    if start + block_tokens <= sequence.prompt_tokens:
+        content.ensure_hashes(index + 1)
+        return _full_block_digest(content.hashes[index])
+    content.ensure_hashes(index)
+    parent = content.hashes[index - 1] if index else content.root
+    tail = b""
+    if isinstance(content, TokenContent):
+        tail = content.tokens[start : sequence.prompt_tokens].tobytes()
+    return xxh3_64_digest(_full_block_digest(parent) + tail)
+
+
+def _is_block_digest(
+    digest: memoryview, sequence: EngineSequence, index: int, block_tokens: int
+) -> bool:
+    """Whether `digest` is that of block `index`. A tier also has blocks with tokens of the answer,
+    of a sequence that was preempted."""
+    if digest == _block_digest(sequence, index, block_tokens):
+        return True
+    if (index + 1) * block_tokens > sequence.length:
+        return False
+    sequence.content.ensure_hashes(index + 1)
+    return digest == _full_block_digest(sequence.content.hashes[index])

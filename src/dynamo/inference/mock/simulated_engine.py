@@ -11,13 +11,13 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.fast_forward import (
     FastForward,
-    ResolveRequest,
     SimulationHooks,
     WaitUntilQuiescent,
 )
 from dynamo.inference.mock.runner import MockRunner
 from dynamo.inference.mock.timing import StepTiming
-from dynamo.inference.sequence import SequenceContent
+from dynamo.inference.sequence import ResolveRequest, SequenceContent
+from dynamo.inference.tiers.kv_tiers import OpenTiers
 
 
 class HashContent(SequenceContent):
@@ -54,10 +54,12 @@ def make_simulated_engine(
     fast_forwarding: set[FastForward] | None = None,
     prefix_caching: bool = True,
     region: MemoryRegion | None = None,
+    open_tiers: OpenTiers | None = None,
 ) -> tuple[BatchedEngine, FastForward]:
     """Return a mock engine for virtual time and its `FastForward`. `resolve_request` supplies
     contents that are not the request's own tokens. Without it, requests are taken as they are and
-    answers consist of ids of `vocabulary`. `region`: the blocks' memory that peers read."""
+    answers consist of ids of `vocabulary`. `region`: the blocks' memory that peers read. Tiers need
+    it, too."""
     runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0, region=region)
     fast_forward = FastForward(runner, clock, fast_forwarding)
     engine = BatchedEngine(
@@ -66,5 +68,6 @@ def make_simulated_engine(
         prefix_caching=prefix_caching,
         eviction=make_eviction_policy(eviction),
         simulation=SimulationHooks(resolve_request, wait_until_quiescent, fast_forward),
+        open_tiers=open_tiers,
     )
     return engine, fast_forward

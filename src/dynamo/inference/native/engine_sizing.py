@@ -51,10 +51,12 @@ def plan_engine_info(
     shape: KvShape,
     context_tokens: int,
     memory_bytes: int,
+    max_kv_bytes: int = 0,
 ) -> EngineInfo:
     """Return the sizes of the engine. `context_tokens` 0: the limit of the model.
 
     `memory_bytes` is what this engine may use. Raises `ConfigError` if that is too little.
+    `max_kv_bytes` is the size of its blocks, if these are not counted; 0: a share of the memory.
     """
     context = min(context_tokens or config.context_tokens, config.context_tokens)
     block_tokens = settings.block_size
@@ -63,9 +65,11 @@ def plan_engine_info(
     weight_bytes = FLOAT_BYTES * config.count_weights()
     num_blocks, rule = settings.num_blocks, "--num-blocks"
     if not num_blocks:
-        kv_bytes = _plan_kv_bytes(memory_bytes, weight_bytes, shape, context)
+        kv_bytes, rule = max_kv_bytes, "cache.max_cache_size"
+        if not kv_bytes:
+            kv_bytes = _plan_kv_bytes(memory_bytes, weight_bytes, shape, context)
+            rule = f"{KV_MEMORY_SHARE:.0%} of the memory that the weights leave"
         num_blocks = max(1, kv_bytes // (shape.token_bytes * block_tokens))
-        rule = f"{KV_MEMORY_SHARE:.0%} of the memory that the weights leave"
         if num_blocks > max_useful_blocks:
             num_blocks, rule = max_useful_blocks, "--max-num-seqs times the context"
     fields = {
@@ -99,8 +103,9 @@ def _plan_kv_bytes(memory_bytes: int, weight_bytes: int, shape: KvShape, context
         f"the engine has {_megabytes(memory_bytes)} MB of memory and needs "
         f"{_megabytes(weight_bytes + rest_bytes)} MB: {_megabytes(weight_bytes)} MB for the "
         f"model's weights and {_megabytes(rest_bytes)} MB to compute {tokens} tokens of context",
-        hint="free memory, raise the container's limit, start fewer workers or ranks, or serve a "
-        "smaller model; --num-blocks sets the number of KV blocks without this check",
+        hint="free memory, raise the container's limit, lower --kv-host-size, start fewer workers "
+        "or ranks, or serve a smaller model; --num-blocks sets the number of KV blocks without "
+        "this check",
     )
 
 

@@ -11,6 +11,7 @@ region that peers may read, if the system has memory for that (Linux).
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.communication.transfer import MemoryRegion
+from dynamo.communication.transfer import KvLayout, MemoryRegion
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +42,14 @@ class KvShape(msgspec.Struct, frozen=True):
         """Bytes of one position over all layers, in float32."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
+    def layout(self, model: str, block_tokens: int) -> KvLayout:
+        """Describe a block to other workers. `model`: the digest of the weights."""
+        return KvLayout(model, block_tokens, self.num_layers, self.num_kv_heads, self.head_dim)
+
 
 class KvStorage:
-    """Areas for `max_num_seqs` sequences of up to `context_tokens`, and `num_blocks` blocks."""
+    """Areas for `max_num_seqs` sequences of up to `context_tokens`, and `num_blocks` blocks. The
+    `host_blocks` slots that follow in the region belong to the host tier."""
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class KvStorage:
         context_tokens: int,
         num_blocks: int,
         block_tokens: int,
+        host_blocks: int = 0,
     ) -> None:
         import numpy as np
 
@@ -63,12 +70,14 @@ class KvStorage:
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
         self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
-        self.region = _allocate_region(num_blocks, shape.token_bytes * block_tokens)
+        self.region = _allocate_region(num_blocks + host_blocks, shape.token_bytes * block_tokens)
         block_shape = (num_blocks, layers, 2, heads, block_tokens, dim)
         self.blocks: Floats = (
             np.empty(block_shape, np.float32)
             if self.region is None
-            else np.frombuffer(self.region.memory, np.float32).reshape(block_shape)
+            else np.frombuffer(self.region.memory, np.float32, math.prod(block_shape)).reshape(
+                block_shape
+            )
         )
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._used_tokens = [0] * max_num_seqs

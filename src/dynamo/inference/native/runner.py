@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
-from dynamo.inference.model_runner import ModelRunner, StepChunk, StepPlan, StepResult
+from dynamo.inference.model_runner import BlockShape, ModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.native.engine_sizing import (
     available_memory_bytes,
     plan_engine_info,
     usable_cores,
 )
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
+from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks, tier_opener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +43,11 @@ class NativeRunner(ModelRunner):
         *,
         context_tokens: int = 0,
         memory_bytes: int = 0,
+        cache: CacheSettings = NO_TIERS,
     ) -> None:
         self._open_weights = open_weights
         self._settings = settings
+        self._cache = cache
         self._context_tokens = context_tokens
         self._memory_bytes = memory_bytes or available_memory_bytes()
         self._threads = settings.threads or usable_cores()
@@ -74,8 +78,18 @@ class NativeRunner(ModelRunner):
         with weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
+            ranks = self._settings.data_parallel_size
             info = plan_engine_info(
-                self._settings, config, shape, self._context_tokens, self._memory_bytes
+                self._settings,
+                config,
+                shape,
+                self._context_tokens,
+                memory_above_host(self._cache, ranks, self._memory_bytes),
+                self._cache.max_cache_size // ranks,
+            )
+            block_bytes = shape.token_bytes * info.block_tokens
+            host_blocks = plan_host_blocks(
+                self._cache, ranks, info.num_blocks, block_bytes, self._memory_bytes
             )
             self._kv_storage = KvStorage(
                 shape,
@@ -83,6 +97,7 @@ class NativeRunner(ModelRunner):
                 context_tokens=info.context_tokens,
                 num_blocks=info.num_blocks,
                 block_tokens=info.block_tokens,
+                host_blocks=host_blocks,
             )
             self._backend = NumpyBackend(
                 config, weights.rope_divisors(), self._kv_storage, ThreadPool(self._threads)
@@ -92,7 +107,10 @@ class NativeRunner(ModelRunner):
             except MemoryError as error:
                 raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         self.region = self._kv_storage.region
+        if self.region is not None:
+            self.region.kv_layout = shape.layout(weights.digest, info.block_tokens)
         self.layout = f"native-1 f32 {info.block_tokens} {weights.digest}"
+        self.block_shape = BlockShape(info.block_tokens, config.head_dim)
         log.info("weights opened", extra={"fields": {"cpu_s": round(time.process_time(), 2)}})
         return info
 
@@ -132,16 +150,18 @@ class NativeRunner(ModelRunner):
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine. The model's weights are read when it starts."""
-    settings = inputs.settings.engine
+    settings, cache = inputs.settings.engine, inputs.settings.cache
     runner = NativeRunner(
         inputs.files.open_weights,
         settings,
         context_tokens=inputs.card.context_tokens,
         memory_bytes=inputs.memory_bytes,
+        cache=cache,
     )
     return BatchedEngine(
         runner,
         eos_token_ids=inputs.card.eos_token_ids,
         prefix_caching=settings.prefix_caching,
         eviction=make_eviction_policy(settings.eviction),
+        open_tiers=tier_opener(cache, settings, inputs.clock),
     )

@@ -1,0 +1,1 @@
+"""Embedding models: encoders of the BERT shape in NumPy, behind the endpoint `embed`."""

@@ -1,0 +1,1 @@
+"""Foreign engines: which versions are supported, and the arguments that settings become."""

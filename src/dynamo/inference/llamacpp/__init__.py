@@ -1,0 +1,1 @@
+"""llama.cpp's server in the worker's process, by the wheel `xllamacpp`."""

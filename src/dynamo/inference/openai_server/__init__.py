@@ -1,0 +1,1 @@
+"""Engines behind the OpenAI API of another server, by its URL."""

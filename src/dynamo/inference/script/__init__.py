@@ -1,0 +1,1 @@
+"""The script engine: recorded output instead of a model."""

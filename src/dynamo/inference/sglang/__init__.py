@@ -1,0 +1,1 @@
+"""SGLang's Engine as an engine. SGLang is imported when it starts."""

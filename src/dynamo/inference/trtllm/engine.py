@@ -1,0 +1,196 @@
+"""`TrtllmEngine`: TensorRT-LLM's LLM in this process, with its workers in others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
+from dynamo.core.values import EngineInfo, Feature, GenerateRequest
+from dynamo.inference.engines.arguments import engine_arguments
+from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.external import EngineKvView, PolledEventReader
+from dynamo.inference.external.engine import EngineAnswer, ExternalEngine
+from dynamo.inference.external.startup import starting
+from dynamo.inference.trtllm.requests import (
+    TrtllmTranslator,
+    context_params,
+    decode_handover,
+    encode_handover,
+)
+
+if TYPE_CHECKING:
+    from dynamo.inference.engine_registry import EngineInputs
+
+EVENT_BUFFER: Final = 100_000
+"""Events that TensorRT-LLM keeps until they are polled."""
+POLL_TIMEOUT_S: Final = 0.2
+POLL_INTERVAL_S: Final = 0.01
+SALTED: Final = "the events of TensorRT-LLM do not tell the salt of a prompt"
+
+
+class TrtllmEngine(ExternalEngine):
+    """Sends token ids to `generate_async`, and polls KV events and statistics."""
+
+    title = "TensorRT-LLM"
+
+    def __init__(self, inputs: EngineInputs) -> None:
+        super().__init__(inputs)
+        self._llm: Any = None
+        self._role = inputs.settings.engine.role
+        self._translator = TrtllmTranslator(inputs.card.eos_token_ids)
+
+    async def open_engine(self) -> EngineInfo:
+        arguments = engine_arguments(self.inputs.settings)
+        cache = arguments.setdefault("kv_cache_config", {})
+        cache.setdefault("tokens_per_block", self.inputs.card.block_tokens)
+        cache.setdefault("event_buffer_max_size", EVENT_BUFFER)
+        arguments.setdefault("skip_tokenizer_init", "guided_decoding_backend" not in arguments)
+        attention_ranks = arguments.get("enable_attention_dp")
+        count = arguments.get("tensor_parallel_size", 1) if attention_ranks else 1
+        size, block_tokens = cache["tokens_per_block"], self.inputs.card.block_tokens
+        self.set_ranks([EngineKvView(block_tokens, size) for _ in range(count)])
+        path = self.inputs.files.path
+        self._llm = await asyncio.to_thread(_start, path, arguments, self.processes)
+        self._events = PolledEventReader(size)
+        await self._poll()
+        self.tasks.start(self._poll_events(), "KV events of TensorRT-LLM")
+        return self._describe(arguments, count)
+
+    def _describe(self, arguments: Mapping[str, Any], ranks: int) -> EngineInfo:
+        card, limits = self.inputs.card, self._llm.args
+        cache = arguments["kv_cache_config"]
+        blocks = self._events.capacity_blocks
+        if not blocks:
+            blocks = (cache.get("max_tokens") or 0) // cache["tokens_per_block"]
+        features: list[Feature] = ["logprobs", "extra"]
+        if "guided_decoding_backend" in arguments:
+            features.append("structured")
+        return EngineInfo(
+            engine="trtllm",
+            block_tokens=card.block_tokens,
+            num_blocks=blocks * ranks * cache["tokens_per_block"] // card.block_tokens,
+            context_tokens=limits.max_seq_len or card.context_tokens,
+            max_num_seqs=(limits.max_batch_size or 256) * ranks,
+            max_num_batched_tokens=limits.max_num_tokens or card.context_tokens,
+            vocab_size=card.vocab_size,
+            data_parallel=ranks,
+            prefix_caching=bool(cache.get("enable_block_reuse", True)),
+            kv_events=bool(cache.get("enable_block_reuse", True)),
+            features=tuple(features),
+        )
+
+    async def compute(
+        self, request: GenerateRequest, ids: list[int], rank: int, number: int, answer: EngineAnswer
+    ) -> None:
+        prefills = self._role == "prefill"
+        params = self._translator.sampling_params(
+            request, 1 if prefills else self.max_tokens(request, len(ids))
+        )
+        options = self._options(request, rank)
+        with _request_errors():
+            result = self._llm.generate_async(ids, params, streaming=not prefills, **options)
+        ended, sent = False, 0
+        try:
+            while not ended:
+                await _next_result(result)
+                before, ended = sent, bool(result.finished)
+                if prefills and ended:
+                    handover = result.outputs[0].disaggregated_params
+                    answer.finish("length", kv=encode_handover(handover))
+                    return
+                sent, goes_on = self._translator.forward(result, answer, sent, request)
+                if sent > before:
+                    self.ranks[rank].on_tokens(number, sent - before)
+                if not goes_on:
+                    return
+            raise WorkerFailed("TensorRT-LLM ended the answer without a reason")
+        finally:
+            if not ended:
+                result.abort()
+
+    def _options(self, request: GenerateRequest, rank: int) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if request.salt:
+            options["cache_salt"] = request.salt
+            for other in self.ranks:
+                if not other.kv_problem:
+                    other.view.give_up(SALTED)
+        if len(self.ranks) > 1:
+            scheduling = import_module("tensorrt_llm.scheduling_params").SchedulingParams
+            options["scheduling_params"] = scheduling(
+                attention_dp_rank=rank, attention_dp_relax=False
+            )
+        if self._role == "prefill":
+            options["disaggregated_params"] = context_params()
+        elif request.kv:
+            options["disaggregated_params"] = decode_handover(request.kv)
+        return options
+
+    async def clear_blocks(self) -> int:
+        raise Unsupported(
+            "TensorRT-LLM cannot empty its prefix cache while it serves",
+            hint="restart the worker: dynamo restart",
+        )
+
+    async def close_engine(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    async def _poll_events(self) -> None:
+        while True:
+            try:
+                await self._poll()
+            except Exception as error:  # noqa: BLE001 - whatever ends the executor
+                self.fail(f"TensorRT-LLM has died: {error!r}")
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _poll(self) -> None:
+        """Apply the KV events of a rank that have come. Blocks a thread until there are some, or
+        for `POLL_TIMEOUT_S`."""
+        events = await asyncio.to_thread(self._llm.get_kv_cache_events, POLL_TIMEOUT_S)
+        for rank, batch in self._events.read(events or ()).items():
+            if rank < len(self.ranks):
+                self.ranks[rank].view.apply(batch)
+
+
+def _start(path: Path, arguments: Mapping[str, Any], processes: EngineProcesses) -> Any:
+    """Return a started LLM. Blocks until its workers have loaded the weights."""
+    with starting("TensorRT-LLM", "tensorrt_llm", processes):
+        module = import_module("tensorrt_llm")
+        config = import_module("tensorrt_llm.llmapi").KvCacheConfig(**arguments["kv_cache_config"])
+        return module.LLM(model=str(path), **{**arguments, "kv_cache_config": config})
+
+
+async def _next_result(result: Any) -> None:
+    """Wait for the next result of a request, which changes the object itself."""
+    with _request_errors():
+        if await anext(result, None) is None:
+            raise WorkerFailed("TensorRT-LLM ended the answer without a reason")
+
+
+@contextmanager
+def _request_errors() -> Iterator[None]:
+    """Raise TensorRT-LLM's errors as `InvalidRequest` or `WorkerFailed`."""
+    try:
+        yield
+    except DynamoError:
+        raise
+    except ValueError as error:
+        raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}") from error
+    except Exception as error:
+        raise WorkerFailed(f"TensorRT-LLM failed: {error!r}") from error
+
+
+async def open_engine(inputs: EngineInputs) -> TrtllmEngine:
+    """Create the engine of the settings. TensorRT-LLM is imported when it starts."""
+    return TrtllmEngine(inputs)
+
+
+open_engine.has_ranks = True  # type: ignore[attr-defined]

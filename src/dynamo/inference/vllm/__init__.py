@@ -1,0 +1,1 @@
+"""vLLM's AsyncLLM as an engine. Only `startup` imports vLLM."""

@@ -1,0 +1,118 @@
+"""Start of vLLM's AsyncLLM in a thread, and the reasons for which a start fails."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
+from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
+
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.__stdout__",  # is redirected during a start
+}
+"""Variables that vLLM reads. A fork of a process with threads may hang, hence spawn."""
+
+ADVICE = (
+    (r"estimated maximum model length is (\d+)", "use --max-model-len {0}"),
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory",
+        "lower --max-model-len, or raise --gpu-memory-utilization (CPU: VLLM_CPU_KVCACHE_SPACE)",
+    ),
+    (
+        r"Free memory on device|out of memory|OutOfMemoryError",
+        "lower --gpu-memory-utilization, or stop what else uses the device's memory",
+    ),
+    (
+        r"World size \(\d+\) is larger than the number of available",
+        "lower --tensor-parallel-size or --pipeline-parallel-size",
+    ),
+)
+"""Regular expressions of vLLM's reasons, and what a user can do."""
+
+MAX_REASON_CHARS = 500
+
+RecordStatistics = Callable[[int, Any, Any], None]
+"""Receives rank, SchedulerStats and IterationStats of each step."""
+
+
+def start_llm(
+    model: Path,
+    arguments: Mapping[str, Any],
+    processes: EngineProcesses,
+    record: RecordStatistics,
+) -> Any:
+    """Return a started AsyncLLM. This call blocks for half a minute and more.
+
+    Raises `ModelUnavailable` or `ConfigError` with the reason that vLLM's processes have printed.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.logProcesses = True  # vLLM's own format has the process id
+    output = EngineOutput("dynamo.engines.vllm")
+    output.open()
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        with processes.starting():
+            config = AsyncEngineArgs(model=str(model), **arguments).create_engine_config()
+            return AsyncLLM.from_vllm_config(
+                config, stat_loggers=[_logger_factory(record)], disable_log_stats=True
+            )
+    except DynamoError:
+        raise
+    except TypeError as error:
+        raise ConfigError(f"vLLM refuses its arguments: {error}") from error
+    except Exception as error:
+        raise start_error(output.failure_reason() or _describe(error)) from error
+    finally:
+        output.close()
+        use_own_handlers("vllm")
+
+
+def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return the arguments that `function` has: each version of vLLM has others."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def start_error(reason: str) -> DynamoError:
+    """Return the error for a start that failed by `reason`, with the setting to change."""
+    for pattern, advice in ADVICE:
+        if match := re.search(pattern, reason):
+            return ConfigError(f"vLLM cannot start: {reason}", hint=advice.format(*match.groups()))
+    return ModelUnavailable(f"vLLM cannot start: {reason}")
+
+
+def _describe(error: Exception) -> str:
+    """Return the text of an exception in one line: vLLM's have several."""
+    return " ".join(str(error).split())[:MAX_REASON_CHARS] or repr(error)
+
+
+def _logger_factory(record: RecordStatistics) -> Callable[..., Any]:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StatLogger(StatLoggerBase):  # type: ignore[misc]
+        """Passes the statistics of one rank on."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            del vllm_config
+            self._rank = engine_index
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            record(self._rank, scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return StatLogger
