@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo.application.access import ApiKeys, Cors, make_header_check
 from dynamo.application.caller_limits import CallerLimits
+from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
@@ -154,12 +155,16 @@ class Application:
             "/v1/completions": {"POST": self.generation.complete},
         }
         self._generation_paths = frozenset(generation)
+        embeddings = EmbeddingHandler(self._gateway, self.generation)
         pages = RoutingHandler(routing).routes() if routing is not None else {}
         return self._keys.protect_routes(
             {
                 **generation,
                 "/v1/models": {"GET": models.list_models},
                 "/v1/models/": {"GET": models.get_model},
+                "/v1/embeddings": {"POST": embeddings.embed},
+                "/v1/score": {"POST": embeddings.score},
+                "/v1/rerank": {"POST": embeddings.rerank},
                 "/tokenize": {"POST": tokens.tokenize},
                 "/detokenize": {"POST": tokens.detokenize},
                 **pages,
@@ -175,7 +180,7 @@ class Application:
         return {
             "gpu_memory_usage": None,
             "active_requests": self.generation.concurrency.running,
-            "models": list(self._gateway.models),
+            "models": [*self._gateway.models, *self._gateway.embedding_models],
             **self._facts(),
         }
 

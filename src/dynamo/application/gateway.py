@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.errors import ModelNotFound, ModelNotReady
+from dynamo.core.errors import InvalidRequest, ModelNotFound, ModelNotReady
 
 DEFAULT_MODEL = "default"
 RETRY_AFTER_S = 2.0
@@ -19,7 +19,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     `processor` has the methods of `scheduling.processor.ChatProcessor`, which answer in text.
     `derived` models are built on other models. The name `default` prefers models that are not.
-    `context_tokens` is 0 where the length is unknown; `created` is Unix time.
+    `context_tokens` is 0 where the length is unknown; `created` is Unix time. `tool_format` is
+    the family whose tool calls are read from answers, and why; empty where that is unknown.
     """
 
     names: tuple[str, ...]
@@ -28,6 +29,22 @@ class ServedModel(msgspec.Struct, frozen=True):
     context_tokens: int
     owned_by: str = "dynamo"
     derived: bool = False
+    tool_format: str = ""
+
+
+class ServedEmbeddingModel(msgspec.Struct, frozen=True):
+    """An embedding model that is served under `names`; the first one is its id.
+
+    `processor` is a `services.embedding_models.EmbeddingProcessor`. A vector has `dimensions`
+    elements, and a text at most `context_tokens` tokens.
+    """
+
+    names: tuple[str, ...]
+    processor: Any
+    created: int
+    context_tokens: int
+    dimensions: int
+    owned_by: str = "dynamo"
 
 
 class Gateway:
@@ -38,6 +55,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
+        self.embedding_models: dict[str, ServedEmbeddingModel] = {}
         self._pending: dict[str, str] = {}
         self._no_models_reason = "no model has been announced yet"
         self.context_tokens = 0
@@ -65,6 +83,15 @@ class Gateway:
         for listener in self._listeners:
             listener()
 
+    def add_embedding_model(self, served: ServedEmbeddingModel) -> None:
+        """Serve an embedding model under its names, instead of an earlier one of its id."""
+        others = {
+            name: model
+            for name, model in self.embedding_models.items()
+            if model.names[0] != served.names[0]
+        }
+        self.embedding_models = others | dict.fromkeys(served.names, served)
+
     @property
     def models(self) -> dict[str, ServedModel]:
         """The served models by name, in order of arrival, derived models last."""
@@ -73,7 +100,7 @@ class Gateway:
     @property
     def not_ready_reason(self) -> str:
         """Why no model is served; empty when one is."""
-        if self._models:
+        if self._models or self.embedding_models:
             return ""
         if self._pending:
             return "; ".join(f"{name}: {reason}" for name, reason in self._pending.items())
@@ -81,7 +108,7 @@ class Gateway:
 
     def require_ready(self) -> None:
         """Raise `ModelNotReady` while there is no model."""
-        if not self._models:
+        if not (self._models or self.embedding_models):
             raise ModelNotReady(
                 f"no model is ready: {self.not_ready_reason}",
                 hint="try again in a moment; /health has details",
@@ -99,6 +126,15 @@ class Gateway:
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
+        if name in self.embedding_models or not self._models:
+            raise InvalidRequest(
+                f"{name!r} computes embeddings and no text"
+                if name in self.embedding_models
+                else "only embedding models are served here: "
+                + _format_names(self.embedding_models),
+                hint="use /v1/embeddings, or serve a model that generates text",
+                param="model",
+            )
         if name == DEFAULT_MODEL:
             served = next(iter(self._models.values()))
             return served.names[0], served
@@ -107,8 +143,29 @@ class Gateway:
             param="model",
         )
 
+    def find_embedding_model(self, name: str) -> tuple[str, ServedEmbeddingModel]:
+        """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`, and
+        `InvalidRequest` for a model that generates text."""
+        served = self.embedding_models.get(name)
+        if served is not None:
+            return name, served
+        self.require_ready()
+        if self.embedding_models and name == DEFAULT_MODEL:
+            served = next(iter(self.embedding_models.values()))
+            return served.names[0], served
+        hint = "start one: `dynamo run in=http out=native minilm`"
+        if self.embedding_models:
+            hint = f"embedding models: {_format_names(self.embedding_models)}"
+        if name in self._models or name == DEFAULT_MODEL:
+            raise InvalidRequest(
+                f"{name[:200]!r} generates text and computes no embeddings",
+                hint=hint,
+                param="model",
+            )
+        raise ModelNotFound(f"there is no embedding model {name[:200]!r}", hint=hint, param="model")
 
-def _format_names(names: Mapping[str, ServedModel]) -> str:
+
+def _format_names(names: Mapping[str, Any]) -> str:
     shown = [repr(name) for name in list(names)[:MAX_NAMES_SHOWN]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -18,7 +18,6 @@ STATUS_BY_CODE = {
     "invalid_api_key": 401,
     "model_not_found": 404,
     "unsupported_media_type": 415,
-    "rate_limit_exceeded": 429,
     "slow_reader": 499,
     "internal_error": 500,
     "poisoned_request": 500,

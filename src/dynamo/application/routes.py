@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Awaitable, Callable, Mapping
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.http_errors import WrongMethod
-from dynamo.core.errors import NotFound
+from dynamo.core.errors import NotFound, nearest_name_hint
 
 Route = Callable[[Exchange], Awaitable[None]]
 MAX_PATH_SHOWN = 100
@@ -37,7 +36,5 @@ class RouteTable:
         return None
 
     def _not_found(self, method: str, path: str) -> NotFound:
-        known = list(self._exact)
-        near = difflib.get_close_matches(path[:MAX_PATH_SHOWN], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known paths: {', '.join(known)}"
+        hint = nearest_name_hint(path[:MAX_PATH_SHOWN], self._exact, cutoff=0.5)
         return NotFound(f"there is no {method} {path[:MAX_PATH_SHOWN]}", hint=hint)

@@ -9,7 +9,7 @@ import msgspec
 
 import dynamo
 from dynamo.application.exchange import Exchange
-from dynamo.application.gateway import Gateway, ServedModel
+from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedModel
 from dynamo.application.routes import Route
 from dynamo.core.clock import Clock
 from dynamo.telemetry.health import HealthReport
@@ -85,13 +85,14 @@ class StatusHandler:
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """OpenAI's model object, plus vLLM's `root` and `max_model_len`."""
+    """OpenAI's model object, plus vLLM's `root` and `max_model_len`, and our `tool_format`."""
 
     id: str
     created: int
     owned_by: str
     root: str
     max_model_len: int
+    tool_format: str | msgspec.UnsetType = msgspec.UNSET
     object: str = "model"
 
 
@@ -104,15 +105,24 @@ class ModelsHandler:
     async def list_models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         self._gateway.require_ready()
-        data = [_model_body(name, served) for name, served in self._gateway.models.items()]
+        gateway = self._gateway
+        data = [_model_body(name, served) for name, served in gateway.models.items()]
+        data += [_model_body(name, served) for name, served in gateway.embedding_models.items()]
         exchange.send_json(200, msgspec.json.encode({"object": "list", "data": data}))
 
     async def get_model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}; an id may contain slashes."""
         name = exchange.request.path.removeprefix("/v1/models/")
+        embedding_model = self._gateway.embedding_models.get(name)
+        if embedding_model is not None:
+            exchange.send_json(200, msgspec.json.encode(_model_body(name, embedding_model)))
+            return
         name, served = self._gateway.find(name)
-        exchange.send_json(200, msgspec.json.encode(_model_body(name, served)))
+        body = _model_body(name, served)
+        if served.tool_format:
+            body = msgspec.structs.replace(body, tool_format=served.tool_format)
+        exchange.send_json(200, msgspec.json.encode(body))
 
 
-def _model_body(name: str, served: ServedModel) -> ModelBody:
+def _model_body(name: str, served: ServedModel | ServedEmbeddingModel) -> ModelBody:
     return ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)

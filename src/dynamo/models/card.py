@@ -15,7 +15,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Description of a served model. `names`: its id, then aliases. `created`: Unix time.
 
     `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
-    `hashing`: the scheme of the hashes of its KV blocks.
+    `hashing`: the scheme of the hashes of its KV blocks. `tool_format`: the family whose tool calls
+    it writes; empty: the family of its chat template.
     """
 
     names: tuple[str, ...]
@@ -32,6 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     engine: EngineInfo | None = None
     source: str = ""
     hashing: str = HASH_SCHEME
+    tool_format: str = ""
 
     @property
     def name(self) -> str:

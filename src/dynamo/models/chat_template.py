@@ -7,15 +7,19 @@ and size (`template_sandbox`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.errors import DynamoError, InvalidRequest
 from dynamo.models.template_bounds import TemplateTooCostly
+from dynamo.models.tool_prompt import describe_tools, has_tool_messages
 
 if TYPE_CHECKING:
     from dynamo.models.template_sandbox import BoundedTemplate
+
+log = logging.getLogger(__name__)
 
 MAX_INDENT = 16
 MAX_DATE_FORMAT_CHARS = 200
@@ -31,6 +35,8 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
         self._template = _compile(source) if source else None
+        self._has_tools = source is not None and "tools" in source
+        self._described_tools = False
         self.was_too_costly = False
         template_globals = self._template.variables if self._template else {}
         self._globals = {**template_globals, "bos_token": bos_token, "eos_token": eos_token}
@@ -47,6 +53,8 @@ class ChatTemplate:
         Raises `InvalidRequest` with the template's message if the template refuses the messages,
         and if the rendering exceeds its bounds. `was_too_costly` is then True.
         """
+        if not self._has_tools and (tools or has_tool_messages(messages)):
+            messages, tools = self._describe_tools(messages, tools), ()
         if self._template is None:
             return _render_fallback(messages, add_generation_prompt)
         variables = {
@@ -68,6 +76,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def _describe_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        if not self._described_tools:
+            self._described_tools = True
+            log.info("the chat template has no tools; the system message describes them")
+        return describe_tools(messages, tools)
 
 
 def _compile(source: str) -> BoundedTemplate:

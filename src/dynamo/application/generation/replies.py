@@ -10,13 +10,14 @@ import msgspec
 from dynamo.application.exchange import Exchange, worker_headers
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.openai.answer_parts import AnswerParts
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http import BodyHold, Response
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
+from dynamo.core.text import AnswerEvent, DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
 TokenLogprobs = Sequence[DecodedTokenLogprob]
@@ -148,14 +149,26 @@ class StreamReply(HttpReply):
         template = EventTemplate(prefix, self._json_strings, self._suffix)
         return StreamFastPath(choice, self._response, template, self._timing, text_table, token_log)
 
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        chunk = self._encoder.encode_event_chunk(choice, event)
+        if not chunk:
+            return self._response.open
+        self._timing.on_text(choice)
+        if self._prefixes[choice] is None:
+            self._start_choice(choice)
+        if choice in self._pending:
+            self._flush_choice(choice)
+        response = self._response
+        if response.congested and response.backlog_bytes > response.backlog_limit:
+            response.overrun, response.open = True, False
+        return response.write(chunk)
+
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
             self._start_choice(choice)
-        pending = self._pending.pop(choice, None)
-        if pending is not None:
-            self._pending_bytes -= pending.size
-            self._write_pending(choice, pending)
-        self._usage_counter.completion_tokens += end.completion_tokens
+        if choice in self._pending:
+            self._flush_choice(choice)
+        self._usage_counter.on_finished(end)
         self._response.write(self._encoder.encode_finish_chunk(choice, end))
         self.remaining_choices -= 1
         if self.remaining_choices == 0 and not self._response.overrun:
@@ -201,6 +214,11 @@ class StreamReply(HttpReply):
             response.overrun, response.open = True, False
         return response.open
 
+    def _flush_choice(self, choice: int) -> None:
+        pending = self._pending.pop(choice)
+        self._pending_bytes -= pending.size
+        self._write_pending(choice, pending)
+
     def _flush_pending(self) -> None:
         for choice, pending in self._pending.items():
             self._write_pending(choice, pending)
@@ -237,6 +255,7 @@ class UnaryReply(HttpReply):
         self._timing = timing
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
+        self._parts: dict[int, AnswerParts] = {}
         self._logprob_count = 0
         self._ends: list[TextFinish | None] = [None] * choices
         self.remaining_choices = choices
@@ -261,8 +280,16 @@ class UnaryReply(HttpReply):
                 param="top_logprobs",
             )
 
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        self._timing.on_text(choice)
+        parts = self._parts.get(choice)
+        if parts is None:
+            parts = self._parts[choice] = AnswerParts()
+        parts.add(event)
+        return self._response.open
+
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._usage_counter.completion_tokens += end.completion_tokens
+        self._usage_counter.on_finished(end)
         self._ends[choice] = end
         self.remaining_choices -= 1
         if self.remaining_choices:
@@ -270,7 +297,7 @@ class UnaryReply(HttpReply):
         texts = ["".join(parts) for parts in self._texts]
         ends = [end for end in self._ends if end is not None]
         usage = self._usage_counter
-        body = self._encoder.encode_response(texts, self._logprobs, ends, usage)
+        body = self._encoder.encode_response(texts, self._logprobs, ends, usage, self._parts)
         headers = worker_headers(usage.worker, usage.prefill_worker)
         self._exchange.send_json(200, body, headers)
 

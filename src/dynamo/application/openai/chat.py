@@ -19,11 +19,11 @@ from dynamo.application.openai.generation_body import (
 )
 from dynamo.application.openai.logprobs import chat_logprobs
 from dynamo.application.openai.response_encoder import ResponseTemplate
+from dynamo.application.openai.tools import check_tools
 from dynamo.communication.http import Request
-from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import ChatRequest
 
-MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
 
 
@@ -37,6 +37,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -46,7 +47,6 @@ class ChatBody(GenerationBody, kw_only=True):
     functions: Annotated[Any, Neutral([])] = None
     function_call: Annotated[Any, Neutral("none")] = None
     web_search_options: Annotated[Any, Neutral()] = None
-    verbosity: Annotated[Any, Neutral("medium")] = None
     echo: Annotated[Any, Neutral(False)] = None
     continue_final_message: Annotated[Any, Neutral(False)] = None
     add_special_tokens: Annotated[Any, Neutral(False)] = None
@@ -85,30 +85,14 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         model=model,
         messages=messages,
         options=options,
-        tools=_check_tools(body) if body.tools or body.tool_choice else (),
+        tools=tuple(body.tools) if body.tools else (),
+        callable_tools=(
+            check_tools(body.tools, body.tool_choice) if body.tools or body.tool_choice else None
+        ),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         template_args=template_args,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
-
-
-def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
-    """Return the tools for the chat template. Raises `Unsupported` where the model may call one.
-
-    Tool calls are not parsed out of answers yet; such a call would reach the client as text.
-    """
-    choice = body.tool_choice
-    if choice is not None and not body.tools and choice not in ("none", "auto"):
-        raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
-    if body.tools and choice != "none":
-        field = "tools" if choice is None else "tool_choice"
-        raise Unsupported(
-            f"{field}: tool calls are not supported yet",
-            hint='leave tools out, or set tool_choice to "none"',
-            param=field,
-        )
-    tools = tuple(body.tools or ())
-    check_size("tools", len(tools), MAX_TOOLS)
-    return tools
 
 
 CHAT_RESPONSE = ResponseTemplate(

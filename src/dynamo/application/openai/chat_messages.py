@@ -18,16 +18,34 @@ MAX_ARGUMENT_VALUES = 1 << 17
 """Limits of a conversation, which is converted without a pause."""
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which chat templates read the reasoning of earlier messages."""
 _TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
     ("text", "input_text", "output_text"), "text"
 )
 
 
 class _ConversationSize:
-    """The parts of contents and the values in tool arguments of all messages so far."""
+    """The parts of contents, the tool calls and the values in their arguments so far."""
 
     def __init__(self) -> None:
         self._parts = self._values = 0
+        self.call_ids: set[str] = set()
+
+    def check_result(self, call_id: Any, field: str) -> None:
+        """Raise `InvalidRequest` for the result of a call that no message before it has."""
+        if not isinstance(call_id, str):
+            raise InvalidRequest(
+                f"{field}: required, but missing",
+                hint="give the id of the call that the message answers",
+                param=field,
+            )
+        if call_id not in self.call_ids:
+            raise InvalidRequest(
+                f"{field}: no earlier message has a call with the id {call_id[:64]!r}",
+                hint="send the assistant message with the tool_calls before the results",
+                param=field,
+            )
 
     def add_parts(self, number: int) -> None:
         """Raise `InvalidRequest` if there are too many parts."""
@@ -57,11 +75,16 @@ def normalise_messages(
         role = message.get("role")
         if role in KNOWN_ROLES:
             content = message.get("content")
-            if type(content) is str and "tool_calls" not in message:
+            if (
+                type(content) is str
+                and role != "tool"
+                and not ("tool_calls" in message or "reasoning" in message)
+                and "reasoning_content" not in message
+            ):
                 normalised.append(message)
             else:
                 size = size or _ConversationSize()
-                normalised.append(_flatten_content(message, content, index, size))
+                normalised.append(_normalise_message(message, content, index, size))
         else:
             _handle_unknown_role(role, index, unknown_roles)
     if not normalised:
@@ -81,6 +104,18 @@ def _handle_unknown_role(role: Any, index: int, unknown_roles: str) -> None:
             f"{field}: unknown role {role[:64]!r}", hint=f"known: {known}", param=field
         )
     log.warning("message dropped: unknown role", extra={"fields": {"role": role[:64]}})
+
+
+def _normalise_message(
+    message: dict[str, Any], content: Any, index: int, size: _ConversationSize
+) -> dict[str, Any]:
+    """Convert a message with calls, reasoning or several parts. Raises `InvalidRequest`."""
+    if message["role"] == "tool":
+        size.check_result(message.get("tool_call_id"), f"messages[{index}].tool_call_id")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        message = message | dict.fromkeys(_REASONING_FIELDS, reasoning)
+    return _flatten_content(message, content, index, size)
 
 
 def _flatten_content(
@@ -139,16 +174,23 @@ def _decode_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[
                 f"{field}[{number}].function: expected an object with a name",
                 param=f"{field}[{number}].function",
             )
+        if isinstance(call.get("id"), str):
+            size.call_ids.add(call["id"])
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             size.add_arguments(arguments)
-            function = function | {"arguments": _decode_arguments(arguments)}
+            param = f"{field}[{number}].function.arguments"
+            function = function | {"arguments": _decode_arguments(arguments, param)}
         decoded.append(call | {"function": function})
     return decoded
 
 
-def _decode_arguments(text: str) -> Any:
+def _decode_arguments(text: str, param: str) -> Any:
     try:
         return msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return text
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{param}: the text is not JSON: {error}",
+            hint="send the arguments as they were answered",
+            param=param,
+        ) from None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
+from dynamo.application.openai.structured import read_structured_output
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import SamplingOverrides, TextOptions
 
@@ -19,6 +20,15 @@ MAX_TOKEN_ENTRIES = 1024
 MAX_SALT_BYTES = 256
 MAX_NAME_BYTES = 1024
 """Limit of a name that a client chooses: a model, a user, labels."""
+
+STRUCTURE_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
@@ -65,6 +75,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     user: str | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     best_of: Annotated[Any, Neutral(1)] = None
     use_beam_search: Annotated[Any, Neutral(False)] = None
@@ -76,12 +92,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[Any, Neutral()] = None
     return_token_ids: Annotated[Any, Neutral(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
-    structured_outputs: Annotated[Any, Neutral()] = None
-    guided_json: Annotated[Any, Neutral()] = None
-    guided_regex: Annotated[Any, Neutral()] = None
-    guided_choice: Annotated[Any, Neutral()] = None
-    guided_grammar: Annotated[Any, Neutral()] = None
 
 
 class UnsupportedFields:
@@ -121,6 +131,18 @@ def text_options(
         _check_stream_options(body)
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
         _check_sizes(body)
+    structured = None
+    if (
+        body.response_format is not None
+        or body.structured_outputs is not None
+        or body.guided_json is not None
+        or body.guided_regex is not None
+        or body.guided_choice is not None
+        or body.guided_grammar is not None
+    ):
+        structured = read_structured_output(
+            {name: getattr(body, name) for name in STRUCTURE_FIELDS}
+        )
     return TextOptions(
         n=body.n or 1,
         max_tokens=max_tokens,
@@ -134,6 +156,7 @@ def text_options(
         sampling=_sampling(body),
         salt=body.cache_salt or "",
         priority=body.priority or 0,
+        structured=structured,
     )
 
 

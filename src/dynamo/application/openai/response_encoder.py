@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from dynamo.application.openai.answer_parts import AnswerParts
 from dynamo.application.openai.usage import UsageCounter
-from dynamo.core.text import DecodedTokenLogprob, TextFinish
+from dynamo.core.text import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegun,
+    DecodedTokenLogprob,
+    ReasoningDelta,
+    TextFinish,
+)
 
 DONE_EVENT = b"data: [DONE]\n\n"
 SSE_HEADERS = (
@@ -16,6 +24,10 @@ SSE_HEADERS = (
     ("cache-control", "no-cache"),
     ("x-accel-buffering", "no"),
 )
+
+
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""Fields of answers with the model's reasoning; clients read one or the other."""
 
 
 class JsonStringCache(dict[str, bytes]):
@@ -44,13 +56,29 @@ _encode = msgspec.json.encode
 _UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
 
 
+def event_delta(event: AnswerEvent, reasoning_fields: Sequence[str]) -> dict[str, Any] | None:
+    """Return OpenAI's delta of an event; None where nothing is written."""
+    if isinstance(event, ReasoningDelta):
+        return dict.fromkeys(reasoning_fields, event.text)
+    call: dict[str, Any]
+    if isinstance(event, CallBegun):
+        function = {"name": event.name, "arguments": ""}
+        call = {"index": event.index, "id": event.id, "type": "function", "function": function}
+    elif isinstance(event, ArgumentsDelta):
+        call = {"index": event.index, "function": {"arguments": event.text}}
+    else:
+        return None
+    return {"tool_calls": [call]}
+
+
 class ResponseTemplate(msgspec.Struct, frozen=True):
     """The JSON that differs between the answers of two routes.
 
     `chunk_object`, `response_object`: the field `object` of an event and of a complete answer.
     `before_text`, `after_text`: JSON around a text in an event. `first_delta`: the delta of the
     event before the first text (b"": there is no such event). `empty_delta`: that of the last one.
-    `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice.
+    `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice. The model's
+    reasoning is written into each of `reasoning_fields`.
     """
 
     id_prefix: str
@@ -62,6 +90,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     empty_delta: bytes
     make_text_field: Callable[[str], dict[str, Any]]
     make_logprobs: Callable[[Sequence[DecodedTokenLogprob]], Any]
+    reasoning_fields: Sequence[str] = REASONING_FIELDS
 
 
 class ResponseEncoder:
@@ -117,6 +146,14 @@ class ResponseEncoder:
             self._chunk_end,
         )
 
+    def encode_event_chunk(self, choice: int, event: AnswerEvent) -> bytes:
+        """Return the event of reasoning or of a part of a call; b"" if nothing is written."""
+        delta = event_delta(event, self._template.reasoning_fields)
+        if delta is None:
+            return b""
+        chunk = b'{"index":%d,"delta":%b%b%b'
+        return self._chunk_start + chunk % (choice, _encode(delta), _UNFINISHED, self._chunk_end)
+
     def encode_finish_chunk(self, choice: int, end: TextFinish) -> bytes:
         """Return the last event of a choice."""
         chunk = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
@@ -127,19 +164,29 @@ class ResponseEncoder:
         """Return the event that contains only the usage."""
         return self._chunk_start + b'],"usage":%b}\n\n' % _encode(usage.to_dict())
 
+    def _make_fields(self, text: str, parts: AnswerParts | None) -> dict[str, Any]:
+        fields = self._template.make_text_field(text)
+        if parts is not None:
+            message = fields["message"]
+            message |= parts.fields(self._template.reasoning_fields)
+            if "tool_calls" in message:
+                message["content"] = text or None
+        return fields
+
     def encode_response(
         self,
         texts: Sequence[str],
         logprobs: Sequence[Sequence[DecodedTokenLogprob] | None],
         ends: Sequence[TextFinish],
         usage: UsageCounter,
+        parts: Mapping[int, AnswerParts],
     ) -> bytes:
-        """Return the complete answer."""
+        """Return the complete answer. `parts`: reasoning and calls of the choices that have any."""
         template = self._template
         choices = [
             {
                 "index": index,
-                **template.make_text_field(text),
+                **self._make_fields(text, parts.get(index)),
                 "logprobs": None if tokens is None else template.make_logprobs(tokens),
                 "finish_reason": end.reason,
                 "stop_reason": end.stop,

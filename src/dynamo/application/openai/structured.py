@@ -1,0 +1,127 @@
+"""The fields of a body that prescribe the form of an answer: `response_format`, and vLLM's
+`structured_outputs` and `guided_...`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import InvalidRequest, nearest_name_hint
+from dynamo.core.values import StructuredOutput, StructureKind
+
+MAX_STRUCTURE_BYTES = 64 << 10
+MAX_CHOICES = 1024
+
+
+def read_structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None:
+    """Return the form that these fields of a body prescribe; None for any text. Raises
+    `InvalidRequest` for a wrong value and for more than one form."""
+    forms = [
+        (name, structured)
+        for name, value in fields.items()
+        if value is not None
+        for structured in _read_field(name, value)
+    ]
+    if len(forms) > 1:
+        names = " and ".join(name for name, _ in forms)
+        raise InvalidRequest(f"{names}: an answer has one form", param=forms[1][0])
+    return forms[0][1] if forms else None
+
+
+def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
+    """Return the field of a body that prescribes this form."""
+    if structured.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    form = "json" if structured.kind == "json_schema" else structured.kind
+    value = msgspec.json.decode(structured.value) if form == "choice" else structured.value
+    return {"structured_outputs": {form: value}}
+
+
+def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
+    if name == "response_format":
+        yield from _read_response_format(value)
+    elif name == "structured_outputs":
+        if not isinstance(value, Mapping):
+            raise InvalidRequest("structured_outputs: expected an object", param=name)
+        for key, form in value.items():
+            if key not in _FORMS:
+                hint = nearest_name_hint(str(key), _FORMS)
+                raise InvalidRequest(
+                    f"structured_outputs.{key}: no such form", hint=hint, param=name
+                )
+            yield _structured(key, form, f"structured_outputs.{key}")
+    else:
+        yield _structured(name.removeprefix("guided_"), value, name)
+
+
+def _read_response_format(value: Any) -> Iterator[StructuredOutput]:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return
+    if kind == "json_object":
+        yield StructuredOutput("json_object")
+    elif kind == "json_schema":
+        schema = value.get("json_schema")
+        if not isinstance(schema, Mapping) or "schema" not in schema:
+            raise InvalidRequest(
+                "response_format.json_schema: expected an object with `schema`",
+                param="response_format",
+            )
+        yield _structured("json", schema["schema"], "response_format.json_schema.schema")
+    else:
+        raise InvalidRequest(
+            "response_format.type: expected text, json_object or json_schema",
+            param="response_format",
+        )
+
+
+def _structured(form: str, value: Any, field: str) -> StructuredOutput:
+    kind, check = _FORMS[form]
+    text = check(value, field)
+    if len(text.encode()) > MAX_STRUCTURE_BYTES:
+        size = f"{len(text.encode()):,} bytes, limit {MAX_STRUCTURE_BYTES:,}"
+        raise InvalidRequest(f"{field}: {size}", param=field.partition(".")[0])
+    return StructuredOutput(kind, text)
+
+
+def _schema(value: Any, field: str) -> str:
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{field}: {error}", param=field.partition(".")[0]) from None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{field}: expected a JSON schema", param=field.partition(".")[0])
+    return msgspec.json.encode(value).decode()
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{field}: expected a text", param=field.partition(".")[0])
+    return value
+
+
+def _choices(value: Any, field: str) -> str:
+    texts = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+    if not texts or not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequest(
+            f"{field}: expected 1 to {MAX_CHOICES:,} texts", param=field.partition(".")[0]
+        )
+    return msgspec.json.encode(value).decode()
+
+
+def _any_object(value: Any, field: str) -> str:
+    if value is not True:
+        raise InvalidRequest(f"{field}: expected true", param=field.partition(".")[0])
+    return ""
+
+
+_FORMS: dict[str, tuple[StructureKind, Callable[[Any, str], str]]] = {
+    "json": ("json_schema", _schema),
+    "regex": ("regex", _text),
+    "choice": ("choice", _choices),
+    "grammar": ("grammar", _text),
+    "json_object": ("json_object", _any_object),
+}

@@ -1,0 +1,122 @@
+"""Tools of a request: the fields `tools` and `tool_choice`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.application.openai.generation_body import check_size
+from dynamo.core.errors import InvalidRequest, Unsupported, nearest_name_hint
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
+
+
+def check_tools(
+    tools: Sequence[Any] | None, choice: str | dict[str, Any] | None
+) -> tuple[str, ...] | None:
+    """Check both fields. Returns the names of the tools that may be called; None: all of them.
+    Raises `InvalidRequest` and `Unsupported`."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
+        return None
+    check_size("tools", len(tools), MAX_TOOLS)
+    names: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        name = _function_name(tool, f"tools[{index}]")
+        if name in names:
+            raise InvalidRequest(
+                f"tools[{index}].function.name: {name!r} is the name of tools[{names[name]}] too",
+                hint="give each tool a name of its own",
+                param=f"tools[{index}].function.name",
+            )
+        names[name] = index
+    return _callable_names(choice, tuple(names))
+
+
+def _function_name(tool: Any, field: str) -> str:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"{field}: expected an object", param=field)
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise Unsupported(
+            f"{field}.type: tools of type {str(kind)[:64]!r} are not supported",
+            hint="send tools of type function",
+            param=f"{field}.type",
+        )
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise InvalidRequest(
+            f"{field}.function: expected an object with a name", param=f"{field}.function"
+        )
+    if _NAME.fullmatch(name) is None:
+        raise InvalidRequest(
+            f"{field}.function.name: {name[:80]!r} is not a valid tool name",
+            hint="1 to 64 letters, digits and _ . -",
+            param=f"{field}.function.name",
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest(
+            f"{field}.function.parameters: expected a JSON schema",
+            param=f"{field}.function.parameters",
+        )
+    return name
+
+
+def _callable_names(
+    choice: str | dict[str, Any] | None, names: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    if choice is None or choice == "auto":
+        return None
+    if choice == "none":
+        return ()
+    if choice == "required":
+        raise _forced_call_error("required")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        _check_known(_choice_name(choice), names)
+        raise _forced_call_error("a named function")
+    if kind == "allowed_tools" and isinstance(choice, dict):
+        allowed = choice.get("allowed_tools")
+        fields = allowed if isinstance(allowed, dict) else choice
+        if fields.get("mode", "auto") != "auto":
+            raise _forced_call_error("allowed_tools with mode required")
+        tools = fields.get("tools")
+        allowed_names = [_choice_name(tool) for tool in tools] if isinstance(tools, list) else []
+        for name in allowed_names:
+            _check_known(name, names)
+        return tuple(allowed_names)
+    raise InvalidRequest(
+        "tool_choice: expected auto, none, required, or an object of type function or "
+        "allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _choice_name(choice: Any) -> str:
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest("tool_choice: a function needs a name", param="tool_choice")
+    return name
+
+
+def _check_known(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise InvalidRequest(
+            f"tool_choice: {name[:64]!r} is not among the tools",
+            hint=nearest_name_hint(name, names),
+            param="tool_choice",
+        )
+
+
+def _forced_call_error(choice: str) -> Unsupported:
+    return Unsupported(
+        f"tool_choice: {choice} is not supported yet",
+        hint="auto lets the model choose; none forbids calls",
+        param="tool_choice",
+    )

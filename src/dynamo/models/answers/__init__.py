@@ -1,0 +1,1 @@
+"""Reading of answers: reasoning, text and tool calls out of what a model writes."""

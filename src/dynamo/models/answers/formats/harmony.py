@@ -1,0 +1,85 @@
+"""The messages of gpt-oss (Harmony): a header with channel and recipient, then a body."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from dynamo.models.answers.json_scanner import stream_arguments
+from dynamo.models.answers.scanner import Scanner, WaitingBool, marker_set
+from dynamo.models.answers.writer import AnswerWriter
+
+START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
+CHANNEL, CONSTRAIN, CALL, RETURN = "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"
+_RECIPIENT = re.compile(r"\bto=([A-Za-z0-9_.\-]+)")
+_WORD = re.compile(r"\s*([A-Za-z]*)")
+PREFIX = "functions."
+
+
+def read_messages(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
+    """Read messages to the end of the answer, which begins in a header."""
+    mark = scan.mark
+    message, channel = mark(MESSAGE), mark(CHANNEL)
+    ends = tuple(map(mark, (END, CALL, RETURN, START)))
+    first = True
+    while True:
+        header = ""
+        while True:
+            text, marker = yield from scan.take_until(message, channel, *ends, limit=sys.maxsize)
+            header += text
+            if marker != channel:
+                break
+            header += marker
+        if marker == message:
+            yield from _read_body(scan, writer, header)
+        elif not marker:
+            _write_rest(scan, writer, header + scan.take(len(scan.text)), first=first)
+            return True
+        first = False
+
+
+def _write_rest(scan: Scanner, writer: AnswerWriter, header: str, *, first: bool) -> None:
+    """Write a header without a body: an answer without any message, or a broken last one."""
+    _, channel, text = header.rpartition(scan.mark(CHANNEL))
+    if not channel and first:
+        writer.text(header)
+    elif channel and not scan.cut:
+        writer.text(_WORD.sub("", text, count=1))
+
+
+def _read_body(scan: Scanner, writer: AnswerWriter, header: str) -> WaitingBool:
+    mark = scan.mark
+    bodies = marker_set(*map(mark, (END, CALL, RETURN, START)))
+    before, _, after = header.partition(mark(CHANNEL))
+    channel = _WORD.match(after)
+    recipient = _RECIPIENT.search(header)
+    reasoning = channel is not None and channel[1] == "analysis"
+    if recipient is not None:
+        name = recipient[1].removeprefix(PREFIX)
+        if name in writer.tools:
+            scan.begin_record()
+            writer.open_call(name)
+            if (yield from stream_arguments(scan, writer)):
+                writer.close_call()
+                yield from scan.pass_until(bodies, _ignore)
+                return True
+            writer.abandon_call()
+            if scan.ended and scan.cut:
+                scan.drop_record()
+            scan.unread()
+        elif not recipient[1].startswith(PREFIX):
+            yield from scan.pass_until(bodies, _ignore)
+            return True
+        reasoning = False
+    if reasoning:
+        writer.begin_reasoning()
+    else:
+        writer.end_reasoning()
+    marker = yield from scan.pass_until(bodies, writer.text, outside=not reasoning)
+    if reasoning:
+        writer.end_reasoning()
+    return bool(marker or before)
+
+
+def _ignore(text: str) -> None:
+    del text

@@ -1,0 +1,44 @@
+"""Calls of Mistral's models behind `[TOOL_CALLS]`."""
+
+from __future__ import annotations
+
+from dynamo.models.answers.json_scanner import read_call_object, stream_arguments
+from dynamo.models.answers.scanner import Scanner, WaitingBool
+from dynamo.models.answers.writer import AnswerWriter
+
+CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def read_calls(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
+    """Read a list of call objects (v3), or `name[CALL_ID]id[ARGS]{…}` (v11 and later)."""
+    char = yield from scan.peek()
+    if char == "{":
+        return (yield from read_call_object(scan, writer))
+    if char != "[" or scan.text.startswith("[ARGS]"):
+        return (yield from _read_named_call(scan, writer))
+    while char in ("[", ","):
+        scan.take(1)
+        if not (yield from read_call_object(scan, writer)):
+            return False
+        scan.begin_record()
+        char = yield from scan.peek()
+    if char == "]":
+        scan.take(1)
+    return True
+
+
+def _read_named_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
+    mark = scan.mark
+    name, marker = yield from scan.take_until(mark(ARGUMENTS), mark(CALL_ID), "{")
+    call_id = ""
+    if marker == mark(CALL_ID):
+        call_id, marker = yield from scan.take_until(mark(ARGUMENTS))
+    if not marker or name.strip() not in writer.tools:
+        return False
+    if marker == "{":
+        scan.put_back()
+    writer.open_call(name.strip(), call_id.strip())
+    if not (yield from stream_arguments(scan, writer)):
+        return False
+    writer.close_call()
+    return True

@@ -1,0 +1,52 @@
+"""Tools in the prompts of models whose chat template has none: as text in Hermes' form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+INSTRUCTION = (
+    "You may call the functions that are described between the tags <tools> and </tools>. "
+    'To call one, answer with {"name": its name, "arguments": its arguments as an object} between '
+    "the tags <tool_call> and </tool_call>."
+)
+Message = Mapping[str, Any]
+
+
+def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """Return messages with only roles and texts: the tools are described in the system message,
+    calls and their results are text between tags."""
+    described = [_plain_message(message) for message in messages]
+    if not tools:
+        return described
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    block = f"{INSTRUCTION}\n<tools>\n{lines}\n</tools>"
+    if described and described[0].get("role") in ("system", "developer"):
+        first = described[0]
+        content = f"{first.get('content') or ''}\n\n{block}".strip()
+        return [{**first, "content": content}, *described[1:]]
+    return [{"role": "system", "content": block}, *described]
+
+
+def has_tool_messages(messages: Sequence[Message]) -> bool:
+    """Return whether messages contain calls or results of tools."""
+    for message in messages:  # noqa: SIM110 - a generator would cost a call a message
+        if "tool_calls" in message or "tool_call_id" in message:
+            return True
+    return False
+
+
+def _plain_message(message: Message) -> Message:
+    if message.get("role") == "tool":
+        content = message.get("content") or ""
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parts = [message["content"]] if message.get("content") else []
+    for call in calls:
+        function = call["function"]
+        body = {"name": function["name"], "arguments": function.get("arguments") or {}}
+        parts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
+    return {"role": message["role"], "content": "\n".join(parts)}
