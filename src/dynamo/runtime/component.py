@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 from typing import Any, Protocol
 
@@ -163,6 +163,8 @@ class ServedEndpoint:
         self.capabilities = capabilities
         self.lifecycle = Lifecycle(endpoint.path)
         self.instance: Instance | None = None
+        self.before_withdrawal: Callable[[float | None], Awaitable[None]] | None = None
+        """Awaited with the drain time before the instance leaves discovery."""
         self._withdrawn = asyncio.Event()
 
     async def start(self, handler: RequestHandler) -> None:
@@ -196,7 +198,8 @@ class ServedEndpoint:
 
     async def withdraw(self, drain_s: float | None = 0.0) -> None:
         """Leave discovery, then refuse new calls after a grace time and cancel calls in flight
-        after `drain_s` (None: never). A second call waits for the first."""
+        after `drain_s` (None: never). A second call waits for the first. If `drain_s` is not 0,
+        `before_withdrawal` comes first and replaces the grace time."""
         if self.instance is None:
             return
         if self.lifecycle.stopping:
@@ -204,8 +207,11 @@ class ServedEndpoint:
             return
         self.lifecycle.transition_to(LifecycleState.STOPPING)
         runtime = self.endpoint.runtime
+        drains = drain_s is None or drain_s > 0
+        if drains and self.before_withdrawal is not None:
+            await self.before_withdrawal(drain_s)
         await runtime.discovery.delete(instance_key(self.instance))
-        if drain_s is None or drain_s > 0:
+        if drains and self.before_withdrawal is None:
             await runtime.clock.sleep(WITHDRAW_GRACE_S)
         await runtime.requests.withdraw(self.endpoint.path, drain_s)
         self.lifecycle.transition_to(LifecycleState.DEREGISTERED)

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 from dynamo.communication.discovery import Discovery, RecordChange, RecordWatch
+from dynamo.communication.discovery.change_queue import ChangeQueue
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.background import ThreadBackground
 
@@ -18,14 +20,61 @@ RETRY_S = 0.5
 MAX_RETRY_S = 5.0
 
 
+class SharedWatch:
+    """A watch of a plane for all parts of this process that follow the same prefix. Each part has
+    a queue, which begins with the present state."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, bytes] | None = None
+        self.queues: set[ChangeQueue] = set()
+
+    def join(self, prefix: str) -> ChangeQueue:
+        """Return a new queue."""
+        queue = ChangeQueue(prefix)
+        self.queues.add(queue)
+        if self._state is not None:
+            queue.start(self._state)
+        return queue
+
+    async def run(self, watch: AbstractAsyncContextManager[RecordWatch]) -> None:
+        """Pass the changes on until cancelled. An error of the watch reaches all queues."""
+        try:
+            async with watch as changes:
+                async for batch in changes:
+                    self._apply(batch)
+            self._fail(PlaneUnavailable("the watch of a discovery plane ended"))
+        except Exception as error:  # noqa: BLE001 - the readers handle it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        for queue in self.queues:
+            queue.fail(error)
+
+    def _apply(self, batch: Sequence[RecordChange]) -> None:
+        is_first = self._state is None
+        state = self._state = self._state or {}
+        for change in batch:
+            if change.value is None:
+                state.pop(change.key, None)
+            else:
+                state[change.key] = change.value
+        for queue in self.queues:
+            if is_first:
+                queue.start(state)
+            else:
+                queue.push(batch)
+
+
 class RepublishingDiscovery(Discovery):
-    """Remembers its records and puts them again after the lease was lost."""
+    """The discovery plane as one process uses it: puts its records again after the lease was lost,
+    and watches each prefix once."""
 
     def __init__(self, inner: Discovery) -> None:
         self._inner = inner
         self._records: dict[str, bytes] = {}
         self._tasks = BackgroundTasks()
         self._lease_lost_listeners: list[Callable[[], None]] = []
+        self._watches: dict[str, tuple[SharedWatch, asyncio.Task[None]]] = {}
         inner.on_lease_lost(self._on_lease_lost)
 
     @property
@@ -47,8 +96,22 @@ class RepublishingDiscovery(Discovery):
     async def get(self, prefix: str) -> Mapping[str, bytes]:
         return await self._inner.get(prefix)
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        return self._inner.watch(prefix)
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+        shared, task = self._watches.get(prefix, (None, None))
+        if shared is None or task is None or task.done():
+            shared = SharedWatch()
+            task = self._tasks.start(shared.run(self._inner.watch(prefix)), f"watch {prefix}")
+            self._watches[prefix] = shared, task
+        queue = shared.join(prefix)
+        try:
+            yield queue
+        finally:
+            shared.queues.discard(queue)
+            if not shared.queues:
+                task.cancel()
+                if self._watches.get(prefix) == (shared, task):
+                    del self._watches[prefix]
 
     async def revoke_lease_of(self, key: str) -> None:
         await self._inner.revoke_lease_of(key)

@@ -14,6 +14,7 @@ class ProcessHealth:
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
         self._checks: dict[str, Callable[[], str]] = {}
+        self._limitations: dict[str, Callable[[], str]] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def set_unhealthy(self, name: str, reason: str) -> None:
@@ -32,6 +33,16 @@ class ProcessHealth:
         """Call `check()` at every read; it returns a reason, or "" when healthy. A changed result
         does not call the listeners."""
         self._checks[name] = check
+
+    def add_limitation(self, name: str, check: Callable[[], str]) -> None:
+        """Call `check()` at every read; it says what does not work while the process serves on, or
+        "" when all does."""
+        self._limitations[name] = check
+
+    @property
+    def limitations(self) -> Mapping[str, str]:
+        """Every present limitation by name."""
+        return {name: text for name, check in self._limitations.items() if (text := check())}
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when a reason is set, changed or cleared."""

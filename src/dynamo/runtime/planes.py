@@ -66,7 +66,7 @@ class Planes(msgspec.Struct, frozen=True):
                 yield parse_listen_url(url)[0]
             elif not url.startswith("memory:"):
                 yield parse_listen_url(self.messaging_options.direct_url)[0]
-        if self.transfer.startswith(("tcp:", "auto:")):
+        if self.transfer.startswith(("tcp:", "auto:", "nixl:")):
             yield parse_listen_url(self.transfer)[0]
 
 
@@ -89,12 +89,24 @@ def planes_of(settings: Settings) -> Planes:
 
 
 def _transfer_url(url: str, requests: str, direct_url: str) -> str:
-    """The URL of the transfer plane. Processes that call each other in memory copy there too."""
-    if not url and requests.startswith("memory:"):
+    """The URL of the transfer plane. Processes that call each other in memory copy there too.
+    Raises `ConfigError`."""
+    in_memory = requests.startswith("memory:")
+    if not url and in_memory:
         return "memory:"
-    TRANSFER_BACKENDS.check(url.partition(":")[0] or "auto")
     scheme, _, rest = url.partition(":")
-    return url if rest or scheme not in {"", "auto"} else f"auto:{direct_url[4:]}"
+    TRANSFER_BACKENDS.check(scheme or "auto")
+    if scheme == "memory" and not in_memory:
+        raise ConfigError(
+            f"transfer plane {url!r} copies within one process, and the workers here are several",
+            hint="leave out --transfer-plane, or use auto, shm: or tcp://HOST:PORT",
+            param="runtime.transfer",
+        )
+    if scheme in {"tcp", "auto", "nixl"}:
+        parse_listen_url(url)
+    if rest or scheme not in {"", "auto", "nixl"}:
+        return url
+    return f"{scheme or 'auto'}:{direct_url[4:]}"
 
 
 def _etcd_url(settings: Settings) -> str:
@@ -136,6 +148,9 @@ def _plane_options(settings: Settings, server: ServerTlsSettings, direct_url: st
         password=server.password,
         advertised_host=runtime.public_host,
         direct_url=direct_url,
+        rdma=settings.nixl.enable_rdma,
+        pool_bytes=settings.nixl.memory_pool_size,
+        compression=settings.nixl.compression,
     )
 
 

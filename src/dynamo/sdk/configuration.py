@@ -7,8 +7,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from dynamo.core.errors import ConfigError
-from dynamo.sdk.decorators import nearest_name_hint, spec_of
+from dynamo.core.errors import ConfigError, nearest_name_hint
+from dynamo.sdk.decorators import spec_of
 
 SERVICE_ARGS_KEY = "ServiceArgs"
 CONFIG_ATTRIBUTE = "config"

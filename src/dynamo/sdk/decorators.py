@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 
 log = logging.getLogger(__name__)
 
@@ -211,15 +210,6 @@ def role_of(service: type[Any]) -> str:
 def builtin_service(service: type[Any]) -> type[Any]:
     """Return the built-in service that a class is or derives from, else the class itself."""
     return next((base for base in service.__mro__ if ROLE_ATTRIBUTE in vars(base)), service)
-
-
-def nearest_name_hint(wrong: str, known: Any) -> str:
-    """Return a hint with the known name nearest to a wrong one."""
-    known = list(known)
-    near = difflib.get_close_matches(wrong, known, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(known)}" if known else "there are none"
 
 
 def _link(cls: type[Any], other: type[T]) -> type[T]:

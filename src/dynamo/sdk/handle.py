@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 from dynamo.communication.requests import FlowWindow, Sink
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError
+from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError, nearest_name_hint
 from dynamo.runtime import Client, DistributedRuntime, ResponseStream
-from dynamo.sdk.decorators import EndpointSpec, nearest_name_hint, spec_of
+from dynamo.sdk.decorators import EndpointSpec, spec_of
 from dynamo.sdk.request_context import derive_context
 from dynamo.sdk.serialization import encode, response_decoder
 

@@ -2,6 +2,7 @@
 
 from dynamo.services.components import (
     DecodeWorker,
+    EmbeddingWorker,
     Frontend,
     PrefillWorker,
     Processor,
@@ -12,6 +13,7 @@ from dynamo.services.deployment.launch import deployment_specs, run_child, serve
 
 __all__ = [
     "DecodeWorker",
+    "EmbeddingWorker",
     "Frontend",
     "PrefillWorker",
     "Processor",

@@ -59,6 +59,7 @@ class Worker:
 
     dynamo_role: ClassVar[str] = "worker"
     engine_role: ClassVar[str] = "both"
+    generates_text: ClassVar[bool] = True
 
 
 @service()
@@ -73,6 +74,13 @@ class DecodeWorker(Worker):
     """Computes answers, and prompts where no prefill worker does."""
 
     engine_role: ClassVar[str] = "decode"
+
+
+@service()
+class EmbeddingWorker(Worker):
+    """Computes embeddings, by default of the model `minilm`, beside workers that generate text."""
+
+    generates_text: ClassVar[bool] = False
 
 
 def _not_running(request: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from dynamo.application import Application, Gateway
 from dynamo.application.large_bodies import default_body_bytes
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
@@ -57,6 +58,7 @@ class FrontendService:
             gateway.on_change(lambda: self._set_body_limit(http, gateway))
         host = server.http_host
         self._model_watcher.start()
+        EmbeddingModelWatcher(runtime, gateway).start()
         if runtime.supervisor:  # other frontends on this port may serve the models already
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
@@ -70,9 +72,7 @@ class FrontendService:
             "dynamo_frontend_workers",
             "Instances that serve a model",
             ("model",),
-            callback=lambda: {
-                (name,): count for name, count in self._model_watcher.count_workers().items()
-            },
+            callback=self._workers_by_label,
             merge="max",
         )
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
@@ -80,6 +80,9 @@ class FrontendService:
     @staticmethod
     def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:
         http.budget.max_body_bytes = default_body_bytes(gateway.context_tokens)
+
+    def _workers_by_label(self) -> Mapping[tuple[str, ...], float]:
+        return {(name,): count for name, count in self._model_watcher.count_workers().items()}
 
     def _health_facts(self) -> Mapping[str, Any]:
         """Return the fields of /health that this process adds."""

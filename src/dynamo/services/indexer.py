@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ProtocolError
@@ -10,10 +11,12 @@ from dynamo.core.hashing import unpack_hashes
 from dynamo.core.settings.schema import Settings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.process import run_process
+from dynamo.scheduling.index.cache_view import IndexMatch
 from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.index.remote_index import (
     INDEXER_COMPONENT,
     MATCH_ENDPOINT,
+    MATCH_TIERS_ENDPOINT,
     MODES_ENDPOINT,
     encode_indexer_reply,
 )
@@ -52,6 +55,7 @@ class IndexerService:
         self._on_instances_changed()
         component = namespace.component(INDEXER_COMPONENT)
         await component.endpoint(MATCH_ENDPOINT).serve(self._handle_match)
+        await component.endpoint(MATCH_TIERS_ENDPOINT).serve(self._handle_match_tiers)
         await component.endpoint(MODES_ENDPOINT).serve(self._handle_modes)
         if settings.file:
             runtime.tasks.start(self._drop_absent_workers(), "restored workers")
@@ -66,11 +70,15 @@ class IndexerService:
 
     async def _handle_match(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Answer packed u64 block hashes with msgpack {worker: leading blocks cached}."""
-        try:
-            hashes = unpack_hashes(payload)
-        except ValueError as error:
-            raise ProtocolError(f"not packed block hashes: {error}") from error
-        outgoing.send(encode_indexer_reply(self._cache_view.device_index.match(hashes)))
+        outgoing.send(encode_indexer_reply(self._cache_view.device_index.match(_unpack(payload))))
+
+    async def _handle_match_tiers(self, payload: bytes, outgoing: ResponseWriter) -> None:
+        """Answer packed u64 block hashes with an `IndexMatch` in msgpack."""
+        hashes = _unpack(payload)
+        tiers = self._cache_view.tiers
+        overlaps = tiers.device.match(hashes)
+        runs = tiers.lower.find_runs(hashes, overlaps) if tiers.lower else {}
+        outgoing.send(encode_indexer_reply(IndexMatch(overlaps, runs)))
 
     async def _handle_modes(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Answer with msgpack {worker: cache view mode} of all live workers."""
@@ -96,3 +104,10 @@ class IndexerService:
         except OSError as error:
             fields = {"file": self._runtime.settings.index.file, "error": str(error)}
             log.warning("saving the index failed", extra={"fields": fields})
+
+
+def _unpack(payload: bytes) -> Sequence[int]:
+    try:
+        return unpack_hashes(payload)
+    except ValueError as error:
+        raise ProtocolError(f"not packed block hashes: {error}") from error

@@ -25,7 +25,6 @@ from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.supervisors import SupervisorView
 from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.index.cache_view import CacheView
@@ -132,7 +131,9 @@ async def _open_client(pipeline: ModelPipeline) -> None:
 async def _open_health(pipeline: ModelPipeline) -> None:
     runtime, client = pipeline.runtime, pipeline.client
     if pipeline.failure_detector is not None:
-        pipeline.resources.callback(pipeline.failure_detector.watch(client))
+        watch = pipeline.failure_detector.watch
+        pipeline.resources.callback(watch(client))
+        pipeline.resources.callback(watch(pipeline.prefill_client, spares_last=False))
     pipeline.health = WorkerHealth(
         client,
         runtime.clock,
@@ -153,8 +154,7 @@ async def _open_policy(pipeline: ModelPipeline) -> None:
     pipeline.resources.callback(
         pipeline.runtime.on_settings_change(lambda new: policy.update_settings(new.router))
     )
-    if policy.worker_states is not None:
-        pipeline.load_listeners.append(policy.worker_states.on_load_report)
+    pipeline.load_listeners.append(policy.on_load_report)
     if not asks_routers:
         await _open_replica_sync(pipeline)
 
@@ -212,16 +212,22 @@ async def _open_replica_sync(pipeline: ModelPipeline) -> None:
 
 async def _open_starts(pipeline: ModelPipeline) -> None:
     runtime = pipeline.runtime
-    view = SupervisorView(runtime.discovery, runtime.clock)
-    pipeline.starts = WorkerStarts(pipeline.client, view, runtime.clock)
+    pipeline.starts = WorkerStarts(
+        pipeline.client, pipeline.routing.follow_supervisors(), runtime.clock
+    )
     pipeline.resources.callback(pipeline.starts.close)
-    pipeline.resources.callback(runtime.tasks.start(view.follow(), "watch supervisors").cancel)
 
 
 async def _open_admission(pipeline: ModelPipeline) -> None:
     runtime, limits = pipeline.runtime, SloLimits.from_settings(pipeline.settings)
     pipeline.admission = admission = Admission(
-        pipeline.client, pipeline.policy, runtime.clock, limits, runtime.metrics, pipeline.starts
+        pipeline.client,
+        pipeline.policy,
+        runtime.clock,
+        limits,
+        runtime.metrics,
+        pipeline.starts,
+        pipeline.prefill_client,
     )
     pipeline.resources.callback(admission.close)
     pipeline.resources.callback(
@@ -271,6 +277,8 @@ async def _open_router(pipeline: ModelPipeline) -> None:
         pipeline.dispatch.send,
         pipeline.runtime.metrics,
         clock=pipeline.runtime.clock,
+        client=pipeline.client,
+        prefill_client=pipeline.prefill_client,
         observers=[routing.observer] if routing.records_decisions else [],
         listener_factories=[pipeline.health.track_attempt, pipeline.admission.track_attempt],
     )

@@ -55,6 +55,12 @@ POLL_INTERVAL_S = 0.02
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
 NO_PREFILL_WORKER = "no prefill worker: decode workers compute prompts"
+NO_DISAGGREGATION = "router.disaggregation.mode is off: decode workers compute prompts"
+
+
+def count_prefill_workers(count: int) -> str:
+    """Return "2 prefill workers", or "" for none."""
+    return f"{count} prefill worker{'s' * (count > 1)}" if count else ""
 
 
 class ModelWatcher:
@@ -111,8 +117,9 @@ class ModelWatcher:
 
     def prefill_workers(self) -> Mapping[str, str]:
         """Return by model who computes prompts, for models with decode workers."""
+        off = self._runtime.settings.router.disaggregation.mode == "off"
         return {
-            name: f"{count} prefill workers" if count else NO_PREFILL_WORKER
+            name: NO_DISAGGREGATION if off else count_prefill_workers(count) or NO_PREFILL_WORKER
             for name, pipeline in self._pipelines.items()
             for count in [len(pipeline.prefill_client.instances)]
             if count or any(map(only_decodes, pipeline.client.instances.values()))
@@ -153,7 +160,13 @@ class ModelWatcher:
             runtime.settings.sampling,
             runtime.clock,
         )
-        served = ServedModel(card.names, processor, card.created, card.context_tokens)
+        served = ServedModel(
+            card.names,
+            processor,
+            card.created,
+            card.context_tokens,
+            tool_format=processor.tool_format,
+        )
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline
         if previous is not None:  # requests go on with the new pipeline's queue
@@ -189,7 +202,12 @@ class ModelWatcher:
         pipeline = self._pipelines[name]
         if pipeline.client.instances:
             return ""
-        causes = pipeline.starts.describe(), pipeline.client.view.describe_unavailable()
+        prefill = count_prefill_workers(len(pipeline.prefill_client.instances))
+        causes = (
+            pipeline.starts.describe(),
+            pipeline.client.view.describe_unavailable(),
+            f"{prefill} and no worker that computes answers" if prefill else "",
+        )
         text = "; ".join(filter(None, causes))
         return "no worker of this model is reachable" + (f": {text}" if text else "")
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.supervisors import SupervisorView
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
 from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
 from dynamo.scheduling.router.factory import KV
+from dynamo.scheduling.router.harm_steering import HarmSteering, declare_harm_metrics
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policy import Policy
@@ -56,9 +58,11 @@ class ProcessRouting:
         self.timeline = RoutingTimeline(self.observer)
         self.records_decisions = settings.mode in EXPLAINABLE_MODES
         self._sampling_started = False
+        self._supervisors: SupervisorView | None = None
         if settings.mode == KV:
             make_selector(settings.selector, settings.temperature, runtime.rng)
             declare_cache_view_metrics(runtime.metrics, self._cache_views)
+            declare_harm_metrics(runtime.metrics, self._harm_steerings)
 
     def add_model(self, name: str, model: ModelRouting) -> None:
         """Observe a model, instead of an earlier one of that name."""
@@ -66,6 +70,14 @@ class ProcessRouting:
         if self.records_decisions and not self._sampling_started:
             self._sampling_started = True
             self._runtime.tasks.start(self._sample_every_second(), "routing samples")
+
+    def follow_supervisors(self) -> SupervisorView:
+        """Return the view of all supervisors that the models of this process share."""
+        if self._supervisors is None:
+            runtime = self._runtime
+            self._supervisors = SupervisorView(runtime.discovery, runtime.clock)
+            runtime.tasks.start(self._supervisors.follow(), "watch supervisors")
+        return self._supervisors
 
     def view_modes(self) -> Mapping[str, Mapping[str, str]]:
         """Return by model how each worker's cache is known."""
@@ -83,6 +95,10 @@ class ProcessRouting:
         for model in self._models.values():  # this runs once a request
             waiting += model.policy.waiting
         return waiting
+
+    def _harm_steerings(self) -> dict[str, HarmSteering]:
+        steered = {name: model.policy.harm_steering for name, model in self._models.items()}
+        return {name: steering for name, steering in steered.items() if steering is not None}
 
     def _cache_views(self) -> list[CacheView]:
         views = (model.cache_view for model in self._models.values())

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 
-from dynamo.core.errors import WorkerFailed
+from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.plugins import ENGINES, engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
+from dynamo.inference.embedding.server import EmbeddingServer
 from dynamo.inference.engine_registry import EngineInputs, open_engine
+from dynamo.inference.engines.arguments import check_role, engine_environment
+from dynamo.inference.engines.packages import check_engine_package
 from dynamo.inference.native.engine_sizing import available_memory_bytes
 from dynamo.models.card import ModelCard
+from dynamo.models.embedding_model import (
+    EmbeddingCard,
+    is_embedding_folder,
+    read_embedding_model,
+    weights_digest,
+)
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.model_download import PREPARING_REASON, ThreadSafeProgress
@@ -30,6 +40,9 @@ class WorkerService:
         settings = runtime.settings
         kind = settings.engine.kind
         ENGINES.check(kind)
+        check_role(kind, settings.engine.role)
+        check_engine_package(kind)
+        os.environ.update(engine_environment(settings))
 
         def report(step: str) -> None:
             runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {step}")
@@ -42,6 +55,9 @@ class WorkerService:
             clock=runtime.clock,
         )
         runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")
+        if is_embedding_folder(files.path):
+            await _serve_embeddings(runtime, files)
+            return
         card = make_card(files, settings)
         memory_bytes = available_memory_bytes(settings.worker_count)
         inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes)
@@ -53,6 +69,37 @@ class WorkerService:
         runtime.tasks.start(_watch_engine(runtime), "engine watch")
         fields = {"model": served_card.name, "engine": kind, "instance": runtime.instance_id}
         log.info("worker serves", extra={"fields": fields})
+
+
+async def _serve_embeddings(runtime: DistributedRuntime, files: ModelFiles) -> None:
+    """Serve an embedding model. Raises `ModelUnavailable`, or `Unsupported` for other engines."""
+    settings = runtime.settings
+    if settings.engine.kind != "native":
+        raise Unsupported(
+            f"{files.name} is an embedding model, which the engine {settings.engine.kind!r} does "
+            "not serve",
+            hint="use out=native, or name a model that generates text",
+        )
+    model = read_embedding_model(files.path)
+    context_tokens = min(
+        settings.model.context_tokens or model.context_tokens, model.context_tokens
+    )
+    card = EmbeddingCard(
+        names=tuple(settings.model.names) or (files.name,),
+        dimensions=model.hidden_size,
+        context_tokens=context_tokens,
+        vocab_size=model.vocab_size,
+        tokenizer=files.tokenizer,
+        weights=await runtime.clock.offload(weights_digest, files.path),
+        created=int(runtime.clock.wall()),
+        source=files.source,
+    )
+    worker = EmbeddingServer(files.path, model, card)
+    await worker.attach(runtime)
+    runtime.add_shutdown_hook(worker.close)
+    runtime.health.set_healthy(MODEL_HEALTH_KEY)
+    fields = {"model": card.names[0], "instance": runtime.instance_id}
+    log.info("worker serves embeddings", extra={"fields": fields})
 
 
 async def _watch_engine(runtime: DistributedRuntime) -> None:
@@ -69,4 +116,5 @@ def make_card(files: ModelFiles, settings: Settings) -> ModelCard:
         names=settings.model.names,
         context_tokens=settings.model.context_tokens,
         block_tokens=settings.engine.block_size,
+        tool_format=settings.model.tool_format,
     )

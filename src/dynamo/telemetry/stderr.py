@@ -38,8 +38,8 @@ class NonBlockingWriter(io.RawIOBase):
     def __init__(self, fd: int) -> None:
         self.describe_loss: Callable[[int], str] = "{} log lines were lost\n".format
         self.dropped_lines = 0
-        self._fd = fd
-        self._write_now = _open_nonblocking(fd)
+        self._fd = os.dup(fd)  # `fd` itself may be redirected later
+        self._write_now = _open_nonblocking(self._fd)
         self._lock = threading.RLock()  # a finalizer may log at any time
         self._pending = bytearray()  # not empty: the thread writes, and all others append
         self._missing_lines = 0
@@ -150,6 +150,11 @@ def unblock_stderr() -> TextIO:
         sys.stderr = _text_stream(_writer)
         atexit.register(_writer.drain, EXIT_FLUSH_S)
     return sys.stderr
+
+
+def is_unblocked() -> bool:
+    """Whether `sys.stderr` has a descriptor of its own, so that descriptor 2 may be redirected."""
+    return _writer is not None
 
 
 def unblock_stdout() -> None:

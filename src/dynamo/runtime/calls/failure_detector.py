@@ -79,8 +79,7 @@ class PingState:
 class FailureDetector:
     """Watches the workers of several clients with one timer, which runs while a worker has calls.
     Calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
-    `WorkerDraining`, so that callers retry. Calls of the last live worker are not interrupted if
-    the detector `spares_last`."""
+    `WorkerDraining`, so that callers retry."""
 
     def __init__(
         self,
@@ -88,14 +87,11 @@ class FailureDetector:
         clock: Clock,
         tasks: BackgroundTasks,
         metrics: Registry,
-        *,
-        spares_last: bool = True,
     ) -> None:
-        self._spares_last = spares_last
         self._requests = requests
         self._clock = clock
         self._tasks = tasks
-        self._clients: list[Client] = []
+        self._clients: dict[Client, bool] = {}
         self._ping_states: dict[str, PingState] = {}
         self._has_work = asyncio.Event()
         self._running = False
@@ -106,23 +102,28 @@ class FailureDetector:
             "dynamo_requests_moved_total", "Requests moved away from a draining worker"
         )
 
-    def watch(self, client: Client) -> Callable[[], None]:
-        """Watch the workers of `client`. Returns a function that ends the watch."""
+    def watch(self, client: Client, *, spares_last: bool = True) -> Callable[[], None]:
+        """Watch the workers of `client`. Calls of its last live worker are not interrupted if it
+        `spares_last`. Returns a function that ends the watch."""
         if not self._running:
             self._running = True
             self._tasks.start(self._run(), "watch workers")
-        self._clients.append(client)
+        self._clients[client] = spares_last
         client.on_instance_busy = self._has_work.set
-        unsubscribe = client.view.on_instance_removed(
-            lambda instance: self._tasks.start(
-                self._move_requests(client, instance), f"move from {instance.id}"
-            )
+
+        def move(instance: Instance) -> None:
+            self._tasks.start(self._move_requests(client, instance), f"move from {instance.id}")
+
+        unsubscribes = (
+            client.view.on_instance_removed(move),
+            client.view.on_instance_rejected(move),
         )
 
         def stop_watching() -> None:
-            unsubscribe()
+            for unsubscribe in unsubscribes:
+                unsubscribe()
             client.on_instance_busy = None
-            self._clients.remove(client)
+            del self._clients[client]
 
         return stop_watching
 
@@ -197,7 +198,7 @@ class FailureDetector:
 
     def _has_other(self, client: Client, instance: Instance) -> bool:
         """Whether interrupted calls of the instance have another place to go."""
-        return not self._spares_last or bool(client.instances.keys() - {instance.id})
+        return not self._clients.get(client, True) or bool(client.instances.keys() - {instance.id})
 
     def _declare_failed(self, instance: Instance, fields: dict[str, object]) -> None:
         log.warning("worker does not answer; its requests move", extra={"fields": fields})

@@ -28,6 +28,7 @@ PROBE_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 0.5
 CONNECTION_BROKE = "not answering"
 NOT_CONNECTED = "not connected yet"
+CHANGED = "serving with another role or model"
 MAX_CONCURRENT_PROBES = 512
 SMALL_FLEET = 64
 """Up to this many instances, each answer to a probe updates the view at once."""
@@ -146,6 +147,7 @@ class InstanceView:
         self._listeners: list[Callable[[], None]] = []
         self._reason_listeners: list[Callable[[], None]] = []
         self._removal_listeners: list[Callable[[Instance], object]] = []
+        self._rejection_listeners: list[Callable[[Instance], object]] = []
         self._synced = asyncio.Event()
         self._probe_slots = asyncio.Semaphore(MAX_CONCURRENT_PROBES)
         self._update_scheduled = False
@@ -177,10 +179,16 @@ class InstanceView:
 
     def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
         """Call `callback` with every instance that leaves discovery, after `live` changed. An
-        instance that `accepts` rejects after a change has not left: its calls go on.
-        Returns a function that unsubscribes."""
+        instance that `accepts` rejects after a change has not left. Returns a function that
+        unsubscribes."""
         self._removal_listeners.append(callback)
         return lambda: self._removal_listeners.remove(callback)
+
+    def on_instance_rejected(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
+        """Call `callback` with every instance that `accepts` rejects after a change, after `live`
+        changed. Returns a function that unsubscribes."""
+        self._rejection_listeners.append(callback)
+        return lambda: self._rejection_listeners.remove(callback)
 
     def mark_unreachable(self, address: str) -> None:
         """Withhold every instance at `address` and begin to probe the address."""
@@ -213,7 +221,14 @@ class InstanceView:
     def describe_unavailable(self) -> str:
         """Why announced instances are not called, as text; "" if discovery announces none."""
         counts = Counter(map(self._unavailable_reason, self._known))
+        if self._rejected:
+            counts[CHANGED] = len(self._rejected)
         return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+
+    @property
+    def rejected(self) -> Mapping[str, Instance]:
+        """The instances that were accepted once and are not any more, by id."""
+        return self._rejected
 
     @property
     def verifying(self) -> bool:
@@ -273,6 +288,9 @@ class InstanceView:
         for name in followed.keys() - known.keys() - rejected.keys():
             for listener in tuple(self._removal_listeners):
                 listener(followed[name])
+        for name in before.keys() & rejected.keys() - known.keys():
+            for listener in tuple(self._rejection_listeners):
+                listener(rejected[name])
 
     def _admit_announced(
         self, announced: Sequence[Instance], before: Mapping[str, Instance]

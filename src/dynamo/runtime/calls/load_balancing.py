@@ -3,11 +3,10 @@ microseconds."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Container, Sequence
 from random import Random
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.schema_router import MODE_ALIASES
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.interruptible import Interruptible
@@ -133,7 +132,6 @@ def canonical_mode(mode: str) -> str:
     """The key of `MODES` for a spelling. Raises `ConfigError`."""
     name = resolve_mode_alias(mode)
     if name not in MODES:
-        near = difflib.get_close_matches(name, MODES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known modes: {', '.join(MODES)}"
+        hint = nearest_name_hint(name, MODES)
         raise ConfigError(f"there is no load-balancing mode {mode!r}", hint=hint)
     return name

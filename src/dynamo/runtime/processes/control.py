@@ -31,13 +31,17 @@ DEPLOYMENT_JOINED_TEXT = (
 class ControlRequest(msgspec.Struct, frozen=True):
     """A request. `name` is a process or a kind of process, `count` the replicas to scale to.
 
+    For `add` and `remove`, `name` is the URL of a server, `model` its model's name there,
+    and `kv_events` the address of its KV events.
     `unnamed`: the user named nothing, and `name` is what supervisors of earlier versions restart.
     """
 
-    do: Literal["scale", "drain", "restart"]
+    do: Literal["scale", "drain", "restart", "add", "remove"]
     name: str
     count: int = 0
     unnamed: bool = False
+    model: str = ""
+    kv_events: str = ""
 
 
 class ControlProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,6 +124,10 @@ class ControlServer:
             await self._group.scale(request.name, request.count, progress)
         elif request.do == "drain":
             await self._group.drain(request.name, progress)
+        elif request.do == "add":
+            await self._group.add_url(request.name, request.model, request.kv_events, progress)
+        elif request.do == "remove":
+            await self._group.remove_url(request.name, progress)
         else:
             await self._group.restart("" if request.unnamed else request.name, progress)
 

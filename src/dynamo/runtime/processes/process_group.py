@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -19,6 +19,8 @@ MAX_REPLICAS = 1024
 """A larger number on one host is taken for a typing error."""
 KILL_GRACE_S = 5.0
 """A child that still runs this long after its drain time is killed."""
+URL_START_TIMEOUT_S = 60.0
+"""A new worker of a server's URL that does not serve within this time is removed."""
 
 DEFAULT_KIND = "worker"
 """The processes that a restart without a name replaces."""
@@ -63,7 +65,9 @@ class ProcessGroup:
         self._create_child = create_child
         self._run_child = run_child
         self._drain_s = drain_s
-        self._specs = {kind_of_process(spec.name): spec for spec in specs}
+        self._specs: dict[str, ChildSpec] = {}  # by kind
+        self._specs_by_name: dict[str, ChildSpec] = {}
+        self.update_specs(specs)
         self._run_tasks: dict[ChildProcess, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()
         self._child_changed = asyncio.Event()
@@ -81,6 +85,7 @@ class ProcessGroup:
     def update_specs(self, specs: Sequence[ChildSpec]) -> None:
         """Use these specs for children that are started later."""
         self._specs |= {kind_of_process(spec.name): spec for spec in specs}
+        self._specs_by_name |= {spec.name: spec for spec in specs}
 
     async def stop_children(self, leaving: Sequence[ChildProcess]) -> None:
         """Stop these children; those that run on after their drain time are killed."""
@@ -119,6 +124,49 @@ class ProcessGroup:
         async with self._lock:
             await self._stop_and_remove([self._child_named(name)], progress)
 
+    async def add_url(
+        self, url: str, model: str, kv_events: str, progress: ControlProgressCallback
+    ) -> None:
+        """Start a worker for the server at `url`. `model` is the model's name there, "" for its
+        only one. `kv_events` is where the server publishes them, or "". Other requests are
+        executed while the worker starts. Raises `ConfigError` if there are no workers, or one has
+        the URL, and `ModelUnavailable` if it cannot start."""
+        async with self._lock:
+            if DEFAULT_KIND not in self._specs:
+                raise ConfigError("the deployment has no workers", hint="start one by dynamo run")
+            if self._children_of_url(url):
+                raise ConfigError(f"{url} is served already", hint="see `dynamo ps`")
+            await self._require_space()
+            spec = self._specs[DEFAULT_KIND]
+            engine = replace(
+                spec.settings.engine,
+                kind="openai",
+                urls=(url,),
+                url_model=model,
+                url_kv_events=(kv_events,) if kv_events else (),
+            )
+            spec = replace(spec, settings=replace(spec.settings, engine=engine))
+            child = self._start_new_child(replace(spec, name=next(self._free_names(DEFAULT_KIND))))
+        if reason := await self._wait_for_start(child):
+            async with self._lock:
+                await self._remove_failed(child, reason)
+        progress(f"{child.spec.name} serves {url}")
+
+    async def remove_url(self, url: str, progress: ControlProgressCallback) -> None:
+        """Stop and remove the workers of the server at `url`. Raises `NotFound`."""
+        async with self._lock:
+            children = self._children_of_url(url)
+            if not children:
+                known = sorted(
+                    {url for child in self.children for url in child.spec.settings.engine.urls}
+                )
+                hint = f"the URLs are: {', '.join(known)}" if known else "no worker has a URL"
+                raise NotFound(f"no worker serves {url}", hint=hint)
+            await self._stop_and_remove(children, progress)
+
+    def _children_of_url(self, url: str) -> list[ChildProcess]:
+        return [child for child in self.children if url in child.spec.settings.engine.urls]
+
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
         """Replace a process, or all of a kind one after the other, by the present settings. Without
         a name, replace every worker, or every process of a graph, which has no workers. Each
@@ -129,7 +177,9 @@ class ProcessGroup:
             named = [child for child in self.children if _is_called(child, name)]
             for old in named or self._replaceable_children(name):
                 spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
-                new = self._start_new_child(replace(spec, name=old.spec.name))
+                if old.spec.settings.engine.urls:
+                    spec = old.spec  # each has its own URL, which may not be in the settings
+                new = self._start_new_child(self._replica_spec(spec, old.spec.name))
                 await self._wait_until_ready(new)
                 await self.stop_children([old])
                 self._remove_child(old)
@@ -141,16 +191,36 @@ class ProcessGroup:
         return list(self.children)
 
     async def _add_replicas(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
-        used_names = {child.spec.name for child in self.children}
-        free_names = (
-            name for number in range(1, 1 << 20) if (name := f"{kind}-{number}") not in used_names
-        )
         replicas = self._children_of_kind(kind)
         spec = replicas[0].spec if replicas else self._specs[kind]
-        added = [self._start_new_child(replace(spec, name=next(free_names))) for _ in range(count)]
+        free_names = self._free_names(kind)
+        new_specs = [self._replica_spec(spec, next(free_names)) for _ in range(count)]
+        added = [self._start_new_child(new_spec) for new_spec in new_specs]
         for child in added:
             await self._wait_until_ready(child)
             progress(f"{child.spec.name} serves")
+
+    def _free_names(self, kind: str) -> Iterator[str]:
+        """Yield names of processes that do not exist."""
+        used_names = {child.spec.name for child in self.children}
+        names = (f"{kind}-{number}" for number in range(1, 1 << 20))
+        return (name for name in names if name not in used_names)
+
+    def _replica_spec(self, spec: ChildSpec, name: str) -> ChildSpec:
+        """Return the spec of a replica with its own share of the devices. Raises `ConfigError` if
+        none is left for it."""
+        engine = spec.settings.engine
+        if not engine.device_ids or engine.urls:
+            return replace(spec, name=name)
+        if name not in self._specs_by_name:
+            raise ConfigError(
+                f"no device is left for {name}",
+                hint="give device_ids more numbers and the start more workers",
+                param="engine.device_ids",
+            )
+        device_ids = self._specs_by_name[name].settings.engine.device_ids
+        settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
+        return replace(spec, name=name, settings=settings)
 
     async def _stop_and_remove(
         self, leaving: Sequence[ChildProcess], progress: ControlProgressCallback
@@ -173,16 +243,30 @@ class ProcessGroup:
     async def _wait_until_ready(self, child: ChildProcess) -> None:
         """Wait until a child serves. Removes a child that cannot start; raises
         `ModelUnavailable`."""
-        task = self._run_tasks[child]
-        while not child.ready:
-            if task.done() or child.crash_loop_reason:
-                reason = child.report.fatal or child.crash_loop_reason or "it was stopped"
-                await self.stop_children([child])
-                self._remove_child(child)
-                hint = child.report.hint or "see its log; the other processes are unchanged"
-                raise ModelUnavailable(f"{child.spec.name} cannot start: {reason}", hint=hint)
-            self._child_changed.clear()
-            await self._child_changed.wait()
+        if reason := await self._wait_for_start(child):
+            await self._remove_failed(child, reason)
+
+    async def _wait_for_start(self, child: ChildProcess) -> str:
+        """Wait until a child serves, and return "", or until it cannot start: return why."""
+        task, urls = self._run_tasks[child], child.spec.settings.engine.urls
+        try:
+            async with asyncio.timeout(URL_START_TIMEOUT_S if urls else None):
+                while not child.ready:
+                    if task.done() or child.crash_loop_reason:
+                        return child.report.fatal or child.crash_loop_reason or "it was stopped"
+                    self._child_changed.clear()
+                    await self._child_changed.wait()
+        except TimeoutError:
+            return f"{urls[0]} does not serve the model after {URL_START_TIMEOUT_S:g} s"
+        return ""
+
+    async def _remove_failed(self, child: ChildProcess, reason: str) -> None:
+        """Remove a child that cannot start, unless a request did. Raises `ModelUnavailable`."""
+        if child in self._run_tasks:
+            await self.stop_children([child])
+            self._remove_child(child)
+        hint = child.report.hint or "see its log; the other processes are unchanged"
+        raise ModelUnavailable(f"{child.spec.name} cannot start: {reason}", hint=hint)
 
     def _remove_child(self, child: ChildProcess) -> None:
         self.children.remove(child)

@@ -117,6 +117,7 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
             "name": runtime.name,
             "instance": runtime.instance_id,
             "planes": runtime.plane_status(),
+            "limitations": runtime.health.limitations,
             "endpoints": {
                 served.endpoint.path: str(served.lifecycle.state)
                 for served in runtime.served_endpoints

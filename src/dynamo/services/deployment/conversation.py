@@ -11,7 +11,14 @@ from dynamo.application import Gateway
 from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.core.text import ChatRequest, DecodedTokenLogprob, TextFinish, TextReply
+from dynamo.core.text import (
+    AnswerEvent,
+    ChatRequest,
+    DecodedTokenLogprob,
+    ReasoningDelta,
+    TextFinish,
+    TextReply,
+)
 from dynamo.core.values import Started
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
@@ -85,6 +92,7 @@ class CollectedTextReply(TextReply):
 
     def __init__(self, write: WriteText) -> None:
         self._write = write
+        self._reasoned = False
         self.parts: list[str] = []
 
     def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None: ...
@@ -96,8 +104,17 @@ class CollectedTextReply(TextReply):
     ) -> bool:
         """Write and collect the text."""
         del choice, logprobs
-        self._write(delta)
+        self._write(f"\n\n{delta}" if self._reasoned else delta)
+        self._reasoned = False
         self.parts.append(delta)
+        return True
+
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        """Write reasoning, which is not part of the collected answer."""
+        del choice
+        if isinstance(event, ReasoningDelta):
+            self._write(event.text)
+            self._reasoned = True
         return True
 
     def finish(self, choice: int, end: TextFinish) -> None: ...

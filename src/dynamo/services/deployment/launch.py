@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import resource
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from dynamo.communication.addresses import is_loopback
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.values import worker_role
@@ -28,7 +27,7 @@ from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervi
 from dynamo.services.deployment.worker_groups import (
     ReplicaGroup,
     answering_groups,
-    check_disaggregation,
+    replica_settings,
     worker_groups,
 )
 from dynamo.telemetry.logs import LogStream
@@ -71,8 +70,7 @@ def create_service(role: str) -> ProcessService:
     """Return the service of a role. Raises `ConfigError` for an unknown role."""
     target = SERVICE_BY_ROLE.get(role)
     if target is None:
-        nearest = difflib.get_close_matches(role, SERVICE_BY_ROLE, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(SERVICE_BY_ROLE)}"
+        hint = nearest_name_hint(role, SERVICE_BY_ROLE)
         raise ConfigError(f"unknown role {role!r}", hint=hint)
     module, _, name = target.partition(":")
     service: ProcessService = getattr(import_module(module), name)()
@@ -96,7 +94,6 @@ def run_child(role: str) -> int:
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
     """Return the processes in stop order: frontends, router processes, workers. Raises
     `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
-    check_disaggregation(settings)
     groups = [
         ReplicaGroup("frontend", "frontend", settings.server.http_workers, settings),
         ReplicaGroup("router", "router", settings.router.replicas, settings),
@@ -115,12 +112,12 @@ def _group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
         ChildSpec(
             role=group.role,
             name=name,
-            settings=group.settings,
+            settings=replica_settings(group.role, group.settings, index, group.replicas),
             stop_order=order,
             needs_preparation=group.role == "worker",
         )
         for order, group in enumerate(group for group in groups if group.replicas)
-        for name in replica_names(group.name, group.replicas)
+        for index, name in enumerate(replica_names(group.name, group.replicas))
     ]
 
 

@@ -12,12 +12,14 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 from dynamo.core.settings.load import BESIDE_GROUPS
+from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
 from dynamo.sdk.decorators import builtin_service, role_of, spec_of
 from dynamo.services.components import (
     DecodeWorker,
+    EmbeddingWorker,
     Frontend,
     PrefillWorker,
     Processor,
@@ -33,9 +35,23 @@ from dynamo.services.deployment.service_options import (
     user_service_section,
 )
 from dynamo.services.deployment.user_service import UserServiceSpec
-from dynamo.services.deployment.worker_groups import role_groups
+from dynamo.services.deployment.worker_groups import (
+    check_disaggregation,
+    replica_settings,
+    role_groups,
+)
 
-READY_MADE_SERVICES = (Frontend, Processor, Router, Worker, PrefillWorker, DecodeWorker)
+READY_MADE_SERVICES = (
+    Frontend,
+    Processor,
+    Router,
+    Worker,
+    PrefillWorker,
+    DecodeWorker,
+    EmbeddingWorker,
+)
+EMBEDDING_SETTINGS = {"model.path": "minilm", "model.names": (), "engine.kind": "native"}
+"""Settings of embedding workers where their own section does not say otherwise."""
 FRONTEND_ROLES = ("frontend", "processor", "router")
 """Roles that share one process, except for router processes and a processor with `--only`."""
 Role = Literal["frontend", "processor", "router", "worker", "service"]
@@ -124,31 +140,58 @@ def plan_deployment(
     elif any(service in front for service in selected):
         count = settings.server.http_workers
         processes.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
+    if front and not only:
+        roles = [part.settings.engine.role for part in processes if _generates_text(part)]
+        check_disaggregation(settings, roles)
     return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
+
+
+def _generates_text(process: ProcessPlan) -> bool:
+    return process.role == "worker" and all(part.generates_text for part in process.services)
 
 
 def process_specs(plan: DeploymentPlan, settings: Settings) -> list[ChildSpec]:
     """Return the child processes of a plan; callers stop before the services they call.
 
-    `settings` are the shared ones with port and deployment filled in.
+    `settings` are the shared ones with port and deployment filled in. The workers share the memory
+    of the host, so each knows how many all parts of the graph have.
     """
+    workers = sum(part.replicas for part in plan.with_role("worker"))
     return [
         ChildSpec(
             role=process.role,
             name=name,
-            settings=replace(
-                process.settings,
-                server=settings.server,
-                runtime=settings.runtime,
-                logging=settings.logging,
+            settings=replica_settings(
+                process.role,
+                replace(
+                    _with_worker_count(process, workers),
+                    server=settings.server,
+                    runtime=settings.runtime,
+                    logging=settings.logging,
+                ),
+                index,
+                process.replicas,
             ),
             stop_order=order,
             needs_preparation=process.role == "worker",
             task=_user_service_task(process),
         )
         for order, process in enumerate(plan.processes)
-        for name in replica_names(process.name, process.replicas)
+        for index, name in enumerate(replica_names(process.name, process.replicas))
     ]
+
+
+def _with_worker_count(process: ProcessPlan, workers: int) -> Settings:
+    settings = process.settings
+    if process.role != "worker":
+        return settings
+    return replace(
+        settings,
+        engine=replace(settings.engine, workers=workers),
+        workers=WorkersSettings(),
+        prefill_workers=(),
+        decode_workers=(),
+    )
 
 
 def _frontend_services(services: Sequence[type[Any]]) -> list[type[Any]]:
@@ -192,6 +235,12 @@ def _plan_processes(
     spec = spec_of(service)
     if role_of(service):
         own = ready_made_settings([service], base, flags)
+        if not service.generates_text:
+            origin = f"service {service.__name__}"
+            defaults = {
+                name: SourcedValue(value, origin) for name, value in EMBEDDING_SETTINGS.items()
+            }
+            own = defaults | own
         return _plan_workers(service, load({**shared, **own}))
     section = user_service_section(service, base.services, flags)
     args = parse_service_args(service, section)

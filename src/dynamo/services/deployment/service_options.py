@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import LoadedSettings, SourcedValue
 from dynamo.core.settings.keys import canonical_keys
 from dynamo.sdk.configuration import SERVICE_ARGS_KEY, qualify_key
-from dynamo.sdk.decorators import nearest_name_hint, role_of
+from dynamo.sdk.decorators import role_of
 
 ServiceOptions = Mapping[str, Mapping[str, SourcedValue]]
 """Values by service name and dotted key."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.errors import ConfigError, DynamoError, nearest_name_hint
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.parent_pipe import ParentPipe
-from dynamo.sdk.decorators import is_service, nearest_name_hint
+from dynamo.sdk.decorators import is_service
 from dynamo.sdk.serving import start_service
 
 USER_SERVICE_ROLE = "service"

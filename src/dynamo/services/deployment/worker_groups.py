@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema_cluster import WorkerGroupSettings
+from dynamo.core.settings.schema_cluster import WorkerGroupSettings, override
+from dynamo.core.settings.server_url import server_url
 
 log = logging.getLogger(__name__)
 
@@ -29,34 +30,47 @@ def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
     groups = [
         *role_groups(settings, "prefill"),
         *role_groups(settings, "decode"),
-        ReplicaGroup("worker", "worker", settings.engine.workers, settings),
+        ReplicaGroup("worker", "worker", _answering_workers(settings), settings),
     ]
     return [group for group in groups if group.replicas]
 
 
+def _answering_workers(settings: Settings) -> int:
+    """Return the number of workers without a single role: with URLs, one for each."""
+    engine = settings.engine
+    return len(engine.urls) if engine.urls and engine.workers else engine.workers
+
+
 def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
-    """Return the groups of workers. Raises `ConfigError` if none of them computes answers."""
+    """Return the groups of workers. Raises `ConfigError` if none of them computes answers, or none
+    computes prompts as the settings want."""
     groups = worker_groups(settings)
-    if groups and all(group.settings.engine.role == "prefill" for group in groups):
+    roles = [group.settings.engine.role for group in groups]
+    if roles and set(roles) == {"prefill"}:
         raise ConfigError(
             "prefill workers without a worker that computes answers",
             hint="add --decode-workers N; `dynamo run in=none` starts prefill workers alone",
         )
+    check_disaggregation(settings, roles)
     return groups
 
 
-def check_disaggregation(settings: Settings) -> None:
-    """Check that the workers suit `router.disaggregation.mode`. Raises `ConfigError` for `always`
-    if every worker computes its own prompts. Decode workers alone are a warning, since prefill
-    workers of other hosts may join them."""
+def check_disaggregation(settings: Settings, roles: Collection[str]) -> None:
+    """Check that workers with these roles suit `router.disaggregation.mode`.
+
+    Raises `ConfigError` for `always` if every worker computes its own prompts. Decode or prefill
+    workers alone are a warning, since workers of other hosts may join them."""
+    if set(roles) == {"prefill"}:
+        log.warning("prefill workers alone answer nothing: requests fail until another one joins")
     if settings.router.disaggregation.effective_mode != "always":
         return
-    roles = {group.settings.engine.role for group in worker_groups(settings)}
-    if roles == {"both"}:
+    if set(roles) == {"both"}:
         raise ConfigError(
             "--disagg always, but no worker is a prefill worker",
-            hint="add --prefill-workers N and --decode-workers N, or use --flexible-workers N, "
-            "which compute prompts for each other",
+            hint="add --prefill-workers N and --decode-workers N, or serve a graph with "
+            "PrefillWorker and DecodeWorker; workers with both roles compute prompts for each "
+            "other with --flexible-workers N and without --disagg always",
+            param="router.disaggregation.mode",
         )
     if roles and "prefill" not in roles:
         log.warning(
@@ -73,8 +87,60 @@ def role_groups(settings: Settings, role: str) -> Iterator[ReplicaGroup]:
     }
     groups = groups_by_role.get(role, ())
     for index, group in enumerate(groups):
-        sequences = group.max_batch_size or settings.engine.max_num_seqs
-        engine = replace(settings.engine, role=role, max_num_seqs=sequences)
         if replicas := group.replicas or min(index, 1):
             name = group.name or f"{role}-worker"
-            yield ReplicaGroup("worker", name, replicas, replace(settings, engine=engine))
+            yield ReplicaGroup("worker", name, replicas, _group_settings(settings, role, group))
+
+
+def _group_settings(settings: Settings, role: str, group: WorkerGroupSettings) -> Settings:
+    """Return the settings of a group's workers: those of the group, else those of all."""
+    engine = settings.engine
+    engine = replace(
+        engine,
+        role=role,
+        device_ids=group.device_ids or engine.device_ids,
+        tensor_parallel_size=group.tensor_parallel_size or engine.tensor_parallel_size,
+        max_num_seqs=group.max_batch_size or engine.max_num_seqs,
+        block_size=group.block_size or engine.block_size,
+    )
+    model = replace(settings.model, path=group.model or settings.model.path)
+    return replace(
+        settings,
+        engine=engine,
+        model=model,
+        nixl=override(settings.nixl, group.nixl),
+        cache=override(settings.cache, group.kv_cache),
+    )
+
+
+def replica_settings(role: str, settings: Settings, index: int, replicas: int) -> Settings:
+    """Return the settings of one of equal processes: each worker gets its share of the devices,
+    or one of the URLs.
+
+    Raises `ConfigError` if the devices cannot be divided, or are too few for one worker.
+    """
+    engine = settings.engine
+    if role == "worker" and engine.urls:
+        if engine.url_kv_events and len(engine.url_kv_events) != len(engine.urls):
+            raise ConfigError(
+                f"{len(engine.url_kv_events)} addresses of KV events for {len(engine.urls)} URLs",
+                hint="give one for each server, or none",
+                param="engine.url_kv_events",
+            )
+        index %= len(engine.urls)
+        kv_events = engine.url_kv_events[index : index + 1]
+        engine = replace(engine, urls=(server_url(engine.urls[index]),), url_kv_events=kv_events)
+        return replace(settings, engine=engine)
+    share, rest = divmod(len(engine.device_ids), replicas)
+    needed = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    if role != "worker" or not engine.device_ids:
+        return settings
+    if rest or share < needed:
+        raise ConfigError(
+            f"{replicas} workers cannot share the devices {list(engine.device_ids)}: each needs "
+            f"{needed}",
+            hint="give device_ids as many numbers as all workers of the group need together",
+            param="engine.device_ids",
+        )
+    devices = engine.device_ids[index * share : (index + 1) * share]
+    return replace(settings, engine=replace(engine, device_ids=devices))

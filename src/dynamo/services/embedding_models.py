@@ -1,0 +1,228 @@
+"""Embedding models that workers announce: found by their cards and added to a gateway."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from dynamo.application import Gateway
+from dynamo.application.gateway import MODELS_HEALTH_KEY, ServedEmbeddingModel
+from dynamo.core.clock import Clock
+from dynamo.core.codec import pack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import (
+    ContextLengthExceeded,
+    DynamoError,
+    InvalidRequest,
+    ModelUnavailable,
+    ProtocolError,
+)
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.models.embedding_model import (
+    EMBED_ENDPOINT,
+    EMBEDDING_COMPONENT,
+    EmbeddingCard,
+    EmbedRequest,
+    embedding_models_prefix,
+)
+from dynamo.models.file_cache import FileRef, find_file
+from dynamo.models.tokenization.encoders import Encoder, ReferenceEncoder
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.sdk.handle import call_with_retries
+from dynamo.services.catalogue import RETRY_S, ModelRecords
+from dynamo.services.model_watcher import ensure_file
+
+log = logging.getLogger(__name__)
+
+VECTOR_BYTES = 4
+"""Bytes of an element of a vector."""
+TEXTS_PER_SLICE = 64
+"""So many texts are encoded at a time, so that others get their turn in the threads."""
+MAX_CHARS_PER_TOKEN = 128
+"""A text with more characters for each token of the context is not encoded to count its tokens."""
+
+
+class EmbeddingModelWatcher:
+    """Follows the embedding models that workers announce and adds them to a gateway.
+
+    A model stays while its workers are away; calls wait for a worker and then fail.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+        self._runtime = runtime
+        self._gateway = gateway
+        prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
+        self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
+        self._open_models: dict[str, tuple[EmbeddingCard, Client]] = {}
+        self._opening: set[str] = set()
+
+    def start(self) -> None:
+        """Follow the models until the runtime shuts down."""
+        self._runtime.tasks.start(self._records.follow(self._open_if_changed), "embedding models")
+
+    async def _open_if_changed(self, name: str) -> None:
+        """Open a model when its first worker announces it, and again when no worker has the model
+        that was opened. A failure is tried again."""
+        if name not in self._opening and self._card_to_open(name) is not None:
+            self._opening.add(name)
+            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
+
+    def _card_to_open(self, name: str) -> EmbeddingCard | None:
+        cards = self._records.by_model[name].values()
+        opened = self._open_models.get(name)
+        if not cards or (opened and any(opened[0].is_same_model(card) for card in cards)):
+            return None
+        return max(cards, key=lambda card: card.created)
+
+    async def _open_with_retries(self, name: str) -> None:
+        try:
+            while (card := self._card_to_open(name)) is not None:
+                previous = self._open_models.get(name)
+                try:
+                    await self._open(card)
+                except DynamoError as error:
+                    fields = {"model": name, "error": error.message}
+                    log.warning("an embedding model cannot be opened yet", extra={"fields": fields})
+                    await self._runtime.clock.sleep(RETRY_S)
+                else:
+                    if previous is not None:
+                        await previous[1].close()
+        finally:
+            self._opening.discard(name)
+
+    async def _open(self, card: EmbeddingCard) -> None:
+        runtime = self._runtime
+        component = runtime.namespace().component(EMBEDDING_COMPONENT)
+        files = await component.endpoint("files").client()
+        try:
+            file = await ensure_file(runtime, files, card.tokenizer)
+        finally:
+            await files.close()
+        encoder = await runtime.clock.offload(_open_encoder, file)
+
+        expected = {
+            "model": card.names[0],
+            "dimensions": card.dimensions,
+            "tokenizer": card.tokenizer.sha256,
+            "weights": card.weights,
+        }
+
+        def accepts(instance: Instance) -> bool:
+            return expected.items() <= instance.capabilities.items()
+
+        client = await component.endpoint(EMBED_ENDPOINT).client(accepts)
+        self._open_models[card.names[0]] = (card, client)
+        processor = EmbeddingProcessor(card, encoder, client, runtime.clock)
+        served = ServedEmbeddingModel(
+            card.names, processor, card.created, card.context_tokens, card.dimensions
+        )
+        self._gateway.add_embedding_model(served)
+        runtime.health.set_healthy(MODELS_HEALTH_KEY)
+        log.info("embedding model ready", extra={"fields": {"model": card.names[0]}})
+
+
+def _open_encoder(file: FileRef) -> Encoder:
+    path = find_file(file)
+    if path is None:
+        raise ModelUnavailable(f"{file.name} is not on this host")
+    return ReferenceEncoder(path)
+
+
+class Embeddings(NamedTuple):
+    """`vectors`: float32 in little-endian order, one for each text; `tokens`: of all texts."""
+
+    vectors: list[memoryview]
+    tokens: int
+
+
+class EmbeddingProcessor:
+    """Computes embeddings of one model: encodes texts here and calls the workers."""
+
+    def __init__(self, card: EmbeddingCard, encoder: Encoder, client: Client, clock: Clock) -> None:
+        self._card = card
+        self._encoder = encoder
+        self._client = client
+        self._clock = clock
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        context: Context,
+        *,
+        dimensions: int = 0,
+        truncate_tokens: int = 0,
+        param: str = "input",
+    ) -> Embeddings:
+        """Return the vectors of texts, or of lists of token ids, in their order.
+
+        `dimensions`: elements of a vector; 0: all. `truncate_tokens`: inputs are cut to so many
+        tokens; 0: a longer one than the context is refused. Raises `InvalidRequest`,
+        `ContextLengthExceeded`, and the errors of the workers. `param` names the inputs there.
+        """
+        packed: list[bytes] = []
+        for start in range(0, len(inputs), TEXTS_PER_SLICE):
+            part = inputs[start : start + TEXTS_PER_SLICE]
+            packed += await self._clock.offload(self._encode, part, start, truncate_tokens, param)
+        width = (dimensions or self._card.dimensions) * VECTOR_BYTES
+        parts: list[bytes] = []
+
+        def sink(payload: bytes) -> bool:
+            parts.append(payload)
+            return True
+
+        payload = msgspec.msgpack.encode(EmbedRequest(packed, dimensions))
+        await call_with_retries(self._client, payload, context, sink)
+        data = memoryview(b"".join(parts))
+        if len(data) != width * len(packed):
+            raise ProtocolError(f"{len(data)} bytes instead of {width * len(packed)} came back")
+        vectors = [data[start : start + width] for start in range(0, len(data), width)]
+        return Embeddings(vectors, sum(map(len, packed)) // TOKEN_BYTES)
+
+    def _encode(
+        self, inputs: Sequence[str | Sequence[int]], first: int, truncate_tokens: int, param: str
+    ) -> list[bytes]:
+        """Return the packed ids of each input; the number of the first one is `first`."""
+        limit = self._card.context_tokens
+        most_chars = limit * MAX_CHARS_PER_TOKEN
+        packed = []
+        for number, text in enumerate(inputs, first):
+            if isinstance(text, str):
+                if len(text) > most_chars and not truncate_tokens:
+                    raise self._too_long(f"{param}[{number}] has {len(text)} characters", param)
+                ids = self._encoder.encode_with_special_tokens(text[:most_chars])
+            else:
+                ids = self._pack(text, f"{param}[{number}]")
+            if truncate_tokens:
+                ids = _truncate(ids, min(limit, truncate_tokens))
+            if len(ids) > limit * TOKEN_BYTES:
+                tokens = len(ids) // TOKEN_BYTES
+                raise self._too_long(f"{param}[{number}] has {tokens} tokens", param)
+            packed.append(ids)
+        return packed
+
+    def _too_long(self, what: str, param: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"{what}; the limit of {self._card.names[0]} is {self._card.context_tokens} tokens",
+            hint='split the text, or send "truncate_prompt_tokens": -1 to cut it',
+            param=param,
+        )
+
+    def _pack(self, ids: Sequence[int], param: str) -> bytes:
+        if max(ids) >= self._card.vocab_size:
+            raise InvalidRequest(
+                f"token id {max(ids)} is not in the vocabulary of {self._card.vocab_size}",
+                param=param,
+            )
+        return pack_ids(ids)
+
+
+def _truncate(ids: bytes, tokens: int) -> bytes:
+    """Return the first tokens and the last one, which ends a text."""
+    if len(ids) <= tokens * TOKEN_BYTES:
+        return ids
+    return ids[: (tokens - 1) * TOKEN_BYTES] + ids[-TOKEN_BYTES:]
