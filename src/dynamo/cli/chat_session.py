@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.cli.parsing import write_file
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo_client import DynamoError, SyncDynamoClient
 
 ChatMessage = dict[str, str]
@@ -52,8 +51,7 @@ class ChatSession:
         if not models:
             raise ConfigError("the server lists no models", hint="`dynamo ps` shows its state")
         if name and name not in models:
-            near = difflib.get_close_matches(name, models, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"models: {', '.join(models)}"
+            hint = nearest_name_hint(name, models)
             raise ConfigError(f"the server has no model {name!r}", hint=hint)
         self.model = name or models[0]
 
@@ -76,8 +74,7 @@ class ChatSession:
         name, _, argument = line[1:].partition(" ")
         command = SLASH_COMMANDS.get(name)
         if command is None:
-            near = difflib.get_close_matches(name, SLASH_COMMANDS, n=1)
-            hint = f"did you mean /{near[0]}?" if near else "/help lists the commands"
+            hint = nearest_name_hint(name, SLASH_COMMANDS, "/help lists the commands")
             raise ConfigError(f"unknown command /{name}", hint=hint)
         return command.run(self, argument.strip())
 

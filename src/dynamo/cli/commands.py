@@ -37,13 +37,19 @@ COMMANDS = {
     "restart": Command(
         "dynamo.cli.control:RESTART", "replace processes one by one without downtime"
     ),
-    "roles": Command("dynamo.cli.roles", "change what a worker computes: prompts, answers or both"),
+    "add": Command("dynamo.cli.control:ADD", "add a server with an OpenAI API as a worker"),
+    "remove": Command("dynamo.cli.control:REMOVE", "remove a server that was added by its URL"),
+    "roles": Command(
+        "dynamo.cli.workers.roles", "change what a worker computes: prompts, answers or both"
+    ),
+    "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and suggest fixes"),
     "config": Command(
         "dynamo.cli.config", "explain a configuration; print the schema of its files"
     ),
+    "export": Command("dynamo.cli.export", "write a model in float32 for other engines"),
     "bench": Command(
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
     ),

@@ -1,4 +1,4 @@
-"""`dynamo config`: explain a configuration, or print the schema of configuration files."""
+"""`dynamo config`: explain or check a configuration, or print the schema of its files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from dynamo.cli.engine_check import with_argument_notes
 from dynamo.cli.parsing import Parser
-from dynamo.cli.settings_flags import add_settings_flags, read_settings
+from dynamo.cli.settings_flags import add_settings_flags, load_settings, read_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact_urls
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
@@ -20,20 +21,24 @@ EXAMPLES = """\
   dynamo config explain configs/agg.yaml               every setting
   dynamo config explain configs/agg.yaml --changed     settings that differ from the defaults
   dynamo config explain --json --http-port 8080        with flags and environment
+  dynamo config check configs/agg.yaml                 would `dynamo run -f FILE` start?
   dynamo config schema > dynamo.schema.json            schema for editors"""
 
 
 def parser() -> Parser:
-    """Return the parser: explain or schema, the file, and the settings' flags."""
+    """Return the parser: explain, check or schema, the file, and the settings' flags."""
     parser = Parser(
         "dynamo config",
-        "Explain a configuration: every effective value with its unit and origin; or print the "
-        "JSON Schema of configuration files.",
+        "Explain a configuration: every effective value with its unit and origin. Or check that "
+        "`dynamo run` can start with it, or print the JSON Schema of configuration files.",
         EXAMPLES,
-        usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | schema",
+        usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | check [FILE] | schema",
     )
     parser.add_argument(
-        "what", choices=("explain", "schema"), metavar="explain|schema", help="what to print"
+        "what",
+        choices=("explain", "check", "schema"),
+        metavar="explain|check|schema",
+        help="what to do",
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help="configuration file")
     parser.add_argument("--json", action="store_true", help="print all settings as a JSON object")
@@ -45,21 +50,36 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the schema, or the effective settings."""
+    """Print the schema or the effective settings, or check these."""
     args = parser().parse(arguments)
     if args.what == "schema":
         print(msgspec.json.format(msgspec.json.encode(json_schema())).decode())
+        return 0
+    if args.file and args.config:
+        raise ConfigError("two configuration files", hint="give either FILE or --config FILE")
+    args.config = args.file or args.config
+    if args.what == "check":
+        print(_check_settings(args))
     else:
         print(redact_urls(_format_settings(args)))
     return 0
 
 
+def _check_settings(args: argparse.Namespace) -> str:
+    """Return the processes that `dynamo run` would start. Raises `ConfigError`."""
+    from dynamo.cli.parsing import served_model_names
+    from dynamo.cli.run import checked_settings, print_note
+    from dynamo.services.deployment.launch import deployment_specs
+
+    settings = checked_settings(load_settings(args), print_note)
+    served_model_names(settings)
+    names = ", ".join(spec.name for spec in deployment_specs(settings))
+    return f"the configuration is valid: `dynamo run` starts {names}"
+
+
 def _format_settings(args: argparse.Namespace) -> str:
-    if args.file and args.config:
-        raise ConfigError("two configuration files", hint="give either FILE or --config FILE")
-    args.config = args.file or args.config
     loaded = read_settings(args)
-    rows = list(effective_settings(loaded))
+    rows = with_argument_notes(effective_settings(loaded), loaded.settings)
     services = {
         service: {
             key: {"value": value.raw, "origin": value.origin} for key, value in options.items()
@@ -100,6 +120,9 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{name}: {format_value(item)}" for name, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, float):
         return f"{value:g}"
     return "null" if value is None else str(value) or '""'

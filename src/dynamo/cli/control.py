@@ -1,4 +1,4 @@
-"""`dynamo scale`, `dynamo drain` and `dynamo restart`: control requests to a deployment."""
+"""`dynamo scale`, `drain`, `restart`, `add` and `remove`: control requests to a deployment."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, DeadlineExceeded
+from dynamo.core.settings.server_url import server_url
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -16,7 +17,7 @@ DEFAULT_TIMEOUT_S = 120.0
 class ControlCommand(msgspec.Struct, frozen=True):
     """A command that sends a control request. `target` declares its only argument."""
 
-    name: Literal["scale", "drain", "restart"]
+    name: Literal["scale", "drain", "restart", "add", "remove"]
     description: str
     examples: str
     target: Mapping[str, Any]
@@ -28,6 +29,16 @@ class ControlCommand(msgspec.Struct, frozen=True):
         parser.add_argument(
             "--deployment", metavar="NAME|PORT", help="deployment, if several run (see `dynamo ps`)"
         )
+        if self is ADD:
+            parser.add_argument(
+                "--model-name", default="", metavar="NAME", help="its model, if it has several"
+            )
+            parser.add_argument(
+                "--kv-events",
+                default="",
+                metavar="tcp://HOST:PORT[/REPLAY_PORT]",
+                help="where it publishes its KV events; without them its cache is predicted",
+            )
         parser.add_argument(
             "--timeout",
             type=float,
@@ -52,7 +63,16 @@ class ControlCommand(msgspec.Struct, frozen=True):
             raise ConfigError(f"{args.target!r} is not KIND=COUNT", hint=hint)
         (deployment,) = select_deployments(live_deployments(), args.deployment)
         unnamed = self is RESTART and not name
-        request = ControlRequest(self.name, DEFAULT_KIND if unnamed else name, int(count), unnamed)
+        if self is ADD or self is REMOVE:
+            name = server_url(name)
+        request = ControlRequest(
+            self.name,
+            DEFAULT_KIND if unnamed else name,
+            int(count),
+            unnamed,
+            args.model_name if self is ADD else "",
+            args.kv_events if self is ADD else "",
+        )
         try:
             for message in send_control_request(request, deployment.folder, args.timeout):
                 print(message, flush=True)
@@ -94,4 +114,19 @@ RESTART = ControlCommand(
         "metavar": "PROCESS|KIND",
         "help": "also an instance; default: every worker, or every process of a graph",
     },
+)
+ADD = ControlCommand(
+    "add",
+    "Add a server with an OpenAI API to a deployment, as one more worker of its model. The command "
+    "returns when it serves. Its model must be that of the deployment.",
+    """\
+  dynamo add http://10.0.0.5:8000
+  dynamo add http://10.0.0.5:8000 --model-name smollm2""",
+    {"metavar": "URL", "help": "the server, e.g. http://10.0.0.5:8000"},
+)
+REMOVE = ControlCommand(
+    "remove",
+    "Remove a server from a deployment. Its requests in flight move to other workers.",
+    "  dynamo remove http://10.0.0.5:8000",
+    {"metavar": "URL", "help": "the server, as it was added"},
 )

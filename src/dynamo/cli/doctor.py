@@ -49,7 +49,7 @@ def format_findings(findings: Sequence[Finding]) -> str:
     """Format each finding as a line, with its hint below."""
     lines = []
     for finding in findings:
-        lines.append(f"{finding.verdict:<5} {finding.check:<13} {finding.message}")
+        lines.append(f"{finding.verdict:<5} {finding.check:<15} {finding.message}")
         if finding.hint:
-            lines.append(f"{'':<19} -> {finding.hint}")
+            lines.append(f"{'':<21} -> {finding.hint}")
     return "\n".join(lines)

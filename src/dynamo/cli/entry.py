@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import io
 import os
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
 from dynamo.cli.parsing import EXIT_INTERRUPTED
-from dynamo.core.errors import ConfigError, DynamoError, describe_os_error
+from dynamo.core.errors import ConfigError, DynamoError, describe_os_error, nearest_name_hint
 from dynamo.core.redaction import redact_urls
 
 USAGE_ERROR_CODES = (ConfigError.code, "unsupported")
@@ -58,12 +57,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         print(f"dynamo {__version__}")
         return 0
     if first not in COMMANDS:
-        near = difflib.get_close_matches(first, _visible_commands(), n=1)
-        hint = (
-            f"did you mean `dynamo {near[0]}`?"
-            if near
-            else f"commands: {', '.join(_visible_commands())}"
-        )
+        hint = nearest_name_hint(first, _visible_commands())
         raise ConfigError(f"unknown command {first!r}", hint=hint)
     return command_run(first)(arguments[1:])
 

@@ -54,6 +54,9 @@ def format_decision(decision: Mapping[str, Any]) -> str:
         f"why      {decision['why']}",
         f"outcome  {_format_outcome(decision)}",
     ]
+    if (weight := decision.get("harm_weight")) is not None:
+        target = f"target {decision['itl_slo_ms']:g} ms between tokens"
+        lines.append(f"harm     weight {weight:.4g}, {target}")
     if decision["costs"]:
         lines += ["", *_format_cost_table(decision)]
     return "\n".join(lines)
@@ -96,7 +99,14 @@ def _format_cost_table(decision: Mapping[str, Any]) -> list[str]:
         chosen = "->" if row["worker"] == (decision["prefill"] or decision["worker"]) else ""
         values = (f"{row['terms'].get(term, 0.0):.2f}" for term in terms)
         name = f"{row['worker']} > {pair}" if (pair := row["decode_worker"]) else row["worker"]
-        rows.append((chosen, name, str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values))
+        rows.append((chosen, name, _format_blocks(row), f"{row['cost']:.2f}", *values))
     lines = format_table(rows)
     more = decision["candidates"] - len(decision["costs"])
     return [*lines, f"   and {more} more with no lower cost"] if more > 0 else lines
+
+
+def _format_blocks(row: Mapping[str, Any]) -> str:
+    """Return the blocks on the device, and those that would be loaded from each tier."""
+    tiers: Mapping[str, int] = row.get("tier_blocks") or {}
+    device = row["overlap_blocks"] - sum(tiers.values())
+    return " + ".join([str(device), *(f"{count} {tier}" for tier, count in tiers.items())])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import textwrap
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
     from dynamo.core.settings import Settings
@@ -90,8 +89,7 @@ class Parser(argparse.ArgumentParser):
         if flag == "--url" and any(action.metavar == "URL" for action in self._actions):
             return f"the URL is an argument without a flag: `{self.prog} URL`"
         flags = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(flag, flags, n=1)
-        return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+        return nearest_name_hint(flag, flags, f"see `{self.prog} --help`")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

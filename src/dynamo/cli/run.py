@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dynamo.cli.engine_check import check_engines
 from dynamo.cli.inputs.batch_file import add_batch_flags, parse_batch_options
 from dynamo.cli.parsing import Parser, served_model_names
 from dynamo.cli.settings_flags import (
@@ -18,12 +19,14 @@ from dynamo.cli.settings_flags import (
 )
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
+from dynamo.core.settings.server_url import server_url
 
 if TYPE_CHECKING:
     from dynamo.runtime.processes.child import ChildSpec
 
 TEXT = "text"
 NONE = "none"
+URL_SCHEMES = ("http://", "https://")
 INPUTS = ("http", TEXT, NONE)
 KNOWN_INPUTS = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
@@ -46,7 +49,8 @@ def parser() -> Parser:
         "Every setting can be given as --SECTION.KEY VALUE, as $DYNAMO_SECTION__KEY or in a file.\n"
         "docs/reference/settings.md lists all settings; those with a short flag are below.",
         EXAMPLES,
-        usage="[in=http|text|batch:FILE|none] [out=native|mock|echo] [MODEL] [FLAGS]",
+        usage="[in=http|text|batch:FILE|none] [out=native|llamacpp|mock|echo|script|openai URL..] "
+        "[MODEL] [FLAGS]",
     )
     parser.add_argument(
         "words",
@@ -64,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
     args = parser().parse(arguments)
     source, extra = parse_words(args.words)
-    settings = checked_settings(load_settings(args, extra=extra))
+    settings = checked_settings(load_settings(args, extra=extra), print_note)
 
     if source.startswith(BATCH):
         from dynamo.cli.inputs.batch import run_batch
@@ -82,12 +86,17 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
     Raises `ConfigError`."""
     source = "http"
     extra: dict[str, SourcedValue] = {}
+    urls = [server_url(word) for word in words if word.startswith(URL_SCHEMES)]
+    if urls:
+        extra["engine.urls"] = SourcedValue(urls, "arguments")
     for word in words:
         name, equals, value = word.partition("=")
         if equals and name == "in":
             source = _parse_input(value)
         elif equals and name == "out":
             extra["engine.kind"] = SourcedValue(value, word)
+        elif word.startswith(URL_SCHEMES):
+            continue
         elif not word:  # e.g. "$MODEL" without a value
             raise ConfigError("empty word for the model", hint="is a shell variable not set?")
         elif "model.path" in extra:
@@ -100,14 +109,25 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
     return source, extra
 
 
-def checked_settings(loaded: LoadedSettings) -> Settings:
-    """Check engine and log level. Raises `ConfigError` and `Unsupported`."""
-    from dynamo.core.plugins import ENGINES
+def checked_settings(
+    loaded: LoadedSettings, on_note: Callable[[str], None] | None = None
+) -> Settings:
+    """Check engines, log level and planes. `on_note` gets notes on settings without effect. Raises
+    `ConfigError` and `Unsupported`."""
+    from dynamo.models.answers.families import find_family
+    from dynamo.runtime.planes import planes_of
+    from dynamo.services.deployment.worker_groups import worker_groups
     from dynamo.telemetry.logs import parse_levels
 
     settings = loaded.settings
-    ENGINES.check(settings.engine.kind)
+    groups = [group.settings for group in worker_groups(settings)] or [settings]
+    for note in check_engines(groups, loaded.origins):
+        if on_note is not None:
+            on_note(note)
+    if settings.model.tool_format:
+        find_family(settings.model.tool_format)
     parse_levels(settings.logging.level)
+    planes_of(settings)
     return settings
 
 
@@ -135,7 +155,11 @@ def serve_http(
     names = served_model_names(settings) if settings.worker_count else [REMOTE_MODELS_LABEL]
     bar = ProgressBar(unblock_stderr(), as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
-    announce_ready = partial(log_announcement if as_json else announce, names)
+    announce_ready = (
+        partial(log_announcement, names)
+        if as_json
+        else partial(announce, names, settings.model.path)
+    )
     specs = worker_specs if workers_only else deployment_specs
 
     def reload() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
@@ -154,11 +178,18 @@ def serve_http(
     )
 
 
-def announce(names: Sequence[str], url: str) -> None:
+def print_note(text: str) -> None:
+    """Print a note on standard error."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def announce(names: Sequence[str], model_path: str, url: str) -> None:
     """Print how to use the models. `url` is empty for workers without an HTTP port."""
-    where, example = (
-        (f"at {url}/v1", f"try:  {curl_example(url)}\n") if url else ("to frontends", "")
-    )
+    from dynamo.models.location import computes_embeddings
+
+    example_of = curl_embeddings_example if computes_embeddings(model_path) else curl_example
+    command = example_of(url)
+    where, example = (f"at {url}/v1", f"try:  {command}\n") if url else ("to frontends", "")
     print(
         f"\n{', '.join(names)} is served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
         file=sys.stderr,
@@ -181,6 +212,12 @@ def curl_example(url: str) -> str:
         '[{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def curl_embeddings_example(url: str) -> str:
+    """Return a shell command that asks the server for the vectors of two texts."""
+    body = '{"model": "default", "input": ["The weather is lovely today.", "It is sunny."]}'
+    return f"curl {url}/v1/embeddings -H 'content-type: application/json' -d '{body}'"
 
 
 def _parse_input(value: str) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynamo.cli.engine_check import check_engines
 from dynamo.cli.parsing import Parser, format_table, served_model_names
 from dynamo.cli.settings_flags import (
     add_settings_flags,
@@ -70,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
     def make_plan(base: LoadedSettings) -> DeploymentPlan:
         plan = plan_deployment(root, base, load, options, only=args.only)
-        check_plan(plan)
+        check_plan(plan, base.origins)
         return plan
 
     plan = make_plan(load_settings(args))
@@ -98,14 +99,15 @@ def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceO
     return words, options
 
 
-def check_plan(plan: DeploymentPlan) -> None:
-    """Check engines and log level. Raises `ConfigError` and `Unsupported`."""
-    from dynamo.core.plugins import ENGINES
+def check_plan(plan: DeploymentPlan, origins: Mapping[str, str]) -> None:
+    """Check engines, log level and planes. Raises `ConfigError` and `Unsupported`."""
+    from dynamo.runtime.planes import planes_of
     from dynamo.telemetry.logs import parse_levels
 
-    for part in plan.with_role("worker"):
-        ENGINES.check(part.settings.engine.kind)
+    for note in check_engines([part.settings for part in plan.with_role("worker")], origins):
+        print(f"note: {note}", file=sys.stderr)
     parse_levels(plan.settings.logging.level)
+    planes_of(plan.settings)
 
 
 def serve_plan(
@@ -144,11 +146,12 @@ def announce(plan: DeploymentPlan, url: str) -> None:
 
     settings = plan.settings
     workers = plan.with_role("worker")
-    names = [name for part in workers for name in served_model_names(part.settings)] or [plan.root]
+    served = (name for part in workers for name in served_model_names(part.settings))
+    names = list(dict.fromkeys(served)) or [plan.root]
     if settings.logging.format == "json":
         run_command.log_announcement(names, url)
     elif url and workers:
-        run_command.announce(names, url)
+        run_command.announce(names, workers[0].settings.model.path, url)
     else:
         where = f" at {url}" if url else ""
         print(f"\n{plan.root} serves{where}\n", file=sys.stderr)

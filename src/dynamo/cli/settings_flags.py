@@ -99,7 +99,7 @@ def print_unused_settings(loaded: LoadedSettings) -> None:
 def flag_help(spec: SettingSpec) -> str:
     """Return the help text of a setting with its default."""
     default = ",".join(spec.default) if isinstance(spec.default, tuple) else str(spec.default)
-    has_default = spec.default not in ("", (), None, False)
+    has_default = spec.default not in ("", (), {}, None, False)
     unit = f" {spec.meta.unit}" if spec.meta.unit else ""
     text = f"{spec.meta.help} (default: {default}{unit})" if has_default else spec.meta.help
     return text.replace("%", "%%")
@@ -125,6 +125,8 @@ class _SettingAction(argparse.Action):
                 *(previous.raw if isinstance(previous, SourcedValue) else ()),
                 *_parse_list(values, option_string),
             ]
+        elif self.metavar == MAPPING_METAVAR:
+            raw = [*(previous.raw if isinstance(previous, SourcedValue) else ()), values]
         setattr(namespace, self.dest, SourcedValue(raw, f"flag {option_string}"))
 
 
@@ -136,6 +138,7 @@ def _parse_list(text: Any, flag: str | None) -> Sequence[Any]:
 
 
 LIST_METAVAR = "NAME"
+MAPPING_METAVAR = "NAME=VALUE"
 
 
 def _add_flag(group: argparse._ActionsContainer, spec: SettingSpec, flag: str, text: str) -> None:
@@ -160,4 +163,6 @@ def _metavar(spec: SettingSpec, kind: str) -> str:
         return "{" + ",".join(spec.meta.choices) + "}"
     if kind == "list":
         return LIST_METAVAR
+    if kind == "mapping":
+        return MAPPING_METAVAR
     return spec.meta.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")

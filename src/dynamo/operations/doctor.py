@@ -53,6 +53,7 @@ def run_checks(settings: Settings) -> Iterator[Finding]:
             yield Finding(_check_name(check), "fail", error.message, error.hint or "")
         except OSError as error:
             yield Finding(_check_name(check), "fail", describe_os_error(error))
+    yield from engines(settings)
 
 
 def python(settings: Settings) -> Finding:
@@ -244,6 +245,27 @@ def transfer(settings: Settings) -> Finding:
         return Finding("transfer", "ok", text)
     hint = "give all workers the same security.secret and --transfer-plane; for other hosts, "
     return Finding("transfer", "warn", text, f"{hint}listen beyond loopback (--plane-host)")
+
+
+def engines(settings: Settings) -> Iterator[Finding]:
+    """Check the packages of all engines that are not part of Dynamo, without importing them.
+
+    An engine that the settings name must be usable. Others may be missing.
+    """
+    from dynamo.inference.engines.packages import ENGINE_PACKAGES, engine_status, package_kind
+
+    wanted = package_kind(settings.engine.kind)
+    for kind, package in ENGINE_PACKAGES.items():
+        status, chosen = engine_status(kind), kind == wanted
+        name = f"engine {kind}"
+        if not status.problem:
+            text = f"{package.title} {status.version} is usable; supported: {package.supported}"
+            yield Finding(name, "ok", text)
+        elif chosen or status.is_installed:
+            verdict: Verdict = "fail" if chosen else "warn"
+            yield Finding(name, verdict, status.problem, status.command)
+        else:
+            yield Finding(name, "ok", status.problem)
 
 
 CHECKS: Sequence[Check] = (

@@ -24,11 +24,12 @@ from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings
-from dynamo.core.values import BOTH_ROLES
+from dynamo.core.values import BOTH_ROLES, Tier
 
 if TYPE_CHECKING:
     from dynamo.core.settings.schema_engine import EngineSettings
     from dynamo.core.settings.schema_router import RouterSettings
+    from dynamo.inference.tiers.simulated import SimulatedTier
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.replay.request_log import ReplayLog
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
@@ -166,7 +167,9 @@ def _check_source(args: argparse.Namespace) -> None:
 
 def _cluster_name(result: ReplayResult) -> str:
     settings = result.settings
-    return f"{settings['workers']} workers, {settings['router_mode']}"
+    roles = ("prefill", "decode", "flexible")
+    counts = [f"{count} {role}" for role in roles if (count := settings.get(f"{role}_workers"))]
+    return f"{' + '.join(counts) or settings['workers']} workers, {settings['router_mode']}"
 
 
 def _trace_name(args: argparse.Namespace) -> str:
@@ -226,6 +229,8 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
         ranks=engine.data_parallel_size,
         prefix_caching=engine.prefix_caching,
         transfer=_kv_transfer(args, settings, groups),
+        tiers=_tiers(args),
+        kv_bytes_per_token=args.kv_bytes_per_token,
     )
 
 
@@ -237,8 +242,20 @@ def _kv_transfer(
 
     flexible = settings.router.disaggregation.mode == "flexible"
     if flexible or any(group.engine.roles == ("prefill",) for group in groups):
-        return KvTransfer(args.kv_bytes_per_token, args.transfer_gbps * 1e9 or math.inf)
+        return KvTransfer(args.transfer_gbps * 1e9 or math.inf)
     return None
+
+
+def _tiers(args: argparse.Namespace) -> Sequence[SimulatedTier]:
+    """Return the tiers below each engine's blocks, fastest first."""
+    from dynamo.inference.tiers.simulated import SimulatedTier
+
+    sizes: Sequence[tuple[Tier, int, float]] = (
+        ("host", args.host_blocks, args.host_gbps),
+        ("disk", args.disk_blocks, args.disk_gbps),
+        ("shared", args.shared_blocks, args.shared_gbps),
+    )
+    return [SimulatedTier(name, blocks, gbps * 1e9) for name, blocks, gbps in sizes if blocks]
 
 
 def _router_settings(loaded: LoadedSettings) -> RouterSettings:
@@ -270,6 +287,7 @@ def _settings_summary(
         "prefix_caching": engine.prefix_caching,
         "timing": engine.timing,
         **_roles_summary(args, settings, workers),
+        **_tiers_summary(args, workers),
         "speed": args.speed,
         "smear_s": args.smear,
         "rows": args.rows or None,
@@ -296,10 +314,19 @@ def _roles_summary(
     return {
         **counts,
         "disagg": settings.router.disaggregation.mode,
+        "itl_slo_ms": settings.router.disaggregation.itl_slo or None,
         "prefill_timing": args.prefill_timing or settings.engine.timing,
         "kv_bytes_per_token": args.kv_bytes_per_token,
         "transfer_gbps": args.transfer_gbps,
     }
+
+
+def _tiers_summary(args: argparse.Namespace, workers: ReplayWorkers) -> dict[str, object]:
+    """Return the settings of the tiers; empty without any."""
+    summary: dict[str, object] = {}
+    for tier in workers.tiers:
+        summary |= {f"{tier.name}_blocks": tier.blocks, f"{tier.name}_gbps": tier.bytes_per_s / 1e9}
+    return summary | {"kv_bytes_per_token": args.kv_bytes_per_token} if summary else {}
 
 
 def _router_summary(routing: RouterSettings, slo: SloLimits | None) -> dict[str, object]:

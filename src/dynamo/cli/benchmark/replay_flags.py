@@ -46,6 +46,7 @@ def parser() -> Parser:
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, plain or .gz")
     _add_arrival_flags(parser.add_argument_group("replay"))
     _add_transfer_flags(parser.add_argument_group("prompts computed by other workers"))
+    _add_tier_flags(parser.add_argument_group("tiers below the engines' blocks"))
     _add_load_flags(parser.add_argument_group("several loads"))
     _add_output_flags(parser.add_argument_group("output"))
     add_settings_flags(parser, shown=("router", "engine", "workers"))
@@ -107,6 +108,28 @@ def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
         metavar="TIMING",
         help="--timing of prefill workers (default: as the others)",
     )
+
+
+def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
+    for name, place, gbps in (
+        ("host", "host memory of each engine", 25.0),
+        ("disk", "disk of each engine", 6.0),
+        ("shared", "one store that all engines share", 10.0),
+    ):
+        group.add_argument(
+            f"--{name}-blocks",
+            type=_number(int, allow_zero=True),
+            default=0,
+            metavar="N",
+            help=f"KV blocks in the {place} (default: 0)",
+        )
+        group.add_argument(
+            f"--{name}-gbps",
+            type=_number(float),
+            default=gbps,
+            metavar="GB/S",
+            help=f"speed of its loads, and of its stores (default: {gbps:g})",
+        )
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:

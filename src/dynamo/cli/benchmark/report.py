@@ -64,7 +64,7 @@ def format_replay_result(result: ReplayResult) -> str:
         f"prompt tokens {result.reuse_first_admission:.1%} cached at first admission",
         f"{result.evictions} blocks evicted, {result.preemptions} preemptions",
         f"requests per worker: {' '.join(map(str, result.requests_per_worker))}",
-        *_prefill_lines(result),
+        *_moved_lines(result),
         "",
         *_latency_lines(result),
         f"{'rejected':<10}{result.rejected:>8}",
@@ -78,7 +78,12 @@ def format_replay_result(result: ReplayResult) -> str:
     return "\n".join(lines)
 
 
-def _prefill_lines(result: ReplayResult) -> Iterator[str]:
+def _moved_lines(result: ReplayResult) -> Iterator[str]:
+    for name, tier in result.tiers.items():
+        yield (
+            f"tier {name}: {tier.hit_share:.1%} of prompt tokens loaded, {tier.loaded_blocks} "
+            f"blocks loaded, {tier.stored_blocks} stored, {tier.evicted_blocks} evicted"
+        )
     prefills = result.prefills
     if prefills.remote or result.prefill_fallbacks:
         yield (

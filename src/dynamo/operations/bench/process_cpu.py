@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,9 +21,8 @@ class ProcessCpuMeter:
     """Measures the CPU time, by role, of the processes behind `url` on this host."""
 
     def __init__(self, url: str) -> None:
-        self._pids_by_role: dict[str, list[int]] = {}
-        for process in _processes_serving(url):
-            self._pids_by_role.setdefault(process.role, []).append(process.pid)
+        self._roles = {process.pid: process.role for process in _processes_serving(url)}
+        self._roles[os.getpid()] = BENCH_ROLE
         self._before = self._after = self._read_cpu_s()
 
     def start(self) -> None:
@@ -33,22 +34,25 @@ class ProcessCpuMeter:
         self._after = self._read_cpu_s()
 
     def summarize(self, tokens: int, requests: int) -> Mapping[str, ProcessCpu]:
-        """Return the CPU time between `start` and `stop` by role."""
-        used = {role: self._after[role] - before for role, before in self._before.items()}
+        """Return the CPU time between `start` and `stop` by role, of the processes that have not
+        ended between them."""
+        used: defaultdict[str, float] = defaultdict(float)
+        for pid, role in self._roles.items():
+            if self._after[pid]:
+                used[role] += self._after[pid] - self._before[pid]
         return {
             role: ProcessCpu(
                 cpu_s=round(cpu_s, 4),
                 us_per_token=round(cpu_s / max(1, tokens) * 1e6, 2),
                 us_per_request=round(cpu_s / max(1, requests) * 1e6, 1),
             )
-            for role, cpu_s in used.items()
+            for role, cpu_s in sorted(used.items(), key=lambda item: item[0] == BENCH_ROLE)
         }
 
-    def _read_cpu_s(self) -> dict[str, float]:
-        roles = self._pids_by_role.items()
+    def _read_cpu_s(self) -> Mapping[int, float]:
         own = resource.getrusage(resource.RUSAGE_SELF)
-        by_role = {role: sum(map(_process_cpu_s, pids)) for role, pids in roles}
-        return by_role | {BENCH_ROLE: own.ru_utime + own.ru_stime}
+        by_pid = {pid: _process_cpu_s(pid) for pid in self._roles}
+        return by_pid | {os.getpid(): own.ru_utime + own.ru_stime}
 
 
 def _processes_serving(url: str) -> Sequence[ProcessRecord]:

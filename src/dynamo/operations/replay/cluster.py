@@ -5,12 +5,12 @@ Requests skip the request plane: the router's dispatch calls the engine directly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -29,6 +29,7 @@ from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.sequence import SequenceContent
+from dynamo.inference.tiers.simulated import SimulatedTiers
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
 from dynamo.runtime.calls.client import Client
@@ -44,9 +45,11 @@ from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
+from dynamo.scheduling.router.attempt import ListenerFactory
 from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
 from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.telemetry import Registry
 
@@ -78,6 +81,7 @@ class ReplayCluster:
         self._exit_stack = AsyncExitStack()
         self._fast_forwards: list[FastForward] = []
         self._workers_by_id: dict[str, ReplayWorker] = {}
+        self._tiers = SimulatedTiers(workers.tiers, clock)
         self._tasks = BackgroundTasks()
         self.send: SendRequest
         self.engines: list[BatchedEngine] = []
@@ -99,11 +103,13 @@ class ReplayCluster:
             for worker in self._workers_by_id.values():
                 await worker.open_links(self._workers.transfer, self._workers_by_id)
         self._client = await self._open_client(decodes)
+        self._prefill_client = await self._open_client(only_prefills)
         self._policy = await self._open_policy()
         self._exit_stack.push_async_callback(self._policy.close)
+        self._report_links()
         listeners = self._load_report_listeners()
         if self._slo is None:
-            self.send = WorkerRouter(self._policy, self._dispatch, clock=self._clock).send
+            self.send = self._make_router().send
         else:
             self.send, admission = self.add_admission(self._slo)
             listeners.append(admission.on_load_report)
@@ -117,15 +123,30 @@ class ReplayCluster:
         self, slo: SloLimits, metrics: Registry | None = None
     ) -> tuple[SendRequest, Admission]:
         """Return a `send` that passes requests through admission and router, and the admission."""
-        admission = Admission(self._client, self._policy, self._clock, slo, metrics)
+        admission = Admission(
+            self._client,
+            self._policy,
+            self._clock,
+            slo,
+            metrics,
+            prefill_client=self._prefill_client,
+        )
         self._exit_stack.callback(admission.close)
-        router = WorkerRouter(
+        return chain([admission], self._make_router(admission.track_attempt).send), admission
+
+    def _make_router(self, *listener_factories: ListenerFactory) -> WorkerRouter:
+        return WorkerRouter(
             self._policy,
             self._dispatch,
             clock=self._clock,
-            listener_factories=[admission.track_attempt],
+            prefill_client=self._prefill_client,
+            listener_factories=listener_factories,
         )
-        return chain([admission], router.send), admission
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that the router holds."""
+        return self._policy.waiting
 
     def deliver_computed_tokens(self) -> None:
         """Deliver the tokens that fast-forwarding engines have computed up to now."""
@@ -144,14 +165,20 @@ class ReplayCluster:
             namespace=NAMESPACE,
             component=COMPONENT,
             endpoint=ENDPOINT,
-            capabilities={"engine": msgspec.to_builtins(info)},
+            capabilities={"engine": msgspec.to_builtins(info), **self._transfer_capability()},
         )
         await self._discovery.put(instance_key(instance), encode_instance(instance))
+
+    def _transfer_capability(self) -> Mapping[str, Any]:
+        """Return the part of an instance record that describes the exposed KV memory."""
+        if self._workers.transfer is None:
+            return {}
+        slot_bytes = self._workers.block_tokens * self._workers.kv_bytes_per_token
+        return {"transfer": [{"slot_bytes": slot_bytes}]}
 
     def _make_engine(self, worker: str, group: ReplayGroup) -> BatchedEngine:
         """Create and register an engine of the worker of that id, which logs its requests."""
         workers, engine_number = self._workers, len(self.engines)
-        transfer = workers.transfer
 
         def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
             if request.prefill == worker:
@@ -166,7 +193,8 @@ class ReplayCluster:
             wait_until_quiescent=self._clock.wait_until_idle,
             eviction=workers.eviction,
             prefix_caching=workers.prefix_caching,
-            region=None if transfer is None else transfer.make_region(group.engine),
+            region=workers.make_region(group.engine),
+            open_tiers=self._tiers.open if workers.tiers else None,
         )
         self.engines.append(engine)
         self._fast_forwards.append(fast_forward)
@@ -197,17 +225,30 @@ class ReplayCluster:
                 self._events,
                 self._clock,
                 block_tokens=block_tokens,
-                read_prompt=self._log.prompt_of,
+                read_prompt=self._read_prompt,
                 view=self.cache_view,
-                prefill_client=await self._open_client(only_prefills),
+                prefill_client=self._prefill_client,
             )
         )
 
+    def _read_prompt(self, request: GenerateRequest) -> Prompt:
+        """Return the prompt for the router, which then reads what the workers have computed."""
+        self.deliver_computed_tokens()
+        return self._log.prompt_of(request)
+
+    def _report_links(self) -> None:
+        """Report the rate of each link as learnt, because a trace is no test of learning it."""
+        if (transfer := self._workers.transfer) is not None:
+            load = Load(transfer_bytes_per_s=transfer.bytes_per_s)
+            for worker in self._workers_by_id:
+                self._policy.on_load_report(worker, load, self._clock.now())
+
     def _load_report_listeners(self) -> list[OnLoadReport]:
-        """Return the listeners of load reports that the policy has in mode kv."""
-        states = self._policy.worker_states
-        if states is not None and make_cost(self._router_settings).uses_load_reports:
-            return [states.on_load_report]
+        """Return the policy if it uses load reports in mode kv."""
+        settings = self._router_settings
+        reported = settings.disaggregation.itl_slo or self._workers.tiers
+        if settings.mode == KV and (reported or make_cost(settings).uses_load_reports):
+            return [self._policy.on_load_report]
         return []
 
     async def _start_load_reports(self, listeners: Sequence[OnLoadReport]) -> None:

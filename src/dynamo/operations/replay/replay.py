@@ -20,11 +20,10 @@ from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
-from dynamo.operations.replay.result import PrefillCounts, ReplayResult
+from dynamo.operations.replay.result import PrefillCounts, ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.operations.replay.workers import ReplayWorkers
 from dynamo.scheduling.admission import SloLimits
-from dynamo.scheduling.router.factory import KV
 
 SAMPLING = SamplingParams()
 SIMULTANEOUS_S = 1e-9
@@ -85,19 +84,35 @@ class Replay:
             self._duration_s = clock.now()
             self._preemptions = sum(engine.scheduler.preemptions for engine in cluster.engines)
             self._evictions = sum(engine.scheduler.pool.evictions for engine in cluster.engines)
-            self._count_arrivals(cluster)
+            self._count_arrivals(cluster, log)
         return log
 
-    def _count_arrivals(self, cluster: ReplayCluster) -> None:
-        """Count the prompts that came from prefill workers."""
+    def _sum_tier(self, number: int, cluster: ReplayCluster, log: ReplayLog) -> TierResult:
+        """Sum up what the tier of that number did for all engines."""
+        tiers = [engine.tiers for engine in cluster.engines if engine.tiers is not None]
+        counters = [tier.tiers[number].counters for tier in tiers]
+        loaded = sum(counts.loaded_blocks for counts in counters)
+        return TierResult(
+            loaded,
+            sum(counts.stored_blocks for counts in counters),
+            sum(counts.evicted_blocks for counts in counters),
+            loaded * self._plan.workers.block_tokens / max(1, log.prompt_tokens),
+            sum(counts.load_s for counts in counters),
+        )
+
+    def _count_arrivals(self, cluster: ReplayCluster, log: ReplayLog) -> None:
+        """Count the prompts that came from prefill workers, and the blocks of tiers."""
         arrivals = [engine.arrivals.counters for engine in cluster.engines]
         self._fallbacks = sum((counters.fallbacks for counters in arrivals), Counter[str]())
         prompts = sum(counters.prompts for counters in arrivals)
         self._remote_prefills = prompts - self._fallbacks.total()
         blocks = sum(counters.blocks_arrived for counters in arrivals)
-        transfer = self._plan.workers.transfer
-        token_bytes = transfer.kv_bytes_per_token if transfer is not None else 0
-        self._kv_bytes_moved = blocks * self._plan.workers.block_tokens * token_bytes
+        workers = self._plan.workers
+        self._kv_bytes_moved = blocks * workers.block_tokens * workers.kv_bytes_per_token
+        self._tiers: dict[str, TierResult] = {
+            tier.name: self._sum_tier(number, cluster, log)
+            for number, tier in enumerate(workers.tiers)
+        }
 
     async def _run_conversation(
         self,
@@ -122,7 +137,7 @@ class Replay:
             self._report_progress(log)
 
     def _on_clock_jump(self, cluster: ReplayCluster, log: ReplayLog) -> None:
-        if self._plan.router_settings.mode == KV:
+        if cluster.waiting:  # the router may place them at this instant
             cluster.deliver_computed_tokens()
         if log.in_flight and log.clock.now() > log.last_progress_s + DEADLOCK_AFTER_S:
             raise Deadlock(
@@ -152,6 +167,7 @@ class Replay:
             prefills=PrefillCounts(log.completed - self._remote_prefills, self._remote_prefills),
             prefill_fallbacks=dict(self._fallbacks),
             kv_bytes_moved=self._kv_bytes_moved,
+            tiers=self._tiers,
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),

@@ -16,6 +16,17 @@ class PrefillCounts(msgspec.Struct, frozen=True):
     remote: int
 
 
+class TierResult(msgspec.Struct, frozen=True):
+    """The work of one tier for all engines. `hit_share`: the share of the prompt tokens of all
+    admissions that it supplied. `load_s`: the sum of the loads' durations."""
+
+    loaded_blocks: int
+    stored_blocks: int
+    evicted_blocks: int
+    hit_share: float
+    load_s: float
+
+
 class ReplayCapacity(msgspec.Struct, frozen=True):
     """The highest load that keeps limits of latency. Rates are means from the first arrival to the
     last token. All is 0 if no load keeps them. `lower_bound`: every load that was tried keeps them,
@@ -67,6 +78,7 @@ class ReplayResult(msgspec.Struct, frozen=True, omit_defaults=True):
     wall_s: float
     cpu_s: float
     prefill_fallbacks: Mapping[str, int] = {}
+    tiers: Mapping[str, TierResult] = {}
     good_share: float | None = None
     capacity: ReplayCapacity | None = None
     pareto: Sequence[LoadPoint] = ()

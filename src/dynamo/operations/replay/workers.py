@@ -18,7 +18,9 @@ from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPee
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.mock.engine import KV_BYTES_PER_TOKEN
 from dynamo.inference.mock.timing import StepTiming
+from dynamo.inference.tiers.simulated import SimulatedTier
 
 
 class ReplayGroup(msgspec.Struct, frozen=True):
@@ -30,26 +32,31 @@ class ReplayGroup(msgspec.Struct, frozen=True):
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """The size of KV, and the speed of each engine's link in both directions together."""
+    """The speed of each engine's link in both directions together."""
 
-    kv_bytes_per_token: int
     bytes_per_s: float
-
-    def make_region(self, engine: EngineInfo) -> MemoryRegion:
-        """Return the memory of an engine's blocks, of which only the generations exist."""
-        slot_bytes = engine.block_tokens * self.kv_bytes_per_token
-        return MemoryRegion.allocate(engine.num_blocks, slot_bytes, with_memory=False)
 
 
 class ReplayWorkers(msgspec.Struct, frozen=True):
     """The workers of all `groups`, numbered in their order, with `ranks` engines each. All have the
-    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`."""
+    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`.
+    `tiers` lie below the blocks of each engine."""
 
     groups: Sequence[ReplayGroup]
     eviction: str
     ranks: int = 1
     prefix_caching: bool = True
     transfer: KvTransfer | None = None
+    tiers: Sequence[SimulatedTier] = ()
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
+
+    def make_region(self, engine: EngineInfo) -> MemoryRegion | None:
+        """Return the memory of an engine's blocks, of which only the generations exist; None if no
+        block leaves its engine."""
+        if self.transfer is None and not self.tiers:
+            return None
+        slot_bytes = engine.block_tokens * self.kv_bytes_per_token
+        return MemoryRegion.allocate(engine.num_blocks, slot_bytes, with_memory=False)
 
     @property
     def count(self) -> int:

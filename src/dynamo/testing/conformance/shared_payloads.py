@@ -88,9 +88,12 @@ class SharedPayloadsConformance:
             for sink in sinks[:2]:
                 await sink.first_item.wait()
             calls[0].cancel()
+            third = client.call(server.address, "e", b"y", CALL_CONTEXT, sinks[2], shared=shared)
+            calls.append(tasks.start(third))
+            await sinks[2].first_item.wait()  # before the second call ends with its payload
             handler.go_on.set()
-            await client.call(server.address, "e", b"y", CALL_CONTEXT, sinks[2], shared=shared)
-            await calls[1]
+            for call in calls[1:]:
+                await call
         assert len(handler.received) == 1
 
     async def test_calls_with_and_without_a_payload_do_not_mix(self, join: JoinRequests) -> None:

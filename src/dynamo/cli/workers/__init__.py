@@ -1,0 +1,1 @@
+"""Commands for single workers of a running deployment."""
