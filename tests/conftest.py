@@ -90,6 +90,15 @@ def vocabulary(tokenizer: Any) -> Any:
     return Vocabulary(tokenizer)
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """An S3 server for all tests. Each test has its own prefix in its bucket."""
+    from tests.support.servers import S3Process
+
+    with S3Process() as server:
+        yield server
+
+
 def free_port() -> int:
     """Return a port on which no socket listens now."""
     with closing(socket.socket()) as probe:
@@ -236,5 +245,5 @@ def unlink_builtin_services() -> Iterator[None]:
         return
     from dynamo.sdk.decorators import spec_of
 
-    for name in ("Frontend", "Processor", "Router", "Worker"):
+    for name in ("Frontend", "Processor", "Router", "Worker", "EmbeddingWorker"):
         spec_of(getattr(components, name)).links.clear()

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import free_port
-
-from dynamo.testing.servers import EtcdProcess, NatsProcess
+from tests.support.servers import EtcdProcess, NatsProcess
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "cluster.md"

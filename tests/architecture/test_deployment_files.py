@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
 import yaml
 
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
+from dynamo.inference.engines.packages import ENGINE_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -22,6 +25,7 @@ NAME = re.compile(r"\b(?:dynamo|process)_\w+")
 COUNTED = re.compile(r"\b(?:rate|increase)\((\w+)")
 GROUPED = re.compile(r"by \(([^)]*)\)")
 SERVES = re.compile(r"graphs\.\w+:\w+")
+COPIED = re.compile(r"^COPY (\S+)", re.MULTILINE)
 SCRAPED = {"job", "instance", "le", "role", "process", "deployment"}
 """Labels of buckets, and those that Prometheus adds: its own and those of /metrics/targets."""
 
@@ -48,8 +52,9 @@ def metrics() -> dict[str, tuple[str, set[str]]]:
     return by_name
 
 
-def test_the_compose_file_fits_the_compose_schema() -> None:
-    words = ("--builtin-schema", "vendor.compose-spec", str(DEPLOY / "docker-compose.yml"))
+def test_the_compose_files_fit_the_compose_schema() -> None:
+    files = map(str, sorted(DEPLOY.glob("docker-compose*.yml")))
+    words = ("--builtin-schema", "vendor.compose-spec", *files)
     command = [str(Path(sys.executable).with_name("check-jsonschema")), *words]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
@@ -59,7 +64,13 @@ def test_services_have_profiles_and_bind_to_loopback(compose: dict[str, Any]) ->
     services = compose["services"]
     infra = {name for name, service in services.items() if "infra" in service["profiles"]}
     assert infra == {"etcd", "nats"}
-    assert all("stack" in service["profiles"] for service in services.values())
+    for profile, workers in {
+        "stack": {"dynamo-worker"},
+        "disagg": {"dynamo-prefill-worker", "dynamo-decode-worker"},
+    }.items():
+        parts = {name for name, service in services.items() if profile in service["profiles"]}
+        assert {name for name in parts if name.endswith("-worker")} == workers
+        assert parts >= {"etcd", "nats", "dynamo-router", "dynamo-frontend", "prometheus"}
     assert "COMPOSE_PROFILES=stack" in (DEPLOY / ".env").read_text().splitlines()
     for name, service in services.items():
         assert all(wanted in services for wanted in service.get("depends_on", ())), name
@@ -71,16 +82,72 @@ def test_containers_name_settings_graphs_and_files_that_exist(compose: dict[str,
     names = {environment_name(key) for key in setting_specs_by_key()}
     names |= {"DYNAMO_ETCD_ENDPOINTS", "DYNAMO_NATS_URL", "DYNAMO_LOG", "HF_TOKEN"}
     parts = [part for name, part in compose["services"].items() if name.startswith("dynamo-")]
-    assert len(parts) == 4
+    assert len(parts) == 6
+    defaults = dict(
+        line.split("=") for line in (DEPLOY / ".env").read_text().splitlines()[1:] if line[0] != "#"
+    )
     for part in parts:
         assert set(part["environment"]) <= names
         assert "healthcheck" in part
-        (graph,) = (word for word in part["command"] if SERVES.fullmatch(word))
-        module, _, service = graph.partition(":")
-        file = ROOT / "examples/llm" / f"{module.replace('.', '/')}.py"
-        assert re.search(rf"\b{service}\b", file.read_text())
-        assert "/config/distributed.yaml" in part["command"]
-    assert (ROOT / "configs" / "distributed.yaml").exists()
+        disagg = {"DEPLOY_GRAPH": "disagg_router", "DEPLOY_CONFIG": "disagg.yaml"}
+        names_by_profile = {"stack": defaults, "disagg": defaults | disagg}
+        for profile in part["profiles"]:
+            check_command(part["command"], names_by_profile[profile])
+
+
+def check_command(command: list[str], environ: dict[str, str]) -> None:
+    """Check that the graph, its service and the file of a container's command exist."""
+    words = [Template(word).substitute(environ) for word in command]
+    (graph,) = (word for word in words if SERVES.fullmatch(word))
+    module, _, service = graph.partition(":")
+    file = ROOT / "examples/llm" / f"{module.replace('.', '/')}.py"
+    assert re.search(rf"\b{service}\b", file.read_text())
+    (config,) = (word for word in words if word.startswith("/config/"))
+    assert (ROOT / config.replace("/config/", "configs/")).exists()
+
+
+FRAMEWORKS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm", "native": ""}
+"""The frameworks of container/build.sh -> the engine's package."""
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_framework_has_an_image(framework: str) -> None:
+    build = ROOT / "container" / "build.sh"
+    words = [str(build), "--dry-run", "--framework", framework]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"--file (\S+) --tag (\S+)", printed)
+    assert match is not None
+    assert match[2] == f"dynamo:latest-{framework}"
+    recipe = Path(match[1]).read_text()
+    for source in COPIED.findall(recipe):
+        assert (ROOT / source).exists(), source
+    if kind := FRAMEWORKS[framework]:
+        assert f"ENV DYNAMO_ENGINE__KIND={kind}\n" in recipe
+        assert f"check_engine_package('{kind}')" in recipe
+        version = re.search(r"^ARG BASE=\S+:v?([\d.]+)$", recipe, re.MULTILINE)
+        assert version is not None
+        assert ENGINE_PACKAGES[kind].supports(version[1])
+
+
+def test_gpus_are_for_all_workers(compose: dict[str, Any]) -> None:
+    with (DEPLOY / "docker-compose.gpu.yml").open() as file:
+        services = yaml.safe_load(file)["services"]
+    assert set(services) == {name for name in compose["services"] if name.endswith("-worker")}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("--framework", "cuda"), 2, "unknown framework cuda"),
+        (("--framework",), 2, "--framework has no value"),
+        (("--engine", "vllm"), 2, "unknown option --engine"),
+    ],
+)
+def test_wrong_words_of_the_build_are_refused(words: Sequence[str], code: int, text: str) -> None:
+    ended = subprocess.run(
+        [str(ROOT / "container" / "build.sh"), *words], capture_output=True, text=True
+    )
+    assert (ended.returncode, text in ended.stderr) == (code, True), ended.stderr
 
 
 def test_prometheus_asks_every_frontend_for_the_ports(compose: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from dynamo.core.errors import error_types
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 from dynamo.inference.native.kv_storage import KvShape
 from dynamo.models.checkpoint.llama_config import LlamaConfig
-from dynamo.models.downloads.default_model import DEFAULT_MODEL
+from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.services.deployment.launch import DEFAULT_OPEN_FILES
 
 ROOT = Path(__file__).parents[2]

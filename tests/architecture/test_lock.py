@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {
     "run": (),
-    "image": ("hub", "etcd", "nats"),
+    "image": ("hub", "etcd", "nats", "s3", "zstd"),
     "test": ("hub", "etcd", "nats", "test", "check"),
+    "nixl": ("nixl",),
 }
 FILES = ("build", *EXTRAS)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
@@ -36,7 +37,8 @@ def declared(name: str) -> list[str]:
         return list(PROJECT["build-system"]["requires"])
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *(line for extra in EXTRAS[name] for line in extras[extra])]
+    own = [] if name == "nixl" else project["dependencies"]
+    return [*own, *(line for extra in EXTRAS[name] for line in extras[extra])]
 
 
 def test_every_line_is_a_pin_with_hashes() -> None:

@@ -150,7 +150,7 @@ class _Watch:
                 while not self._stopping.is_set():
                     received = stream.recv(1 << 16)
                     now = time.monotonic()
-                    if not received or b"[DONE]" in received or b'"error"' in received:
+                    if not received or b"[DONE]" in received or b'"error":' in received:
                         self.result.errors.append(f"stream {key} ended: {received[-200:]!r}")
                         return
                     gap = now - last if last else 0.0

@@ -17,6 +17,7 @@ import pytest
 from tests.attacks import other_user
 from tests.attacks.client import chat, exchange, request_bytes
 from tests.faults.cluster import Cluster
+from tests.support.servers import free_port
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.frames import HELLO
@@ -24,7 +25,6 @@ from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
 from dynamo.runtime.pids import start_ticks
-from dynamo.testing.servers import free_port
 
 Report = Callable[[str], None]
 DYNAMO = (sys.executable, "-P", "-m", "dynamo")

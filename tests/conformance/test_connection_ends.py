@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from typing import Any, get_args
 
 import pytest
+from tests.support.relay import ConnectionEnd, Relay
+from tests.support.servers import EtcdProcess, NatsProcess
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
@@ -20,8 +22,6 @@ from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.context import Context
 from dynamo.testing.conformance.events import RecordingListener
 from dynamo.testing.conformance.requests import CollectingSink, echo_handler
-from dynamo.testing.relay import ConnectionEnd, Relay
-from dynamo.testing.servers import EtcdProcess, NatsProcess
 
 OPTIONS = PlaneOptions(reconnect_wait_s=0.1)
 REPAIR_S = 2.0

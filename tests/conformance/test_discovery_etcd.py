@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.conformance.planes import join_discovery
+from tests.support.servers import EtcdProcess
 
 from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery
-from dynamo.testing.servers import EtcdProcess
 
 _roots = itertools.count()
 

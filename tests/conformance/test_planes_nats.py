@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.conformance.planes import join_events, join_requests
+from tests.support.servers import NatsProcess
 
 from dynamo.testing.conformance.events import EventsConformance
 from dynamo.testing.conformance.events import JoinEvents as JoinEvents
 from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 from dynamo.testing.conformance.requests import RequestsConformance
-from dynamo.testing.servers import NatsProcess
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.conformance.planes import join_events, join_requests
+from tests.support.certificates import has_openssl, make_authority, make_certificate
 
 from dynamo.communication import handshake
 from dynamo.communication.addresses import parse_address
@@ -21,7 +22,6 @@ from dynamo.communication.requests import Requests, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, ProtocolError
-from dynamo.testing.certificates import has_openssl, make_authority, make_certificate
 from dynamo.testing.conformance.events import EventsConformance
 from dynamo.testing.conformance.events import JoinEvents as JoinEvents
 from dynamo.testing.conformance.requests import CallsConformance, echo_handler

@@ -53,3 +53,10 @@ class TestAuto(TransferConformance):
     async def join(self) -> AsyncIterator[JoinTransfer]:
         async for join in join_transfer("auto:"):
             yield join
+
+
+class TestNixl(TransferConformance):
+    @pytest.fixture
+    async def join(self) -> AsyncIterator[JoinTransfer]:
+        async for join in join_transfer("nixl:", SECRET):
+            yield join

@@ -18,6 +18,7 @@ import pytest
 from tests.conformance.planes import join_transfer
 from tests.conformance.test_planes_secret import certificates as certificates
 from tests.conformance.test_planes_secret import tls_of
+from tests.support.relay import Relay
 
 from dynamo.communication import handshake, transports
 from dynamo.communication.frames import HELLO, pack_frame
@@ -42,7 +43,6 @@ from dynamo.testing.conformance.transfer import (
     TransferPair,
     open_pair,
 )
-from dynamo.testing.relay import Relay
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 OTHER_SECRET = PlaneOptions(secret="another-secret-of-16")
@@ -144,7 +144,7 @@ async def fails(awaitable: object, *reasons: str) -> TransferFailed:
     return caught.value
 
 
-@pytest.mark.parametrize("url", ["shm:", "tcp:", "auto:"])
+@pytest.mark.parametrize("url", ["shm:", "tcp:", "auto:", "nixl:"])
 async def test_a_killed_owner_is_noticed_and_leaves_nothing(
     url: str, start_owner: Callable[[str], Owner]
 ) -> None:
@@ -169,7 +169,7 @@ async def test_a_killed_owner_is_noticed_and_leaves_nothing(
         assert name not in Path("/proc/net/unix").read_text()
 
 
-@pytest.mark.parametrize("url", ["tcp:", "shm:"])
+@pytest.mark.parametrize("url", ["tcp:", "shm:", "nixl:"])
 async def test_a_frozen_owner_costs_the_time_limit(
     url: str, start_owner: Callable[[str], Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +299,7 @@ async def test_a_failing_peer_is_spared_and_asked_again_later() -> None:
         assert pair.has(range(SLOTS), range(SLOTS))
 
 
-@pytest.mark.parametrize("url", ["shm:", "tcp:", "auto:"])
+@pytest.mark.parametrize("url", ["shm:", "tcp:", "auto:", "nixl:"])
 @pytest.mark.parametrize(
     ("owner", "reader"),
     [(SECRET, OTHER_SECRET), (SECRET, DEFAULT_OPTIONS), (DEFAULT_OPTIONS, SECRET)],
@@ -313,7 +313,7 @@ async def test_a_process_without_the_secret_is_refused(
         assert "secret" in error.message
 
 
-@pytest.mark.parametrize("url", ["shm:", "tcp:"])
+@pytest.mark.parametrize("url", ["shm:", "tcp:", "nixl:"])
 async def test_the_owner_compares_the_layout_too(url: str) -> None:
     async with open_process(url) as owner, open_process(url, layout="another model") as stranger:
         pretended = msgspec.structs.replace(owner.descriptor, layout="another model")

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.faults.stream_client import Answer, ask, body_of, read
+from tests.support.servers import EtcdProcess, NatsProcess, S3Process, free_port
 
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.testing.servers import EtcdProcess, NatsProcess, free_port
 
 PLANES = ("plain", "servers")
 STEP_MS = 20
@@ -32,7 +32,7 @@ class Cluster:
     """A deployment with mock workers, used with `with`.
 
     With `prefill` and `decode` it has workers of these roles, and `workers` that do both.
-    `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `output` is a descriptor for the log
+    `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `s3` adds an object store. `output` is a descriptor for the log
     instead of a file. If it is a terminal, the deployment has it as its controlling terminal. On
     exit, no process may have logged a traceback. `prefix` stands before the command, for example a
     shell that changes limits and then runs it.
@@ -53,8 +53,10 @@ class Cluster:
         output: int | None = None,
         prefix: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        s3: bool = False,
     ) -> None:
         self.folder = folder
+        self.s3 = S3Process() if s3 else None
         self.port = free_port()
         self.etcd = EtcdProcess() if planes == "servers" else None
         self.nats = NatsProcess() if planes == "servers" else None
@@ -81,6 +83,9 @@ class Cluster:
             self._stack.enter_context(self.nats)
             self.environ["DYNAMO_ETCD_ENDPOINTS"] = f"http://127.0.0.1:{self.etcd.port}"
             self.environ["DYNAMO_NATS_URL"] = self.nats.url
+        if self.s3 is not None:
+            self._stack.enter_context(self.s3)
+            self.environ |= self.s3.environ
         with (self.folder / "log").open("wb") as log:
             output = log.fileno() if self._output is None else self._output
             terminal = os.isatty(output)

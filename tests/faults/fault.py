@@ -25,3 +25,4 @@ class Fault:
     frontends: int = 1
     flags: tuple[str, ...] = ()
     timing: str = ""
+    s3: bool = False

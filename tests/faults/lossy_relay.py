@@ -6,6 +6,8 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
+from tests.support.relay import Relay
+
 from dynamo.communication.frames import (
     END_STREAM,
     MAX_FRAME_BYTES,
@@ -16,7 +18,6 @@ from dynamo.communication.frames import (
 )
 from dynamo.communication.requests import Requests
 from dynamo.communication.requests.protocol import DATA
-from dynamo.testing.relay import Relay
 
 
 class StreamLoss:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.faults.cluster import Cluster
 from tests.faults.disaggregation import DISAGGREGATED
 from tests.faults.fault import Fault
+from tests.faults.kv_stores import KV_STORES
 from tests.faults.stream_client import Answer, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
@@ -381,4 +382,5 @@ TABLE = (
     Fault("the disk is full and a worker is killed", "requests continue; with disk space a new worker is started", disk_full),
     Fault("a router process is killed three times", "frontends choose workers themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
     *DISAGGREGATED,
+    *KV_STORES,
 )  # fmt: skip

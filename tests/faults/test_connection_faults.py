@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 from tests.faults.lossy_relay import LossyRelay, RelayedRequests
+from tests.support.relay import ConnectionEnd
 from tests.unit.processes import send_through
 
 from dynamo.communication.requests import ResponseWriter, client_connection
@@ -33,7 +34,6 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.testing.fakes import CollectedReply
-from dynamo.testing.relay import ConnectionEnd
 
 ENDPOINT = "dynamo.worker.generate"
 TOKENS = tuple(range(10, 200))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from tests.faults.cluster import Cluster
 from tests.faults.fault import Fault
+from tests.faults.kv_stores import KV_STORES
 from tests.faults.table import TABLE
 
-QUICK = [fault for fault in TABLE if fault.quick and not fault.prefill]
+QUICK = [fault for fault in TABLE if fault.quick and not (fault.prefill or fault in KV_STORES)]
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.run.__name__)

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import Deployment, until
-
-from dynamo.testing.servers import EtcdProcess, NatsProcess
+from tests.support.servers import EtcdProcess, NatsProcess
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llm"
 BODY = {"model": "default", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 from tests.faults.cluster import Cluster
 from tests.faults.stream_client import Answer, ask
+
+from dynamo.scheduling.router.harm_steering import START_WEIGHT
 
 FILE = "router: {{mode: kv, disaggregation: {{mode: {mode}, prefill_length_threshold: 512}}}}\n"
 TIMING = "constant:0.02,5"
@@ -35,7 +38,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     file.write_text(FILE.format(mode="always"))
     folder = tmp_path_factory.mktemp("pairs")
-    flags = ("-f", str(file))
+    flags = ("-f", str(file), "--runtime.namespace", "elsewhere")
     cluster = Cluster(
         tiny_model, folder, workers=0, prefill=1, decode=2, flags=flags, timing=TIMING
     )
@@ -51,6 +54,15 @@ def prefill_state(cluster: Cluster) -> str:
     """Return what /health says about prompts."""
     with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/health", timeout=5) as page:
         return str(json.load(page)["prefill"].get("tiny"))
+
+
+def unhealthy_reason(cluster: Cluster) -> str:
+    """Return why /health reports the model as unhealthy."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/health", timeout=5):
+            return ""
+    except urllib.error.HTTPError as error:
+        return str(json.load(error)["reasons"].get("tiny"))
 
 
 async def ask_new(cluster: Cluster, key: int, words: int) -> Answer:
@@ -102,7 +114,7 @@ async def test_roles_change_what_ps_shows_and_where_requests_go(cluster: Cluster
     assert {answer.worker for answer in answers} == {second.instance}
 
     await cluster.command("roles", first.name, "decode")
-    await cluster.wait_for(lambda: prefill_state(cluster) == "1 prefill workers")
+    await cluster.wait_for(lambda: prefill_state(cluster) == "1 prefill worker")
     assert len(cluster.ready("decode_worker")) == 2
 
 
@@ -115,8 +127,27 @@ async def test_decode_workers_compute_prompts_while_there_is_no_prefill_worker(
     assert not (await ask_new(cluster, 30, LONG)).prefill_worker
 
     await cluster.command("roles", prefill.name, "prefill")
-    await cluster.wait_for(lambda: prefill_state(cluster) == "1 prefill workers")
+    await cluster.wait_for(lambda: prefill_state(cluster) == "1 prefill worker")
     assert (await ask_new(cluster, 31, LONG)).prefill_worker == prefill.instance
+
+
+async def test_health_tells_of_a_mode_and_of_a_missing_decode_worker(
+    cluster: Cluster, file: Path
+) -> None:
+    await set_mode(cluster, file, "off", remote=False)
+    assert prefill_state(cluster).endswith("mode is off: decode workers compute prompts")
+    await set_mode(cluster, file, "always", remote=True)
+
+    names = [record.name for record in cluster.ready("decode_worker")]
+    for name in names:
+        await cluster.command("roles", name, "prefill")
+    await cluster.wait_for(lambda: "3 prefill workers and no worker" in unhealthy_reason(cluster))
+    answer = await ask(cluster.port, 40, 8, words=SHORT)
+    assert "serving with another role" in answer.error
+    for name in names:
+        await cluster.command("roles", name, "decode")
+    await cluster.wait_for(lambda: not unhealthy_reason(cluster))
+    await ask_new(cluster, 41, LONG)
 
 
 async def test_a_router_process_chooses_pairs_too(tiny_model: Path, tmp_path: Path) -> None:
@@ -149,3 +180,37 @@ def test_always_without_a_prefill_worker_is_an_error_that_says_what_to_add(
     assert ended.returncode == 2
     assert "no worker is a prefill worker" in ended.stderr
     assert "--prefill-workers N" in ended.stderr
+
+
+async def test_a_router_process_steers_the_price_of_pauses_by_the_target(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "steered.yaml"
+
+    def set_target(milliseconds: float) -> None:
+        steered = {"mode": "flexible", "itl_slo": milliseconds}
+        router = {"mode": "kv", "replicas": 1, "port": 0, "disaggregation": steered}
+        file.write_text(json.dumps({"router": router}))
+
+    set_target(1.0)  # below a step of TIMING
+    flags = ("-f", str(file))
+    with Cluster(tiny_model, tmp_path, workers=2, flags=flags, timing=TIMING) as cluster:
+        await cluster.wait_for(lambda: cluster.ready("router"))
+
+        (router,) = cluster.ready("router")
+
+        async def weight_after_an_answer() -> float | None:
+            await ask_new(cluster, next(_keys), SHORT)
+            return cluster.metrics(router).get('dynamo_router_harm_weight_ratio{model="tiny"}')
+
+        end = time.monotonic() + 20
+        while (await weight_after_an_answer() or 0.0) <= START_WEIGHT:
+            assert time.monotonic() < end, cluster.log[-2000:]
+        await weight_after_an_answer()
+        *_, last = json.loads(await cluster.command("explain", "--json"))
+        assert last["harm_weight"] > START_WEIGHT
+        assert last["itl_slo_ms"] == 1.0
+
+        set_target(0.0)
+        while await weight_after_an_answer() is not None:
+            assert time.monotonic() < end, cluster.log[-2000:]

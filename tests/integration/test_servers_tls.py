@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.certificates import has_openssl, make_authority, make_certificate
+from tests.support.servers import EtcdProcess, NatsProcess
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.communication.requests import open_requests
 from dynamo.core.errors import ConfigError, PlaneUnavailable
-from dynamo.testing.certificates import has_openssl, make_authority, make_certificate
-from dynamo.testing.servers import EtcdProcess, NatsProcess
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ class SchedulerHarness:
     def add(self, prompt: list[int], max_tokens: int, priority: int, way: str) -> None:
         content = TokenContent(array("I", prompt).tobytes(), BLOCK_TOKENS)
         sequence = EngineSequence(content, len(prompt), max_tokens, priority=priority)
-        sequence.source = ManualSource() if way == "from a source" else None
+        sequence.sources = (ManualSource(),) if way == "from a source" else ()
         sequence.prefill_only = way == "for another worker"
         if len(prompt) < self.scheduler.context_tokens:
             self.scheduler.add(sequence)
@@ -136,13 +136,15 @@ class SchedulerHarness:
             self.scheduler.remove(self.live.pop(number % len(self.live)))
 
     def arrive(self, number: int) -> None:
-        """Let a sequence go on to arrive: a block, the first token, or the end of the arrival."""
-        arriving = [s for s in self.scheduler.arriving if s.source is not None]
+        """Let a sequence go on to arrive: a block, the first token, or the end of the arrival. The
+        source of a preempted one ends."""
+        queue = self.scheduler.arriving
+        arriving = queue.preempted or [s for s in queue.sequences if s.sources]
         if not arriving:
             return
         sequence = arriving[number % len(arriving)]
         arrived, prompt = sequence.computed_tokens, sequence.prompt_tokens
-        ends = sequence.ended or number % 4 == 0
+        ends = sequence.ended or sequence in queue.preempted or number % 4 == 0
         if ends or (arrived == prompt and (sequence.length > prompt or number % 4 == 3)):
             self.scheduler.end_arrival(sequence)
         elif arrived == prompt or (number % 4 == 1 and sequence.length == prompt):
@@ -170,8 +172,7 @@ class SchedulerHarness:
 
     def fail(self) -> None:
         """Run a step that raises after its runner has finished. None of its work counts."""
-        plan = self.scheduler.schedule()
-        self.scheduler.new_arrivals.clear()
+        plan = self._schedule()
         if plan is None:
             return
         self.runner.step(plan)
@@ -179,15 +180,26 @@ class SchedulerHarness:
             self.scheduler.remove(chunk.sequence)
             self.live.remove(chunk.sequence)
 
-    def step(self, within: Callable[[], None] = lambda: None) -> bool:
+    def _schedule(self) -> StepPlan | None:
+        """Plan a step. No sequence is preempted while one of a lower priority arrives."""
+        before = [(sequence, sequence.preemptions) for sequence in self.scheduler.running]
         plan = self.scheduler.schedule()
-        self.scheduler.new_arrivals.clear()
+        arriving = self.scheduler.arriving
+        arriving.new.clear()
+        for sequence, preemptions in before:
+            if sequence.preemptions > preemptions:
+                lowest = min((other.priority for other in arriving.sequences), default=9)
+                assert sequence.priority <= lowest
+        return plan
+
+    def step(self, within: Callable[[], None] = lambda: None) -> bool:
+        plan = self._schedule()
         if plan is None:
-            outside = self.scheduler.arriving or self.held
+            outside = bool(self.scheduler.arriving.sequences or self.held)
             assert outside or not self.live, "requests wait and nothing is done"
             self.arrive(len(self.scheduler.arriving) * 4 + 2)
             self.release()
-            return bool(outside)
+            return outside
         assert sum(chunk.count for chunk in plan.chunks) <= self.limits.max_num_batched_tokens
         assert plan.new_tokens + plan.decode_seqs == sum(chunk.count for chunk in plan.chunks)
         in_batch = len(self.scheduler.running) + len(self.scheduler.arriving)
@@ -235,7 +247,7 @@ class SchedulerHarness:
         assert dump.parents == self.view.parents
         self.view.check_chains()
         assert self.scheduler._to_load <= set(self.scheduler.running)
-        sequences = [*self.scheduler.running, *self.scheduler.arriving, *self.held]
+        sequences = [*self.scheduler.running, *self.scheduler.arriving.sequences, *self.held]
         used = [block for sequence in sequences for block in sequence.blocks]
         assert len(set(used)) == self.pool.active
         assert all(block.ref_count == used.count(block) for block in used)

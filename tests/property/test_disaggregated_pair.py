@@ -22,6 +22,7 @@ REQUESTS = st.tuples(
     st.booleans(),  # which engine answers
     st.booleans(),  # whether the other one computes the prompt
     st.sampled_from(["", "", "", "leaves", "enough"]),
+    st.integers(0, 2),  # the priority
 )
 FAULTS = st.sampled_from(
     ["request", "request", "request", "clear", "sever", "rejoin", "fail a step", "freeze"]
@@ -87,11 +88,11 @@ def test_answers_are_right_or_fail_and_nothing_is_left(
     async def main(pair: Pair) -> None:
         assert isinstance(pair, FlexiblePair)
         sent: list[tuple[CollectedReply, asyncio.Task[None], list[int], int]] = []
-        for fault, (beginning, length, answer, at_d, remote, end), pause_ms in actions:
+        for fault, (beginning, length, answer, at_d, remote, end, level), pause_ms in actions:
             if fault == "request":
                 prompt = [beginning] * (length // 2) + list(range(length - length // 2))
                 other = ("p" if at_d else "d") if remote else ""
-                request = make_request(prompt, prefill=other, max_tokens=answer)
+                request = make_request(prompt, prefill=other, max_tokens=answer, priority=level)
                 limit = answer // 2 + 1 if end == "enough" else None
                 reply, task = pair.send(request, pair.workers[at_d].engine, limit)
                 if end == "leaves":

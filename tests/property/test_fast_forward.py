@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.inference import fast_forward
+from dynamo.inference.tiers.simulated import SimulatedTier
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.workers import ReplayWorkers
+
+Tiers = tuple[SimulatedTier, ...]
+HOST: Tiers = (SimulatedTier("host", 200, 1e9),)
+STORES: Tiers = (SimulatedTier("disk", 300, 3e8), SimulatedTier("shared", 900, 2e8))
 
 
 def run_replay(
@@ -20,7 +26,7 @@ def run_replay(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_forward, "MIN_STEPS", min_steps)
         plan = ReplayPlan("synthetic", workers, RouterSettings(mode=mode), BLOCK, 0)
-        return Replay(plan).run(chats(10, seed=seed, answer=answer))[1]
+        return Replay(plan).run(chats(25 if workers.tiers else 10, seed=seed, answer=answer))[1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -31,11 +37,28 @@ def run_replay(
     blocks=st.integers(70, 400),
     seqs=st.integers(1, 8),
     mode=st.sampled_from(["round_robin", "kv"]),
+    tiers=st.sampled_from([(), HOST, (*HOST, *STORES)]),
 )
 def test_fast_forward_changes_no_result(
-    seed: int, answer: int, workers: int, blocks: int, seqs: int, mode: str
+    seed: int, answer: int, workers: int, blocks: int, seqs: int, mode: str, tiers: Tiers
 ) -> None:
-    replay_workers = cluster(workers, num_blocks=blocks, max_num_seqs=seqs)
+    if tiers:
+        workers, blocks = 1, min(blocks, 100)
+    check(seed, answer, workers, blocks, seqs, mode, tiers)
+
+
+def test_a_waiting_prompt_whose_blocks_arrive_is_admitted_in_time() -> None:
+    check(8, 100, 1, 110, 6, "kv", (*HOST, *STORES))
+
+
+def check(
+    seed: int, answer: int, workers: int, blocks: int, seqs: int, mode: str, tiers: Tiers
+) -> None:
+    replay_workers = replace(
+        cluster(workers, num_blocks=blocks, max_num_seqs=seqs),
+        tiers=tiers,
+        kv_bytes_per_token=16_384,
+    )
     skipped = run_replay(replay_workers, seed, answer, mode, 2)
     stepped = run_replay(replay_workers, seed, answer, mode, 1 << 40)
     assert skipped.completed == stepped.completed

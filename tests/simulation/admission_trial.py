@@ -19,7 +19,7 @@ from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
-from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
+from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.router.load_view import LoadView
@@ -35,6 +35,15 @@ def make_workers(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWork
     """Return workers with few slots that take 23 ms a token under any load."""
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
     return ReplayWorkers([ReplayGroup(number, info, LinearTiming(23.0, 0.01))], "reuse")
+
+
+def make_workers_apart(prefill: int = 1, decode: int = 2) -> ReplayWorkers:
+    """Return prefill workers that take 0.6 s for 6,000 tokens, and decode workers."""
+    groups = []
+    for count, role in ((prefill, "prefill"), (decode, "decode")):
+        info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 256, 8192, roles=(role,))
+        groups.append(ReplayGroup(count, info, LinearTiming(10.0, 0.1)))
+    return ReplayWorkers(groups, "reuse", transfer=KvTransfer(64e9))
 
 
 class AdmissionTrial:
@@ -91,7 +100,8 @@ class AdmissionTrial:
                     break
                 lengths = options.get("lengths")
                 answer = lengths(rng) if lengths else ANSWER
-                tasks.start(self.send_request(answer, bound=options.get("bound", ANSWER)))
+                bound, prompt = options.get("bound", ANSWER), options.get("prompt", PROMPT)
+                tasks.start(self.send_request(answer, bound=bound, prompt=prompt))
             await tasks.join()
 
 
@@ -132,7 +142,7 @@ async def open_trial(
     metrics: Registry | None = None,
 ) -> Any:
     log = ReplayLog(clock, TraceBlockConverter(BLOCK, BLOCK), BLOCK)
-    settings = RouterSettings(mode=mode)
+    settings = RouterSettings(mode=mode, disaggregation=limits.disaggregation)
     async with AdmissionCluster(workers, settings, log, clock, Random(1)) as cluster:
         if mode == "kv":
             clock.on_time_advanced(cluster.deliver_computed_tokens)

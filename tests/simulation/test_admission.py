@@ -5,9 +5,16 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from tests.simulation.admission_trial import CAPACITY, HOLD_S, make_workers, open_trial
+from tests.simulation.admission_trial import (
+    CAPACITY,
+    HOLD_S,
+    make_workers,
+    make_workers_apart,
+    open_trial,
+)
 
 from dynamo.core.errors import NoWorkers
+from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.scheduling.admission import SloLimits
@@ -34,6 +41,36 @@ def test_frontends_share_the_workers(times: float) -> None:
             if times > 1:
                 assert (len(took) - before) / 40 >= 0.95 * CAPACITY
                 assert min(len(first.first_token_s), len(another.first_token_s)) > 0.3 * len(took)
+
+    run_in_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("mode", "disaggregation", "least", "late"),
+    [
+        ("round_robin", "auto", 1.2, 0.2),
+        ("kv", "always", 1.2, 0.05),
+        ("kv", "predicted", 1.2, 0.05),
+        ("kv", "off", 2.5, 0.05),
+    ],
+)
+def test_the_ttft_slo_counts_the_workers_that_compute_prompts(
+    mode: str, disaggregation: str, least: float, late: float
+) -> None:
+    """The prefill worker computes 1.6 prompts a second, and the decode workers are nearly idle."""
+
+    async def main(clock: VirtualClock) -> None:
+        settings = DisaggregationSettings(mode=disaggregation)
+        limits = SloLimits(ttft_s=2.0, disaggregation=settings)
+        async with open_trial(clock, limits, make_workers_apart(), mode) as run:
+            await run.offer_load(1.0, 10, Random(7), prompt=6_000)
+            before = len(run.first_token_s)
+            await run.offer_load(5.0, 30, Random(3), prompt=6_000)
+            took = run.first_token_s.values()
+            assert max(took) < 2 * limits.ttft_s
+            assert sum(seconds > 2.0 for seconds in took) < late * len(took)
+            assert len(run.rejected) > 30
+            assert len(run.first_token_s) - before > least * 30
 
     run_in_virtual_time(main)
 

@@ -9,6 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.simulation.chaos import ChaosScenario, run_chaos
+from tests.simulation.chaos.faults import FaultSchedule
+from tests.simulation.chaos.leaks import PlaceCount, find_leaks
+from tests.simulation.chaos.processes import SimulatedFrontend, SimulatedNetwork, SimulatedWorker
+from tests.simulation.chaos.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo
@@ -16,11 +21,6 @@ from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.admission import Admission
-from dynamo.testing.chaos import ChaosScenario, run_chaos
-from dynamo.testing.chaos.faults import FaultSchedule
-from dynamo.testing.chaos.leaks import PlaceCount, find_leaks
-from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedNetwork, SimulatedWorker
-from dynamo.testing.chaos.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
 
 BUSY = ChaosScenario(
     hours=0.015,

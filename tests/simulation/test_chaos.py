@@ -7,14 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.simulation.chaos import ChaosResult, ChaosScenario, run_chaos
+from tests.simulation.chaos.faults import FaultSchedule
 
 from dynamo.communication.transfer import SlotRead
 from dynamo.communication.transfer.memory import MemoryPeer
 from dynamo.inference.block_pool import BlockPool
+from dynamo.inference.tiers.copies import TimedCopies
+from dynamo.inference.tiers.simulated import SimulatedTier
 from dynamo.scheduling import migration
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.testing.chaos import ChaosResult, ChaosScenario, run_chaos
-from dynamo.testing.chaos.faults import FaultSchedule
 
 BAD = ChaosScenario(
     hours=0.06,
@@ -25,6 +27,17 @@ BAD = ChaosScenario(
     deadline_s=20.0,
     disconnect_rate=0.5,
 )
+
+
+RARE = {"faults": FaultSchedule(60.0, 30.0)}
+BUSY = {
+    "workers": 9,
+    "rate": 8.0,
+    "prompt_tokens": 3_072,
+    "num_blocks": 2_048,
+    "faults": FaultSchedule(30.0, 15.0),
+}
+"""Workers without answers would compute their own prompts in mode flexible."""
 
 
 def run_bad_day(**changes: Any) -> ChaosResult:
@@ -51,11 +64,15 @@ def test_other_modes_answer_correctly_without_leaks(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "disaggregation", "prefill_workers"),
-    [("kv", "always", 4), ("round_robin", "always", 1), ("kv", "flexible", 0)],
+    ("mode", "disaggregation", "prefill_workers", "load"),
+    [
+        ("kv", "always", 4, RARE),
+        ("round_robin", "always", 1, RARE),
+        ("kv", "flexible", 0, BUSY),
+    ],
 )
 def test_prompts_computed_elsewhere_are_answered_correctly_without_leaks(
-    mode: str, disaggregation: str, prefill_workers: int
+    mode: str, disaggregation: str, prefill_workers: int, load: dict[str, Any]
 ) -> None:
     """Prefill and decode workers crash and are cut off at every stage of a prompt."""
     result = run_bad_day(
@@ -64,13 +81,57 @@ def test_prompts_computed_elsewhere_are_answered_correctly_without_leaks(
         prefill_workers=prefill_workers,
         hours=0.03,
         seed=2,
-        faults=FaultSchedule(60.0, 30.0),
+        **load,
     )
     assert result.correct == result.requests > 300, result.failure_messages
     assert not result.failed
     assert not result.leaks
     assert result.remote_prefills > 200
     assert sum(result.prefill_fallbacks.values()) > 10
+
+
+TIERS = (
+    SimulatedTier("host", 200, 2e4),
+    SimulatedTier("disk", 400, 1e4),
+    SimulatedTier("shared", 2_000, 2e4),
+)
+"""Blocks are digests of 8 bytes: 64 of them take 26 to 51 ms."""
+
+
+@pytest.mark.parametrize(
+    ("disaggregation", "prefill_workers", "num_blocks"), [("off", 0, 80), ("always", 4, 140)]
+)
+def test_blocks_in_tiers_are_answered_correctly_without_leaks(
+    disaggregation: str, prefill_workers: int, num_blocks: int
+) -> None:
+    """Loads and stores fail half way, and workers crash during both."""
+    result = run_bad_day(
+        hours=0.03,
+        rate=3.0,
+        num_blocks=num_blocks,
+        tiers=TIERS,
+        tier_fault_share=0.1,
+        disaggregation=disaggregation,
+        prefill_workers=prefill_workers,
+        faults=FaultSchedule(60.0, 30.0),
+    )
+    assert result.correct == result.requests > 200, result.failure_messages
+    assert not result.failed
+    assert not result.leaks
+    assert all(result.tier_loads[tier.name] > 50 for tier in TIERS), result.tier_loads
+
+
+def test_a_wrong_block_from_a_tier_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TimedCopies.store
+
+    async def store_wrongly(self: TimedCopies, pairs: Sequence[tuple[int, int]]) -> None:
+        await real(self, pairs)
+        self._contents[pairs[0][1]] = bytes(8)
+
+    monkeypatch.setattr(TimedCopies, "store", store_wrongly)
+    result = run_bad_day(hours=0.01, num_blocks=80, tiers=TIERS, faults=FaultSchedule(0.0, 0.0))
+    assert result.correct < result.requests
+    assert result.failed["altered"] > 0
 
 
 def test_a_wrong_block_from_a_prefill_worker_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from dynamo.testing.chaos import ChaosScenario, run_chaos
-from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers
-from dynamo.testing.chaos.requests import SimulatedOutcome
+from tests.simulation.chaos import ChaosScenario, run_chaos
+from tests.simulation.chaos.faults import FaultSchedule, SimulatedWorkers
+from tests.simulation.chaos.requests import SimulatedOutcome
 
 CALM = FaultSchedule(crash_every_s=0.0, partition_every_s=0.0)
 

@@ -10,12 +10,14 @@ from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.inference.mock.timing import LinearTiming
+from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.cluster import ReplayCluster
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceConversation
 from dynamo.operations.replay.workers import KvTransfer, ReplayWorkers
+from dynamo.scheduling.router.harm_steering import START_WEIGHT
 
 TOKEN_BYTES = 1000
 CHATS = chats(20)
@@ -31,7 +33,9 @@ def apart(
         replace(group, count=count, engine=replace(group.engine, roles=(role,)))
         for role, count in (("prefill", prefill), ("decode", decode))
     ]
-    return replace(workers, groups=groups, transfer=KvTransfer(TOKEN_BYTES, bytes_per_s))
+    return replace(
+        workers, groups=groups, transfer=KvTransfer(bytes_per_s), kv_bytes_per_token=TOKEN_BYTES
+    )
 
 
 @pytest.fixture
@@ -129,3 +133,52 @@ def test_the_same_seed_gives_the_same_replay(clusters: list[ReplayCluster]) -> N
     first, again = (replay(apart(bytes_per_s=1e9), "predicted", "kv")[1] for _ in range(2))
 
     assert first.e2e_s == again.e2e_s
+
+
+def flexible(count: int = 3) -> ReplayWorkers:
+    """Return workers that compute prompts for each other."""
+    return replace(cluster(count), transfer=KvTransfer(float("inf")))
+
+
+def replay_with_target(
+    itl_slo: float, conversations: Sequence[TraceConversation] = CHATS
+) -> tuple[ReplayResult, ReplayLog]:
+    disaggregation = DisaggregationSettings(mode="flexible", itl_slo=itl_slo)
+    settings = RouterSettings(mode="kv", disaggregation=disaggregation)
+    return Replay(ReplayPlan("synthetic", flexible(), settings, BLOCK)).run(conversations)
+
+
+def test_workers_count_the_gaps_that_clients_see(
+    clusters: list[ReplayCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target_ms, slow = 10.0, 0
+    add = LatencyHistogram.add
+
+    def count(self: LatencyHistogram, seconds: float, times: int = 1) -> None:
+        nonlocal slow
+        slow += times if seconds > target_ms * 1e-3 else 0
+        add(self, seconds, times)
+
+    monkeypatch.setattr(LatencyHistogram, "add", count)
+    result, log = replay_with_target(target_ms, chats(60, per_s=60))
+    gaps = [engine.token_gaps for engine in clusters[0].engines]
+
+    assert result.prefills.remote > 0
+    assert sum(each.gaps for each in gaps) == log.output_tokens - log.completed
+    assert 0.01 * log.output_tokens < slow < 0.9 * log.output_tokens
+    assert sum(each.slow_gaps for each in gaps) == slow
+
+
+def test_nothing_is_counted_without_a_target(clusters: list[ReplayCluster]) -> None:
+    replay_with_target(0.0)
+
+    assert [engine.token_gaps.gaps for engine in clusters[0].engines] == [0, 0, 0]
+
+
+def test_a_lower_target_raises_the_price_of_pauses(clusters: list[ReplayCluster]) -> None:
+    busy = chats(120, per_s=60)
+    for target_ms in (8.0, 1_000.0):
+        replay_with_target(target_ms, busy)
+    weights = [each._policy.harm_steering.weight for each in clusters]
+
+    assert weights[0] > START_WEIGHT > weights[1]

@@ -12,6 +12,18 @@ TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
+BROKEN = {"name": "f", "arguments": "{a: 1}"}
+CALL = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+
+
+def choose(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allow(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "words", "messages": HI} | fields
@@ -107,16 +119,40 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(ignore_eos="no"), "ignore_eos"),
     (CHAT, chat(chat_template_kwargs=[]), "chat_template_kwargs"),
     (CHAT, chat(tools={}), "tools"),
-    (CHAT, chat(tools=[TOOL]), "tools"),
-    (CHAT, chat(tools=[TOOL], tool_choice="auto"), "tool_choice"),
     (CHAT, chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice="always"), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"type": "tool"}), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice={"type": "function"}), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=choose("g")), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=choose("f")), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=allow("required", "f")), "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=allow("auto", "f", "g")), "tool_choice"),
+    (CHAT, chat(tools=[5]), "tools[0]"),
+    (CHAT, chat(tools=[{"type": "web_search"}]), "tools[0].type"),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function"),
+    (CHAT, chat(tools=[TOOL, TOOL]), "tools[1].function.name"),
+    (CHAT, chat(tools=[choose("a b")]), "tools[0].function.name"),
+    (CHAT, chat(tools=[choose("x" * 65)]), "tools[0].function.name"),
+    (CHAT, chat(tools=[choose(f"f{n}") for n in range(129)]), "tools"),
+    (
+        CHAT,
+        chat(tools=[{"function": {"name": "f", "parameters": [1]}}]),
+        "tools[0].function.parameters",
+    ),
+    (CHAT, with_messages({"role": "tool", "content": "4"}), "messages[0].tool_call_id"),
+    (
+        CHAT,
+        with_messages(CALL, {"role": "tool", "content": "4", "tool_call_id": "other"}),
+        "messages[1].tool_call_id",
+    ),
+    (
+        CHAT,
+        with_messages(CALL | {"tool_calls": [{"id": "c", "function": BROKEN}]}),
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
     (CHAT, chat(functions=[{"name": "f"}]), "functions"),
     (CHAT, chat(function_call="auto"), "function_call"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
-    (CHAT, chat(response_format=5), "response_format"),
-    (CHAT, chat(guided_json={}), "guided_json"),
-    (CHAT, chat(structured_outputs={"regex": "x"}), "structured_outputs"),
     (CHAT, chat(modalities=["audio"]), "modalities"),
     (CHAT, chat(audio={"voice": "x"}), "audio"),
     (CHAT, chat(web_search_options={}), "web_search_options"),

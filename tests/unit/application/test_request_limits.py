@@ -37,7 +37,7 @@ TOO_LARGE_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         "chat_template_kwargs: 65 entries, limit 64",
     ),
     (CHAT, chat(reasoning_effort="x" * 1025), "reasoning_effort: 1,025 characters, limit 1,024"),
-    (CHAT, chat(tools=[TOOL] * 1025, tool_choice="none"), "tools: 1,025 entries, limit 1,024"),
+    (CHAT, chat(tools=[TOOL] * 129, tool_choice="none"), "tools: 129 entries, limit 128"),
     (
         TEXT,
         {"model": "words", "prompt": "a", "cache_salt": "s" * 257},

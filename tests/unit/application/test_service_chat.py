@@ -15,7 +15,17 @@ from dynamo.application.openai.service_chat import (
     chat_request_to_dict,
 )
 from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
-from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
+from dynamo.core.text import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegun,
+    CallEnded,
+    ChatRequest,
+    DecodedTokenLogprob,
+    ReasoningDelta,
+    TextFinish,
+    TextReply,
+)
 from dynamo.core.values import Started
 
 
@@ -65,6 +75,63 @@ def test_chunks_are_read_back_as_the_same_text() -> None:
     assert reply.calls == [
         *(("prompt", 7), ("begin", 0), (0, "he"), (0, "llo"), ("finish", 0, "length", 2))
     ]
+
+
+def answer_with_a_call(reply: TextReply) -> None:
+    reply.prompt(7)
+    reply.begin(0, Started(worker="w"))
+    for event in CALL_EVENTS:
+        reply.event(0, event)
+    reply.finish(0, TextFinish("tool_calls", 2))
+
+
+CALL_EVENTS: list[AnswerEvent] = [
+    ReasoningDelta("hm"),
+    CallBegun(0, "call_1", "f"),
+    ArgumentsDelta(0, "{"),
+    ArgumentsDelta(0, "}"),
+    CallEnded(0),
+]
+
+
+class EventReply(RecordingReply):
+    """Records events, too."""
+
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        self.calls.append((choice, event))
+        return True
+
+
+def test_reasoning_and_calls_pass_between_services_in_chunks() -> None:
+    reply = EventReply()
+    reader = ChatChunkReader(reply)
+    answer_with_a_call(ChatChunkReply(reader.receive, {}, 1))
+    reader.end()
+    assert [call[1] for call in reply.calls if call[0] == 0] == CALL_EVENTS
+    assert reply.calls[-1] == ("finish", 0, "tool_calls", 2)
+
+
+def test_reasoning_and_calls_pass_between_services_in_one_answer() -> None:
+    whole = ChatAnswerReply()
+    answer_with_a_call(whole)
+    assert whole.answer["finish_reason"] == "tool_calls"
+    reply = EventReply()
+    reader = ChatChunkReader(reply)
+    message = {key: whole.answer[key] for key in ("content", "reasoning_content", "tool_calls")}
+    reader.receive({"choices": [{"message": message, "finish_reason": "tool_calls"}]})
+    reader.end()
+    events = [call[1] for call in reply.calls if call[0] == 0]
+    assert events == [*CALL_EVENTS[:2], ArgumentsDelta(0, "{}"), CALL_EVENTS[-1]]
+
+
+@pytest.mark.parametrize("names", [None, (), ("g",)])
+def test_the_choice_of_tools_passes_between_services(names: tuple[str, ...] | None) -> None:
+    tools = tuple({"type": "function", "function": {"name": name}} for name in ("f", "g"))
+    messages = ({"role": "user", "content": "hi"},)
+    request = ChatRequest(
+        "m", messages, tools=tools, callable_tools=names, parallel_tool_calls=False
+    )
+    assert chat_request_from_dict(chat_request_to_dict(request), "m", "reject") == request
 
 
 def test_a_service_adds_text_before_and_after_the_model() -> None:

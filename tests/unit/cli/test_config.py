@@ -9,6 +9,8 @@ from dynamo.cli.entry import main
 
 SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
+CUSTOM_MODEL = next(path for path in SHIPPED if path.stem == "custom_model")
+
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,7 @@ def test_the_origin_is_flag_environment_file_or_default(
     assert "engine.workers 2 environment DYNAMO_ENGINE__WORKERS" in lines
     assert f"server.http_host ::1 {file}:3" in lines
     assert "server.idle_timeout 75 seconds default" in lines
-    assert "nixl.compression none default (not in use yet)" in lines
+    assert "cache.cache_policy lru default (not in use yet)" in lines
     assert f"Retriever.top_k 3 {file}:4" in lines
 
 
@@ -124,19 +126,19 @@ def test_settings_without_effect_are_noted_at_start(
     from dynamo.cli.settings_flags import load_settings
 
     file = tmp_path / "a.yaml"
-    file.write_text("router: {type: kv_aware}\nnixl: {enable_rdma: true}\n")
+    file.write_text("router: {type: kv_aware}\nmonitoring: {grafana: {port: 1}}\n")
     load_settings(parser().parse(["-f", str(file)]))
 
     err = capsys.readouterr().err
-    assert "note: not in use yet: nixl.enable_rdma (" in err
+    assert "note: not in use yet: monitoring.grafana.port (" in err
     assert "router" not in err
 
-    file.write_text("workers: {decode: {replicas: 8, tensor_parallel_size: 2}}\n")
+    file.write_text("workers: {decode: {replicas: 8, resources: {gpu: 2}}}\n")
     loaded = load_settings(parser().parse(["-f", str(file), "--workers", "3"]))
     err = capsys.readouterr().err
     assert loaded.settings.workers.decode.replicas == 0
     assert loaded.notes["workers.decode.replicas"] == "engine.workers is given and holds"
-    assert "note: not in use yet: workers.decode.tensor_parallel_size (" in err
+    assert "note: not in use yet: workers.decode.resources.gpu (" in err
 
 
 @pytest.mark.parametrize(
@@ -196,3 +198,72 @@ def test_the_explained_options_of_services_show_no_credentials(
         output = capsys.readouterr().out
         assert "redis://***@host" in output
         assert "u:p" not in output
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_pass_the_check(
+    path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--model-path", str(tiny_model), "--engine.kind", "mock")
+    assert main(["config", "check", str(path), *flags]) == 0
+    assert "starts frontend" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--disagg", "always"), "no worker is a prefill worker"),
+        (("--prefill-workers", "2"), "without a worker that computes answers"),
+        (("--transfer-plane", "memory:"), "copies within one process"),
+        (("--transfer-plane", "rdma:"), "unknown transfer backend 'rdma'"),
+        (("--model-path", "/nonesuch"), "/nonesuch"),
+    ],
+)
+def test_the_check_refuses_what_a_start_refuses(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", *flags]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_of_the_engine_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--engine.kind=sglang",
+        "--tensor-parallel-size=2",
+        "--engine.swap_space=4",
+        "--engine-arg=disable-overlap-schedule=true",
+        '--engine-arg=model_loader_extra_config={"a": 1, "b": 2}',
+    ]
+
+    rows = explain(capsys, *arguments)
+
+    assert rows["engine.tensor_parallel_size"]["note"] == "sglang: tp_size"
+    assert "no effect with engine sglang" in str(rows["engine.swap_space"]["note"])
+    assert rows["engine.args"]["value"] == {
+        "disable_overlap_schedule": True,
+        "model_loader_extra_config": {"a": 1, "b": 2},
+    }
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_one_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.inference.engines.packages.find_spec", lambda name: None)
+
+    assert main(["config", "check", str(CUSTOM_MODEL)]) == 2
+
+    err = capsys.readouterr().err
+    assert "error: vLLM is not installed; supported: from 0.24 to before 0.34" in err
+    assert "-m pip install " in err
+
+
+def test_an_argument_that_the_engine_lacks_names_its_origin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  quantization: squeezellm\n")
+
+    assert main(["config", "check", str(file)]) == 2
+
+    err = capsys.readouterr().err
+    assert f"native does not have engine.quantization = squeezellm ({file}:2)" in err

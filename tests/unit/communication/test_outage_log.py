@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.support.servers import free_port
 
 from dynamo.communication import outage_log
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.outage_log import OutageLog
 from dynamo.communication.requests import open_requests
-from dynamo.testing.servers import free_port
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:

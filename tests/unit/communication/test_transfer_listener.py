@@ -1,14 +1,16 @@
-"""Addresses on which the transfer plane cannot listen."""
+"""Addresses on which the transfer plane cannot listen, and peers on other hosts."""
 
 from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 
 from dynamo.communication.options import PlaneOptions
-from dynamo.communication.transfer import MemoryRegion, open_transfer
+from dynamo.communication.transfer import MemoryRegion, TransferMetrics, open_transfer
 from dynamo.core.errors import ConfigError
+from dynamo.telemetry import Registry
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 
@@ -25,3 +27,20 @@ async def test_an_address_that_cannot_be_used_is_named(scheme: str, host: str) -
         assert "port 0" in caught.value.hint
         await plane.close()
         region.close()
+
+
+async def test_a_peer_on_another_host_is_no_failure_of_shm() -> None:
+    registry, region = Registry(), MemoryRegion.allocate(2, 64)
+    owner, reader = [
+        await open_transfer(url, metrics=TransferMetrics(registry)) for url in ("tcp:", "auto:")
+    ]
+    descriptor = await owner.expose(region, "layout")
+    await reader.expose(region, "layout")
+    away = ("shm://another-host/x", *descriptor.endpoints)
+    for _ in range(4):
+        peer = await reader.connect(msgspec.structs.replace(descriptor, endpoints=away))
+        assert peer.backend == "tcp"
+    await reader.close()
+    await owner.close()
+    region.close()
+    assert "dynamo_transfer_failures_total{" not in registry.render()

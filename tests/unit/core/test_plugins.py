@@ -1,4 +1,4 @@
-"""Tables of implementations: built-in rows, entry points, planned and unknown names."""
+"""Tables of implementations: built-in rows, entry points and unknown names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import (
     DISCOVERY_BACKENDS,
     ENGINES,
@@ -86,14 +86,6 @@ def test_an_entry_point_that_cannot_be_imported_names_its_target(install) -> Non
     install("dynamo.engines", mine=ImportError("no such file"))
     with pytest.raises(ConfigError, match=r"fake_package:thing.*no such file"):
         ENGINES.load("mine")
-
-
-def test_an_entry_point_may_implement_a_planned_name(install) -> None:
-    factory = object()
-    with pytest.raises(Unsupported, match="'vllm' is not supported yet"):
-        ENGINES.check("vllm")
-    install("dynamo.engines", vllm=factory)
-    assert ENGINES.load("vllm") is factory
 
 
 def test_an_engine_of_an_entry_point_says_whether_it_needs_weights(install) -> None:

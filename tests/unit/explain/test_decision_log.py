@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.cli.explain import format_decision
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
@@ -89,3 +90,19 @@ def test_a_decision_without_a_cost_table_says_so() -> None:
     log = DecisionLog(SystemClock())
     log.add(request("a"), decision())
     assert "without cache or cost data" in log.find("a")[0].why
+
+
+def test_blocks_in_memory_tiers_are_explained() -> None:
+    table = (
+        Candidate("w1", 3, 9.0, {"queue": 2.0, "load": 7.0}, tier_blocks={"host": 2}),
+        TABLE[1],
+    )
+    log = DecisionLog(SystemClock())
+    log.add(request("abc"), decision(cost_table=table, overlap_blocks=3, prompt_blocks=4))
+    (explanation,) = log.find("abc")
+    assert explanation.why.endswith("it holds 3 of the prompt's 4 blocks, of these 2 in tier host")
+    shown = format_decision(msgspec.json.decode(msgspec.json.encode(explanation)))
+    header, first, second = (line.split() for line in shown.splitlines()[-3:])
+    assert header[-2:] == ["QUEUE", "LOAD"]
+    assert first == ["->", "w1", "1", "+", "2", "host", "9.00", "2.00", "7.00"]
+    assert second == ["w2", "0", "40.00", "0.00", "0.00"]

@@ -13,6 +13,7 @@ from dynamo.core.kv_events import encode_kv_events
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.index.approximate_index import EVENT_GRACE_S
+from dynamo.scheduling.index.tiered_index import ANY_WORKER
 
 
 @pytest.fixture
@@ -180,18 +181,35 @@ def test_ranks_are_separate_workers(view: CacheView) -> None:
 def test_lower_tiers_continue_after_the_device(view: CacheView) -> None:
     blocks = chain(1, 10)
     view.apply("a", [BlocksStored(0, tuple(blocks[:3]))])
+    assert not view.has_lower_tiers
     view.apply("a", [BlocksStored(blocks[2], tuple(blocks[3:5]), "host")])
     view.apply("b", [BlocksStored(0, tuple(blocks[:2]), "disk")])
-    view.apply("store", [BlocksStored(0, tuple(blocks[:7]), "shared")])
+    view.apply("c", [BlocksStored(0, tuple(blocks[:7]), "shared")])
     overlaps = view.find_overlaps(blocks)
-    below = view.tiers.find_lower_tier_blocks(blocks, overlaps)
-    assert overlaps == {"a": 3}
-    assert (below["a"].host, below["a"].disk, below["a"].shared) == (2, 0, 2)
-    assert (below["b"].host, below["b"].disk, below["b"].shared) == (0, 2, 5)
+    assert (overlaps, view.has_lower_tiers) == ({"a": 3}, True)
+    assert view.find_runs(blocks, overlaps) == {
+        "a": [("host", 2), ("shared", 2)],
+        "b": [("disk", 2), ("shared", 5)],
+        ANY_WORKER: [("shared", 7)],
+    }
     view.apply("a", [BlocksRemoved((blocks[4],), "host")])
-    assert view.tiers.find_lower_tier_blocks(blocks, overlaps)["a"].shared == 3
+    assert view.find_runs(blocks, overlaps)["a"] == [("host", 1), ("shared", 3)]
+    view.on_request_routed("a", blocks[:6])
+    assert view.find_runs(blocks, view.find_overlaps(blocks))["a"] == [("shared", 1)]
+
+
+def test_the_shared_store_outlives_the_worker_that_stored(view: CacheView) -> None:
+    blocks = chain(1, 4)
+    view.apply("a", [BlocksStored(0, tuple(blocks), "shared")])
+    view.apply("a", [BlocksStored(0, tuple(blocks), "disk")])
     view.remove_worker("a")
-    assert "a" not in view.tiers.find_lower_tier_blocks(blocks, {})
+    assert view.find_runs(blocks, {}) == {ANY_WORKER: [("shared", 4)]}
+    view.apply("b", [BlocksRemoved((blocks[1],), "shared")])
+    assert view.find_runs(blocks, {}) == {ANY_WORKER: [("shared", 1)]}
+    assert view.find_runs(blocks, {"b": 2}) == {
+        "b": [("shared", 2)],
+        ANY_WORKER: [("shared", 1)],
+    }
 
 
 def test_an_hour_of_unique_prompts_keeps_memory_constant(clock: ManualClock) -> None:

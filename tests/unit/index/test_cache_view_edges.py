@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from dynamo.communication.events import Event
 from dynamo.core.kv_events import encode_kv_events
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.index.cache_view import MAX_REMOTE_MATCHES
+from dynamo.scheduling.index.cache_view import MAX_REMOTE_MATCHES, IndexMatch
 
 BLOCKS = chain(1, 6)
 
@@ -72,9 +72,9 @@ class FakeRemoteIndex:
     def __init__(self) -> None:
         self.queries: list[int] = []
 
-    async def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
+    async def match(self, hashes: Sequence[int]) -> IndexMatch:
         self.queries.append(hashes[-1])
-        return {"a": len(hashes) - 1}
+        return IndexMatch({"a": len(hashes) - 1})
 
 
 async def test_a_remote_index_is_queried_for_every_prompt_and_its_answers_are_cached(

@@ -66,6 +66,39 @@ async def test_routers_share_one_indexer(runtime: DistributedRuntime) -> None:
     assert first.totals == {"stored": 8, "events": 1, "dumps": 1}
 
 
+async def test_an_indexer_serves_tiers_too(runtime: DistributedRuntime) -> None:
+    blocks = chain(1, 8)
+    worker = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: ())
+    async with await DistributedRuntime.create(SETTINGS) as indexing:
+        await IndexerService().attach(indexing)
+        view = await open_cache_view(runtime, 16, "ns.worker")
+        await until_exact(view, "a")
+        worker.publish_stored(0, blocks[:3])
+        worker.publish_stored(blocks[2], blocks[3:6], "host")
+        worker.publish_stored(blocks[4], blocks[5:], "shared")
+        await asyncio.sleep(0)
+        await view.fetch_remote_match(blocks)
+        assert view.has_lower_tiers
+        assert view.find_runs(blocks, {"a": 3}) == {"a": [("host", 3), ("shared", 2)]}
+        view.on_request_routed("a", blocks[:7])
+        assert view.find_runs(blocks, view.find_overlaps(blocks)) == {"a": [("shared", 1)]}
+
+
+async def test_an_indexer_without_tiers_answers_with_overlaps(runtime: DistributedRuntime) -> None:
+    """An indexer of the version before has no endpoint for tiers."""
+    blocks = chain(1, 8)
+
+    async def match(payload: bytes, outgoing: ResponseWriter) -> None:
+        outgoing.send(msgspec.msgpack.encode({"a": len(payload) // 8}))
+
+    await runtime.endpoint("ns.indexer.match").serve(match)
+    view = await open_cache_view(runtime, 16, "ns.worker")
+    async with asyncio.timeout(10):
+        while not view.find_overlaps(blocks):
+            await view.fetch_remote_match(blocks)
+    assert (view.find_overlaps(blocks), view.has_lower_tiers) == ({"a": 8}, False)
+
+
 async def announced(open_runtime: Open, *, publishes: bool = True, **engine: object) -> str:
     """Serve a worker with these engine properties and return its id."""
     runtime = await open_runtime()

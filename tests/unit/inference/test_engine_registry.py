@@ -7,7 +7,7 @@ from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Unsupported
+from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from dynamo.core.plugins import ENGINES
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
@@ -16,12 +16,6 @@ from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.models.resolve import resolve_model
 
 CONTEXT = Context("r")
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", "llamacpp", "openai"])
-def test_a_planned_engine_is_reported_as_unsupported(kind):
-    with pytest.raises(Unsupported, match="not supported yet"):
-        ENGINES.check(kind)
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name():

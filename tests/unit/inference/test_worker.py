@@ -13,11 +13,11 @@ from tests.unit.inference.conftest import RecordingReply
 from dynamo.communication.requests import FlowWindow
 from dynamo.core.codec import ReplyDecoder, encode_choice, encode_request, share_group
 from dynamo.core.context import Context
-from dynamo.core.errors import NotFound, NoWorkers, ProtocolError
+from dynamo.core.errors import NotFound, NoWorkers, ProtocolError, Unsupported
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.tasks import run_all
-from dynamo.core.values import BlocksStored, KvEvent, Load, RequestGroup
+from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent, Load, RequestGroup
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.worker import FILE_CHUNK_BYTES, EngineWorker, model_card_key
 from dynamo.models.card import ModelCard
@@ -103,6 +103,14 @@ async def test_an_invalid_request_is_refused(runtime, worker):
     client = await open_client(runtime, "generate")
     with pytest.raises(ProtocolError):
         await call(client, b"\xc1", lambda _: True)
+    await worker.close()
+
+
+async def test_a_worker_refuses_what_its_engine_cannot_do(runtime, worker, make_request):
+    client = await open_client(runtime, "generate")
+    request = encode_request(replace(make_request(range(40)), adapter="poet"))
+    with pytest.raises(Unsupported, match="does not support: adapters"):
+        await call(client, request, lambda _: True)
     await worker.close()
 
 
@@ -221,4 +229,39 @@ async def test_any_engine_can_be_served(runtime, card, make_request):
     reply = RecordingReply()
     await call(client, encode_request(make_request([5, 6, 7])), ReplyDecoder(reply).feed)
     assert reply.ids == [5, 6, 7]
+    await worker.close()
+
+
+class DistrustedRank(EchoEngine):
+    """An engine whose events become useless."""
+
+    def __init__(self):
+        super().__init__(context_tokens=400)
+        self.listeners = []
+        self.problem = ""
+
+    def on_kv_events(self, listener):
+        self.listeners.append(listener)
+
+    @property
+    def kv_problem(self):
+        return self.problem
+
+
+async def test_routers_predict_a_rank_whose_events_have_become_useless(runtime, card):
+    engine = DistrustedRank()
+    worker = EngineWorker(engine, card)
+    await worker.attach(runtime)
+    kinds, gone = [], asyncio.Event()
+
+    def on_event(event):
+        kinds.append(event.kind)
+        if event.kind == "gone":
+            gone.set()
+
+    await runtime.events.subscribe("unit.worker.kv_events", on_event)
+    engine.problem = "the view is wrong"
+    engine.listeners[0]([BlocksCleared()])
+    await gone.wait()
+    assert runtime.health.limitations["kv_events"] == "the view is wrong"
     await worker.close()

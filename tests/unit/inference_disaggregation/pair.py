@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from dynamo.communication.transfer import MemoryRegion, RegionPeer
 from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.core.context import Context
@@ -75,6 +77,8 @@ class SimulatedWorker:
         load = self.engine.report_load()
         assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
         self.engine.scheduler.pool.check_invariants()
+        arriving = self.engine.scheduler.arriving
+        assert not any((arriving.sequences, arriving.new, arriving.preempted, arriving.arrived))
 
 
 class DirectPeer(PrefillPeer):
@@ -121,7 +125,8 @@ class Pair:
     async def start(self) -> None:
         await self.p.start()
         await self.d.start()
-        self.d.engine.kv_source = PeerPrefill(self._find, self.clock, "d")
+        self.source = PeerPrefill(self._find, self.clock, "d")
+        self.d.engine.kv_source = self.source
 
     async def _find(self, instance_id: str) -> PrefillPeer | None:
         return self.peers.get(instance_id)
@@ -131,11 +136,13 @@ class Pair:
         request: GenerateRequest,
         engine: BatchedEngine | None = None,
         limit: int | None = None,
+        attempt: int = 0,
     ) -> tuple[CollectedReply, asyncio.Task[None]]:
         """Send a request to `d`, or to `engine`."""
         reply = CollectedReply(limit)
         target = engine or self.d.engine
-        return reply, self.tasks.start(target.generate(request, Context("r"), reply))
+        context = Context("r", attempt=attempt)
+        return reply, self.tasks.start(target.generate(request, context, reply))
 
     async def answer(self, request: GenerateRequest, limit: int | None = None) -> CollectedReply:
         """Send a request to `d` and return its answer."""
@@ -184,6 +191,14 @@ def make_request(
         choice=choice,
         priority=priority,
     )
+
+
+async def local_answer(pair: Pair, request: GenerateRequest) -> CollectedReply:
+    """Return the answer of the prefill worker alone, which then forgets the prompt."""
+    reply, task = pair.send(replace(request, prefill=""), pair.p.engine)
+    await task
+    pair.p.engine.clear_prefix_cache()
+    return reply
 
 
 def with_pair(

@@ -15,6 +15,9 @@ from dynamo.inference.kv_source import FirstToken, PrefillSink
 
 
 class _Ignored(PrefillSink):
+    def on_queued(self, tokens: int) -> None:
+        pass
+
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
         return True
 
@@ -32,6 +35,8 @@ class _Ignored(PrefillSink):
         (b"b", (0, [1])),
         (b"f", [-1]),
         (b"f", [1, None, -5]),
+        (b"q", -1),
+        (b"q", "many"),
         (b"x", []),
         (b"", []),
     ],

@@ -7,38 +7,27 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.inference_disaggregation.pair import Pair, make_request, with_pair
+from tests.unit.inference_disaggregation.pair import Pair, local_answer, make_request, with_pair
 
 from dynamo.core.tasks import run_all
 from dynamo.core.values import (
     BlocksStored,
     Finish,
-    GenerateRequest,
     KvEvent,
     ProbeResult,
-    RequestGroup,
     Started,
 )
 from dynamo.inference.mock.timing import LinearTiming
 from dynamo.inference.probe import answer_probe
-from dynamo.testing.fakes import CollectedReply
 
 SMALL_CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 8}
-
-
-async def local(pair: Pair, request: GenerateRequest) -> CollectedReply:
-    """Return the answer of the prefill worker alone, which then forgets the prompt."""
-    reply, task = pair.send(replace(request, prefill=""), pair.p.engine)
-    await task
-    pair.p.engine.clear_prefix_cache()
-    return reply
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 40, 41, 63])
 def test_the_answer_is_that_of_one_engine(length: int) -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(length), top_logprobs=2)
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         reply = await pair.answer(request)
         assert (reply.ids, reply.extras[0], reply.end) == (alone.ids, alone.extras[0], alone.end)
         assert reply.started == Started(prompt_tokens=length)
@@ -64,7 +53,7 @@ def test_the_answer_is_that_of_one_engine(length: int) -> None:
 def test_fields_of_a_request_mean_the_same(fields: dict[str, Any]) -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(30), **fields)
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         for _ in range(2):
             reply = await pair.answer(request)
             assert (reply.ids, reply.end) == (alone.ids, alone.end)
@@ -76,7 +65,7 @@ def test_fields_of_a_request_mean_the_same(fields: dict[str, Any]) -> None:
 def test_an_answer_of_one_token_moves_no_blocks() -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(30), max_tokens=1)
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         reply = await pair.answer(request)
         assert (reply.ids, reply.end) == (alone.ids, Finish("length", 1))
         assert pair.arrivals.blocks_arrived == 0
@@ -87,7 +76,7 @@ def test_an_answer_of_one_token_moves_no_blocks() -> None:
 
 def test_an_answer_that_stops_at_its_first_token_ends_at_once() -> None:
     async def main(pair: Pair) -> None:
-        first = (await local(pair, make_request(range(30)))).ids[0]
+        first = (await local_answer(pair, make_request(range(30)))).ids[0]
         reply = await pair.answer(make_request(range(30), stop_token_ids=(first,)))
         assert reply.ids == []
         assert reply.end is not None
@@ -132,19 +121,6 @@ def test_blocks_are_pulled_while_later_chunks_are_computed() -> None:
     with_pair(main)
 
 
-def test_choices_of_a_prompt_are_answered_like_single_requests() -> None:
-    async def main(pair: Pair) -> None:
-        request = make_request(range(37))
-        alone = await local(pair, request)
-        group = RequestGroup(request)
-        choices = [replace(request, choice=number, group=group) for number in range(4)]
-        replies = await run_all(*(pair.answer(choice) for choice in choices))
-        assert [reply.ids for reply in replies] == [alone.ids] * 4
-        assert not pair.arrivals.fallbacks
-
-    with_pair(main)
-
-
 def test_events_tell_of_the_blocks_that_have_arrived() -> None:
     async def main(pair: Pair) -> None:
         events: list[KvEvent] = []
@@ -161,7 +137,7 @@ def test_events_tell_of_the_blocks_that_have_arrived() -> None:
 def test_a_block_with_another_content_alters_the_answer() -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(40))
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         pair.p.engine.runner.export_blocks = lambda *_: None  # type: ignore[method-assign]
         reply = await pair.answer(request)
         assert reply.ids[0] == alone.ids[0]
@@ -209,6 +185,17 @@ def test_the_load_counts_arriving_requests_as_running() -> None:
     with_pair(main)
 
 
+def test_the_load_names_the_learnt_rate_of_transfers() -> None:
+    async def main(pair: Pair) -> None:
+        assert pair.d.engine.report_load().transfer_bytes_per_s == 0
+        _, task = pair.send(make_request(range(100)))
+        await task
+        assert pair.d.engine.report_load().transfer_bytes_per_s == 1e6  # as its link
+        assert pair.p.engine.report_load().transfer_bytes_per_s == 0
+
+    with_pair(main)
+
+
 def test_an_engine_that_waits_for_blocks_is_not_stuck() -> None:
     """Without steps it reports no requests to probes, even if all its batch slots wait."""
 
@@ -225,7 +212,7 @@ def test_an_engine_that_waits_for_blocks_is_not_stuck() -> None:
 def test_engines_without_a_prefix_cache_take_part(caching: tuple[bool, bool]) -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(50))
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         for _ in range(2):
             assert (await pair.answer(request)).ids == alone.ids
         assert not pair.arrivals.fallbacks
@@ -237,7 +224,7 @@ def test_engines_without_a_prefix_cache_take_part(caching: tuple[bool, bool]) ->
 def test_too_few_blocks_on_either_side_delay_and_do_not_alter_answers() -> None:
     async def main(pair: Pair) -> None:
         requests = [make_request(range(n, n + 30), max_tokens=60) for n in range(10)]
-        alone = [(await local(pair, request)).ids for request in requests]
+        alone = [(await local_answer(pair, request)).ids for request in requests]
         replies = await run_all(*(pair.answer(request) for request in requests))
         assert [reply.ids for reply in replies] == alone
         assert pair.d.engine.scheduler.preemptions > 0
@@ -249,7 +236,7 @@ def test_a_prefill_worker_that_decodes_too_may_preempt_prompts() -> None:
     async def main(pair: Pair) -> None:
         own = [make_request(range(n, n + 8), max_tokens=60, prefill="") for n in range(3)]
         remote = [make_request(range(n, n + 60), max_tokens=20) for n in range(50, 54)]
-        alone = [(await local(pair, request)).ids for request in [*own, *remote]]
+        alone = [(await local_answer(pair, request)).ids for request in [*own, *remote]]
         sent = [pair.send(request, pair.p.engine) for request in own]
         await pair.clock.sleep(0.1)
         sent += [pair.send(request) for request in remote]
@@ -264,7 +251,7 @@ def test_a_prefill_worker_that_decodes_too_may_preempt_prompts() -> None:
 async def check_goes_on(pair: Pair) -> None:
     """Check that both engines serve after a fault."""
     request = make_request(range(200, 230), max_tokens=5)
-    alone = await local(pair, request)
+    alone = await local_answer(pair, request)
     assert (await pair.answer(request)).ids == alone.ids
 
 
@@ -290,7 +277,7 @@ def test_a_client_that_leaves_frees_everything(after_ms: int) -> None:
 def test_a_failing_prefill_worker_changes_no_token(fault: str, after_ms: int) -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(64), max_tokens=60)
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         reply, task = pair.send(request)
         await pair.clock.sleep(after_ms / 1e3)
         if fault == "engine fails":
@@ -313,7 +300,7 @@ def test_a_failing_prefill_worker_changes_no_token(fault: str, after_ms: int) ->
 def test_a_frozen_prefill_worker_is_given_up_after_the_predicted_time() -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(64))
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
 
         async def freeze() -> None:
             await asyncio.Event().wait()
@@ -330,7 +317,7 @@ def test_a_frozen_prefill_worker_is_given_up_after_the_predicted_time() -> None:
 def test_a_stalled_transfer_is_given_up_after_the_predicted_time() -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(64))
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         reply, task = pair.send(request)
         await pair.clock.sleep(0.030)
         pair.p.plane.sever()
@@ -347,7 +334,7 @@ def test_a_stalled_transfer_is_given_up_after_the_predicted_time() -> None:
 def test_an_unknown_prefill_worker_and_an_older_engine_compute_here() -> None:
     async def main(pair: Pair) -> None:
         request = make_request(range(64), prefill="gone")
-        alone = await local(pair, request)
+        alone = await local_answer(pair, request)
         assert (await pair.answer(request)).ids == alone.ids
         assert pair.arrivals.fallbacks == {"transfer gone": 1}
         assert (await pair.answer(replace(request, prefill="d"))).ids == alone.ids

@@ -3,77 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
-from itertools import count
-from pathlib import Path
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.support.relay import Relay
 from tests.unit.inference_disaggregation.pair import make_request
+from tests.unit.inference_disaggregation.workers import StartWorker
 
 from dynamo.communication.transfer import RegionDescriptor, RegionPeer
 from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.tcp import TcpTransfer
-from dynamo.core.clock import SystemClock
-from dynamo.core.codec import ReplyDecoder, encode_request
-from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded, InvalidRequest, ProtocolError
-from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import EngineSettings, RuntimeSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import GenerateRequest
-from dynamo.inference.data_parallel import DataParallelEngine
-from dynamo.inference.disaggregation import prefill_endpoint
+from dynamo.inference.disaggregation import prefill_endpoint, prefill_peers
 from dynamo.inference.disaggregation.messages import (
     PrefillRequest,
     encode_prefill_request,
 )
-from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.mock.engine import make_mock_engine
-from dynamo.inference.worker import EngineWorker
-from dynamo.models.card import ModelCard
-from dynamo.models.file_cache import FileRef
-from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.testing.fakes import CollectedReply
-from dynamo.testing.relay import Relay
-
-_numbers = count()
-
-
-class LiveWorker:
-    """A worker with a runtime of its own."""
-
-    def __init__(
-        self, runtime: DistributedRuntime, worker: EngineWorker, ranks: list[BatchedEngine]
-    ) -> None:
-        self.runtime = runtime
-        self.worker = worker
-        self.ranks = ranks
-        self.id = runtime.instance_id
-
-    async def call(self, endpoint: str, payload: bytes, sink: Callable[[bytes], bool]) -> None:
-        path = f"unit.worker.{endpoint}"
-        await self.runtime.requests.call(
-            self.runtime.requests.address, path, payload, Context("r"), sink
-        )
-
-    async def answer(self, request: GenerateRequest) -> CollectedReply:
-        reply = CollectedReply()
-        await self.call("generate", encode_request(request), ReplyDecoder(reply).feed)
-        return reply
-
-    def sample(self, name: str) -> float:
-        """Return a sample of the worker's metrics by its name and labels."""
-        lines = [line for line in self.runtime.metrics.render().splitlines() if name in line]
-        return float(lines[-1].rpartition(" ")[2]) if lines else 0.0
-
-    def check_idle(self) -> None:
-        for engine in self.ranks:
-            assert engine.report_load().active_blocks == 0
-            engine.scheduler.pool.check_invariants()
 
 
 class AlteringRelay(Relay):
@@ -83,54 +32,6 @@ class AlteringRelay(Relay):
 
     def make_reply_filter(self) -> Callable[[bytes], bytes]:
         return lambda data: data[:-1] + bytes([data[-1] ^ 0xFF]) if self.alters else data
-
-
-StartWorker = Callable[..., Awaitable[LiveWorker]]
-
-
-@pytest.fixture(params=["memory:"])
-async def start_worker(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[StartWorker]:
-    """Return `start_worker(layout=..., ranks=..., **engine settings)`. The parameter is the URL of
-    the transfer plane; with another one than `memory:`, calls go over TCP."""
-    transfer: str = request.param
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(b"{}")
-    sha256 = hashlib.sha256(b"{}").hexdigest()
-    card = ModelCard(("m",), 4096, 1000, FileRef("tokenizer.json", sha256, 2, str(path)))
-    discovery = f"memory:prefill-{next(_numbers)}"
-    planes = RuntimeSettings(
-        discovery=discovery,
-        requests="memory:" if transfer == "memory:" else "tcp://127.0.0.1:0",
-        events=discovery,
-        transfer=transfer,
-        namespace="unit",
-    )
-    async with AsyncExitStack() as stack:
-
-        async def start(layout: str = "mock", ranks: int = 1, **settings: Any) -> LiveWorker:
-            runtime = await DistributedRuntime.create(Settings(runtime=planes), role="worker")
-            await stack.enter_async_context(runtime)
-            engine_settings = EngineSettings(kind="mock", block_size=4, **settings)
-            engines = [
-                make_mock_engine(
-                    engine_settings,
-                    range(100, 900),
-                    SystemClock(),
-                    context_tokens=4096,
-                    vocab_size=1000,
-                    layout=layout,
-                )
-                for _ in range(ranks)
-            ]
-            engine = engines[0] if ranks == 1 else DataParallelEngine(engines)
-            worker = EngineWorker(engine, card)
-            await worker.attach(runtime)
-            runtime.add_shutdown_hook(worker.close)
-            return LiveWorker(runtime, worker, engines)
-
-        yield start
 
 
 @pytest.mark.parametrize(
@@ -157,6 +58,21 @@ async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     assert not d.ranks[0].arrivals.counters.fallbacks
     p.check_idle()
     d.check_idle()
+
+
+async def test_a_new_role_is_in_every_record_that_routers_read(start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    await worker.call("set_role", b"prefill", lambda _: True)
+
+    records = await worker.runtime.discovery.get("/unit/workers/worker/")
+    roles = {
+        key.split("/")[-2]: engine["roles"]
+        for key, value in records.items()
+        if (engine := json.loads(value)["capabilities"].get("engine"))
+    }
+    assert roles == {"prefill": ["prefill"], "generate": ["prefill"]}
+    (card,) = (await worker.runtime.discovery.get("/unit/models/")).values()
+    assert json.loads(card)["engine"]["roles"] == ["prefill"]
 
 
 @pytest.mark.parametrize("start_worker", ["tcp://127.0.0.1:0"], indirect=True)
@@ -202,8 +118,12 @@ async def test_a_worker_with_other_blocks_is_no_peer(start_worker: StartWorker) 
     d, other = await start_worker(), await start_worker(layout="other weights")
     reply = await d.answer(make_request(range(20), prefill=other.id, max_tokens=3))
     assert len(reply.ids) == 3
-    assert d.sample('dynamo_worker_prefill_fallbacks_total{reason="transfer gone"}') == 1
+    assert d.sample('dynamo_worker_prefill_fallbacks_total{reason="transfer refused"}') == 1
     assert other.ranks[0].counters.requests == 0
+    assert f"blocks of {other.id} are not pulled" in d.runtime.health.limitations["kv_peers"]
+    await other.worker.close()
+    while d.runtime.health.limitations:
+        await asyncio.sleep(0.01)
 
 
 async def test_workers_connect_at_the_first_prompt(
@@ -233,6 +153,18 @@ async def test_a_worker_that_has_left_is_not_waited_for(start_worker: StartWorke
     assert len(reply.ids) == 3
     assert asyncio.get_running_loop().time() - started_s < 0.9
     d.check_idle()
+
+
+async def test_instances_that_left_are_forgotten_some_time(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peers, "MAX_SEEN", 3)
+    monkeypatch.setattr(prefill_peers, "APPEARANCE_S", 0.01)
+    d = await start_worker()
+    for number in range(5):
+        await d.answer(make_request(range(number, 20), prefill=f"gone-{number}"))
+    (peers,) = d.worker._prefill._peers
+    assert len(peers._seen) == 3
 
 
 async def test_a_prompt_goes_to_the_rank_of_its_beginning(start_worker: StartWorker) -> None:

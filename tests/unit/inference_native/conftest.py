@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
 from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
+from dynamo.inference.tiers.opening import tier_opener
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
 
 CONFIG = {
@@ -160,14 +163,19 @@ MakeEngine = Callable[..., BatchedEngine]
 
 @pytest.fixture
 def make_engine(tiny_llama: Path) -> MakeEngine:
-    """Return `make_engine(num_blocks=..., ...)`, which takes engine settings by name."""
+    """Return `make_engine(num_blocks=..., ...)`, which takes engine settings by name, and those of
+    the section `cache` as `cache`."""
 
-    def make(**settings: Any) -> BatchedEngine:
+    def make(cache: CacheSettings = NO_TIERS, **settings: Any) -> BatchedEngine:
         engine_settings = EngineSettings(
             **({"threads": 2, "num_blocks": 64, "block_size": 4} | settings)
         )
-        runner = NativeRunner(lambda: open_weights(tiny_llama), engine_settings)
-        return BatchedEngine(runner, prefix_caching=engine_settings.prefix_caching)
+        runner = NativeRunner(lambda: open_weights(tiny_llama), engine_settings, cache=cache)
+        return BatchedEngine(
+            runner,
+            prefix_caching=engine_settings.prefix_caching,
+            open_tiers=tier_opener(cache, engine_settings, SystemClock()),
+        )
 
     return make
 

@@ -171,6 +171,8 @@ CONVERSATION = [
     {"role": "tool", "content": "<think>a</think>b"},
     {"role": "user", "content": "And now?\tä\U0001f600"},
 ]
+KNOWS_TOOLS = "{# tools #}"
+"""Begins a template that gets the conversation as it is: without `tools`, calls become text."""
 TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 ORDINARY = {
     "smollm": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'x' %}"
@@ -248,7 +250,7 @@ def plain_render(source: str, **variables: object) -> str:
 def test_bounds_do_not_change_ordinary_templates(source):
     variables = {"tools": TOOLS, "add_generation_prompt": True, "documents": None}
     expected = plain_render(source, messages=CONVERSATION, **variables)
-    assert ChatTemplate(source).render(CONVERSATION, TOOLS) == expected
+    assert ChatTemplate(KNOWS_TOOLS + source).render(CONVERSATION, TOOLS) == expected
 
 
 @pytest.mark.parametrize("source", FAILING)
@@ -256,7 +258,7 @@ def test_bounds_do_not_change_the_errors_of_templates(source):
     with pytest.raises(Exception) as plain:
         plain_render(source, messages=CONVERSATION)
     with pytest.raises(InvalidRequest) as caught:
-        ChatTemplate(source).render(CONVERSATION)
+        ChatTemplate(KNOWS_TOOLS + source).render(CONVERSATION)
     assert str(plain.value) in str(caught.value)
 
 

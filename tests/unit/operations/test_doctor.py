@@ -11,7 +11,8 @@ import pytest
 
 from dynamo.cli import main
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import ModelSettings
+from dynamo.core.settings.schema import EngineSettings, ModelSettings
+from dynamo.inference.engines.packages import ENGINE_PACKAGES, EngineStatus
 from dynamo.operations import doctor
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
@@ -26,7 +27,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_check_returns_a_finding() -> None:
     findings = list(doctor.run_checks(Settings()))
 
-    assert len(findings) == len(doctor.CHECKS)
+    assert len(findings) == len(doctor.CHECKS) + len(ENGINE_PACKAGES)
     assert {finding.check: finding.verdict for finding in findings}["python"] == "ok"
     assert all(finding.hint for finding in findings if finding.verdict == "warn")
 
@@ -38,8 +39,34 @@ def test_an_error_inside_a_check_keeps_the_name_of_the_check(
         raise PermissionError(errno.EACCES, "Permission denied", "/there")
 
     monkeypatch.setattr(doctor, "CHECKS", (state_folder,))
-    (finding,) = doctor.run_checks(Settings())
+    finding = next(doctor.run_checks(Settings()))
     assert (finding.check, finding.message) == ("state folder", "/there: Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "verdict", "text"),
+    [
+        ("native", EngineStatus("vllm", "0.32.0"), "ok", "vLLM 0.32.0 is usable"),
+        ("native", EngineStatus("vllm", "", "missing", "x", is_installed=False), "ok", "missing"),
+        ("vllm", EngineStatus("vllm", "", "missing", "x", is_installed=False), "fail", "missing"),
+        ("native", EngineStatus("vllm", "0.1", "too old", "x"), "warn", "too old"),
+    ],
+)
+def test_an_engine_must_be_usable_if_it_is_chosen_or_installed(
+    kind: str,
+    status: EngineStatus,
+    verdict: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dynamo.inference.engines.packages.engine_status", lambda name: status)
+    settings = Settings(engine=EngineSettings(kind=kind))
+
+    finding = next(doctor.engines(settings))
+
+    assert (finding.check, finding.verdict) == ("engine vllm", verdict)
+    assert text in finding.message
+    assert finding.hint == (status.command if verdict != "ok" else "")
 
 
 def test_a_port_in_use_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +113,7 @@ def test_a_model_that_run_cannot_find_is_a_failure(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for path, hint in ((str(tmp_path / "no.gguf"), "GGUF"), ("org/model", "[hub]")):
         settings = Settings(model=ModelSettings(path=path))
-        (finding,) = doctor.run_checks(settings)
+        finding = next(doctor.run_checks(settings))
         assert finding.verdict == "fail"
         assert hint in finding.hint
 

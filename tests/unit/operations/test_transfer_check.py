@@ -38,9 +38,10 @@ def test_a_backend_that_does_not_work_is_named(
     assert ", tcp " not in finding.message
 
 
-def test_a_url_that_names_one_backend_tries_that_one(tmp_path: Path) -> None:
-    finding = doctor.transfer(settings_of(tmp_path / "nothing", transfer="tcp:"))
-    assert finding.message.startswith("tcp: tcp ")
+@pytest.mark.parametrize("scheme", ["tcp", "nixl"])
+def test_a_url_that_names_one_backend_tries_that_one(tmp_path: Path, scheme: str) -> None:
+    finding = doctor.transfer(settings_of(tmp_path / "nothing", transfer=f"{scheme}:"))
+    assert finding.message.startswith(f"{scheme}: {scheme} ")
     assert "shm" not in finding.message
 
 

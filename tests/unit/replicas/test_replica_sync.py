@@ -13,6 +13,7 @@ import pytest
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events.memory import MemoryEvents
 from dynamo.core.clock import SystemClock
+from dynamo.core.values import BlocksStored, Load, TierLoad
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.block_cost import BlockCost
@@ -121,6 +122,22 @@ async def start_router(request: pytest.FixtureRequest) -> AsyncIterator[StartRou
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def test_loads_from_memory_tiers_are_in_the_states_of_the_other(
+    start_router: StartRouter,
+) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    await settle()
+    now = first_router.clock.now()
+    for worker in WORKERS:
+        load = Load(tiers=(TierLoad("host", 1e-4),))
+        first_router.solver.worker_states.on_load_report(worker, load, now)
+        first_router.solver.view.apply(worker, [BlocksStored(0, range(1 << 16), "host")])  # type: ignore[arg-type]
+    placed = first_router.send("loads", 16_000)
+    await settle()
+    (copy,) = second_router.solver.worker_states[placed.worker.name].active.values()
+    assert copy.load_ms == placed.load_ms == pytest.approx(100.0)
 
 
 async def test_requests_of_one_router_are_in_the_states_of_the_other(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from random import Random
 from typing import Any, cast
 
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.index.tiered_index import LowerTierIndex, TierRuns
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
@@ -46,12 +47,20 @@ class FakeCacheView:
     """A CacheView over `caches`, which tests fill. A routed prompt is cached at once.
 
     `routes`: worker of each routed prompt, in order. `open_prefills`: prompts whose prefill has
-    not ended."""
+    not ended. `lower`: the blocks below the devices."""
 
     def __init__(self) -> None:
         self.caches: dict[str, set[int]] = {}
         self.routes: list[str] = []
         self.open_prefills = 0
+        self.lower = LowerTierIndex()
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        return self.lower.block_count > 0
+
+    def find_runs(self, hashes: Sequence[int], overlaps: Mapping[str, int]) -> TierRuns:
+        return self.lower.find_runs(hashes, overlaps)
 
     def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
         overlaps = {}

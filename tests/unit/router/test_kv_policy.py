@@ -50,11 +50,11 @@ from dynamo.scheduling.router import (
     WorkerSelector,
     WorkerStatus,
 )
+from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.library import kv_router
 from dynamo.scheduling.router.load_view import LoadView
-from dynamo.scheduling.router.placement.regret import REGRET_WINDOW
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
 

@@ -10,7 +10,9 @@ import pytest
 from tests.unit.router.fake_cluster import BLOCK, ENGINE, FakeCluster, instance
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.core.values import Load
 from dynamo.scheduling.router.costs.pair import PairCost
+from dynamo.scheduling.router.costs.pair_price import HarmPrice, answer_price
 from dynamo.scheduling.router.pending_request import PendingRequest
 
 ROLES = {"p": ["prefill"], "d": ["decode"], "b": ["prefill", "decode"]}
@@ -200,3 +202,94 @@ def test_answers_of_a_dead_decode_worker_are_spread_over_the_others() -> None:
     counts = Counter(each.decode_worker.name for each in placed if each.decode_worker)
 
     assert counts == {"d2": 3, "d3": 3}
+
+
+@pytest.mark.parametrize(("waiting", "interrupts_answers"), [(1, False), (30, True)])
+def test_a_long_queue_makes_a_worker_with_answers_compute_prompts(
+    waiting: int, interrupts_answers: bool
+) -> None:
+    cluster = make_cluster(["b1", "b2"], mode="flexible")
+    for _ in range(20):
+        placed = cluster.add_prefill("b1", 10)
+        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+    cluster.add_prefill("b2", 8_000)
+    for number in range(waiting):
+        cluster.submit(4_000, range(1_000 * number, 1_000 * number + 250))
+    placements = cluster.place().values()
+
+    assert ("b1" in {placed.worker.name for placed in placements}) == interrupts_answers
+    assert len(placements) < waiting + interrupts_answers  # the others wait for b2
+
+
+def test_with_a_target_answers_gather_on_fewer_workers() -> None:
+    def cost_of_a_longer_step(itl_slo: float) -> float:
+        cluster = make_cluster(["b1"], mode="flexible", itl_slo=itl_slo)
+        worker = cluster.worker_states["b1"]
+        harm = HarmPrice(1.0, itl_slo)
+        short = answer_price(harm, worker, cluster.now)[1]
+        worker.decode_context_tokens = 100_000
+        return answer_price(harm, worker, cluster.now)[1] - short
+
+    assert 0.0 < cost_of_a_longer_step(25.0) < 0.5 * cost_of_a_longer_step(0.0)
+
+
+def test_a_transfer_is_priced_by_block_size_and_learnt_rate() -> None:
+    """Sixteen tokens a block: 2 MiB blocks are 128 KiB a token, the size without a region."""
+    cluster = make_cluster(["p1", "d1"], mode="always")
+    request = cluster.make_request(4_000)
+
+    def transfer_ms() -> float:
+        matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
+        return matrix.candidate_table(request, matrix.row(request), 0)[0].terms["transfer"]
+
+    unknown = transfer_ms()
+    engine = ENGINE | {"roles": ["decode"]}
+    worker = cluster.worker_states["d1"]
+    worker.update_instance(instance("d1", engine=engine, transfer=[{"slot_bytes": 2 << 20}]))
+    assert transfer_ms() == pytest.approx(unknown)
+
+    cluster.worker_states.on_load_report("d1", Load(transfer_bytes_per_s=64e9), cluster.now)
+    assert transfer_ms() == pytest.approx(unknown / 8)
+
+    worker.update_instance(instance("d1", engine=engine, transfer=[{"slot_bytes": 1 << 20}]))
+    assert transfer_ms() == pytest.approx(unknown / 16)
+
+
+def test_answers_go_to_the_worker_with_the_faster_link() -> None:
+    cluster = make_cluster(["p1", "d1", "d2"], mode="always")
+    cluster.worker_states.on_load_report("d2", Load(transfer_bytes_per_s=100e9), cluster.now)
+
+    assert pair_of(cluster, cluster.make_request(8_000)) == ("p1", "d2")
+
+
+@pytest.mark.parametrize(("tokens", "prefill_worker"), [(400, "d1"), (8_000, "p1")])
+def test_decode_workers_compute_short_prompts_while_prefill_workers_are_busy(
+    tokens: int, prefill_worker: str
+) -> None:
+    """A long pause costs answers more than several short ones of the same sum."""
+    cluster = make_cluster(["p1", "d1"], mode="predicted")
+    cluster.add_prefill("p1", 15_000)
+    for _ in range(4):
+        placed = cluster.add_prefill("d1", 100)
+        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+
+    assert pair_of(cluster, cluster.make_request(tokens))[0] == prefill_worker
+
+
+def test_an_idle_decode_worker_is_kept_free_for_answers() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="predicted")
+    cluster.add_prefill("p1", 8_000)
+
+    assert pair_of(cluster, cluster.make_request(8_000)) == ("p1", "d1")
+
+
+def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
+    cluster = make_cluster(["p1", "d1"], mode="predicted")
+    placed = cluster.add_prefill("d1", 100)
+    cluster.solver.on_first_token(placed, cluster.now + 0.02)
+    request = cluster.make_request(3_000)
+    matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
+    row = matrix.row(request)
+
+    for candidate in matrix.candidate_table(request, row, 0):
+        assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)

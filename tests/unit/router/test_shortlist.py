@@ -46,7 +46,9 @@ def submit_random(cluster: FakeCluster, rng: Random) -> PendingRequest:
     shared = rng.randrange(tokens // BLOCK + 1)
     own = rng.randrange(1, 1 << 40)
     hashes = [*range(root + 1, root + 1 + shared), *range(own, own + tokens // BLOCK - shared)]
-    excluded = frozenset(rng.sample(cluster.names, rng.choice((0, 0, 0, 1, WORKERS // 2))))
+    excluded = frozenset(
+        rng.sample(cluster.names, rng.choice((0, 0, 0, 1, len(cluster.names) // 2)))
+    )
     return cluster.submit(tokens, hashes, excluded=excluded)
 
 

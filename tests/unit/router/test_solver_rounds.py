@@ -7,8 +7,8 @@ import math
 import pytest
 from tests.unit.router.fake_cluster import FakeCluster
 
+from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.costs.predicted import TtftCost
-from dynamo.scheduling.router.placement.regret import REGRET_WINDOW
 from dynamo.scheduling.router.placement.solver import HoldLimits
 
 HASHES = list(range(1, 1_001))

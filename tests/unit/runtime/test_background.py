@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo.communication.discovery import RecordChange
+from dynamo.communication.discovery import RecordChange, RecordWatch
 from dynamo.communication.discovery.memory import MemoryDiscovery
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.runtime.background import InlineBackground, ThreadBackground
 from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 
@@ -150,3 +152,61 @@ async def test_work_after_the_end_is_refused_and_closed() -> None:
         background.submit(work)
 
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+
+class CountingDiscovery(MemoryDiscovery):
+    """Counts the open watches, and fails them on request."""
+
+    watches = 0
+
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+        self.watches += 1
+        try:
+            async with super().watch(prefix) as changes:
+                yield self._changes(changes)
+        finally:
+            self.watches -= 1
+
+    async def _changes(self, changes: RecordWatch) -> AsyncIterator[Sequence[RecordChange]]:
+        async for batch in changes:
+            if any(change.key == "/a/error" for change in batch):
+                raise PlaneUnavailable("gone")
+            yield batch
+
+
+async def test_watches_of_a_prefix_share_one_of_the_plane() -> None:
+    inner = await CountingDiscovery.open("memory:shared")
+    discovery = RepublishingDiscovery(inner)
+    await discovery.put("/a/1", b"x")
+    async with discovery.watch("/a/") as first:
+        assert await anext(first) == [RecordChange("/a/1", b"x")]
+        await discovery.put("/a/2", b"y")
+        assert await anext(first) == [RecordChange("/a/2", b"y")]
+        async with discovery.watch("/a/") as second, discovery.watch("/b/") as other:
+            assert await anext(other) == []
+            assert inner.watches == 2
+            assert await anext(second) == [RecordChange("/a/1", b"x"), RecordChange("/a/2", b"y")]
+            await discovery.delete("/a/1")
+            assert await anext(first) == await anext(second) == [RecordChange("/a/1", None)]
+        await asyncio.sleep(0.01)
+        assert inner.watches == 1
+        await discovery.put("/a/3", b"z")
+        assert await anext(first) == [RecordChange("/a/3", b"z")]
+    await discovery.close()
+    assert inner.watches == 0
+
+
+async def test_an_error_of_a_watch_reaches_all_and_the_next_watch_is_a_new_one() -> None:
+    inner = await CountingDiscovery.open("memory:failing")
+    discovery = RepublishingDiscovery(inner)
+    async with discovery.watch("/a/") as first, discovery.watch("/a/") as second:
+        assert await anext(first) == await anext(second) == []
+        await discovery.put("/a/error", b"")
+        for changes in (first, second):
+            with pytest.raises(PlaneUnavailable):
+                await anext(changes)
+        await discovery.delete("/a/error")
+        async with discovery.watch("/a/") as third:
+            assert await anext(third) == []
+    await discovery.close()

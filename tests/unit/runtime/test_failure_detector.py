@@ -49,6 +49,7 @@ class FakeWorkers:
         self.disconnected: list[str] = []
         self.on_instance_busy: Callable[[], None] | None = None
         self.removal_listeners: list[Callable[[Instance], None]] = []
+        self.rejection_listeners: list[Callable[[Instance], None]] = []
 
     def busy_instances(self) -> list[Instance]:
         return [self.all_instances[name] for name in sorted(self.busy)]
@@ -56,6 +57,10 @@ class FakeWorkers:
     def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
         self.removal_listeners.append(callback)
         return lambda: self.removal_listeners.remove(callback)
+
+    def on_instance_rejected(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+        self.rejection_listeners.append(callback)
+        return lambda: self.rejection_listeners.remove(callback)
 
     def mark_unreachable(self, address: str) -> None:
         self.instances.pop(address, None)
@@ -136,6 +141,20 @@ def test_a_silent_worker_is_pinged_and_then_declared_failed() -> None:
         assert workers.open_pings == 0
         assert workers.instances.keys() == {"b"}
         assert "dynamo_workers_frozen_total 1" in scenario.metrics.render()
+
+    run_scenario(play)
+
+
+def test_the_last_worker_is_declared_failed_where_none_is_spared() -> None:
+    async def play(scenario: Scenario) -> None:
+        del scenario.workers.instances["b"]
+        await scenario.clock.sleep(2 * DETECTED_WITHIN_S)
+        assert scenario.workers.interrupted == []
+        scenario.stop_watching()
+        fake: Any = scenario.workers
+        scenario.detector.watch(fake, spares_last=False)
+        await scenario.clock.sleep(2 * DETECTED_WITHIN_S)
+        assert scenario.workers.interrupted == [("a", "WorkerFailed")]
 
     run_scenario(play)
 

@@ -52,7 +52,9 @@ class WatchedClient:
         self.interrupted: list[str] = []
         self.on_instance_busy: Callable[[], None] | None = None
         self.view = SimpleNamespace(
-            on_instance_removed=lambda _: lambda: None, mark_unreachable=lambda _: None
+            on_instance_removed=lambda _: lambda: None,
+            on_instance_rejected=lambda _: lambda: None,
+            mark_unreachable=lambda _: None,
         )
 
     def busy_instances(self) -> list[Instance]:

@@ -145,6 +145,7 @@ def test_an_unreadable_instance_is_removed_and_a_rejected_one_only_gets_no_calls
 def test_a_new_watch_removes_a_rejected_instance_that_is_not_announced_any_more() -> None:
     async def scenario(cluster: FakeCluster) -> None:
         await cluster.announce(*(put(instance(name, unwanted=True)) for name in "ab"))
+        assert "2 serving with another role" in cluster.view.describe_unavailable()
         cluster.batches.put_nowait(RuntimeError("cut off"))
         await cluster.announce(put(instance("b", unwanted=True)), put(instance("c")))
         await cluster.clock.sleep(2 * WATCH_RETRY_S)

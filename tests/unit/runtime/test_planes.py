@@ -155,6 +155,22 @@ def test_the_transfer_plane_follows_the_other_planes(settings: dict[str, str], u
 
 
 def test_an_unknown_transfer_plane_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown transfer backend 'nixl'") as caught:
-        planes(runtime__transfer="nixl:")
+    with pytest.raises(ConfigError, match="unknown transfer backend 'rdma'") as caught:
+        planes(runtime__transfer="rdma:")
     assert "shm" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"runtime__transfer": "memory:"}, "copies within one process"),
+        ({"runtime__transfer": "tcp:host:80"}, "is not an address"),
+        ({"runtime__transfer": "auto://host:port"}, "is not an address"),
+    ],
+)
+def test_a_transfer_plane_that_cannot_work_is_refused(
+    settings: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        planes(**settings)
+    assert "tcp://" in caught.value.hint

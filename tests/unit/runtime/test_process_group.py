@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from dynamo.communication.discovery.disk_reserve import DiskReserve
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.processes import process_group
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.exit_status import (
@@ -78,6 +80,29 @@ async def test_scaling_up_and_down(
         ]
         assert await control(deployment, "scale", "worker", 0) == ["worker has left"]
         assert await control(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+
+
+async def test_replicas_keep_their_own_devices(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    def with_devices(name: str, *device_ids: int) -> ChildSpec:
+        engine = EngineSettings(device_ids=device_ids)
+        return replace(spec(SERVE, name), settings=Settings(engine=engine))
+
+    specs = [with_devices("worker-1", 0, 1), with_devices("worker-2", 2, 3)]
+    async with serving(supervise(*specs)) as supervisor:
+
+        def devices() -> dict[str, tuple[int, ...]]:
+            children = supervisor.children
+            return {child.spec.name: child.spec.settings.engine.device_ids for child in children}
+
+        await control(deployment, "restart", "worker")
+        assert devices() == {"worker-1": (0, 1), "worker-2": (2, 3)}
+        with pytest.raises(ConfigError, match="no device is left for worker-3"):
+            await control(deployment, "scale", "worker", 3)
+        await control(deployment, "drain", "worker-1")
+        await control(deployment, "scale", "worker", 2)
+        assert devices() == {"worker-2": (2, 3), "worker-1": (0, 1)}
 
 
 async def test_a_full_disk_prevents_only_additional_processes(
@@ -200,6 +225,37 @@ async def test_a_replacement_that_cannot_start_leaves_the_old_child(
             await control(deployment, "restart", "worker")
         assert supervisor.children == [old]
         assert old.ready
+
+
+NEVER_SERVES_A_URL = """
+if start["settings"]["engine"]["urls"]:
+    tell(state="starting"); signal.pause()
+tell(state="ready"); signal.pause()
+"""
+
+
+async def test_other_requests_are_executed_while_a_url_starts(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(spec(NEVER_SERVES_A_URL, "worker"))) as supervisor:
+        adding = asyncio.create_task(control(deployment, "add", "http://dead"))
+        while len(supervisor.children) < 2:
+            await asyncio.sleep(0.01)
+        assert await control(deployment, "restart", "worker") == ["worker was replaced"]
+        assert await control(deployment, "remove", "http://dead") == ["worker-1 has left"]
+        with pytest.raises(ModelUnavailable, match="worker-1 cannot start: it was stopped"):
+            await adding
+        assert names(supervisor) == ["worker"]
+
+
+async def test_a_url_that_does_not_serve_in_time_is_removed(
+    spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "URL_START_TIMEOUT_S", 0.1)
+    async with serving(supervise(spec(NEVER_SERVES_A_URL, "worker"))) as supervisor:
+        with pytest.raises(ModelUnavailable, match="http://dead does not serve the model after"):
+            await control(deployment, "add", "http://dead")
+        assert names(supervisor) == ["worker"]
 
 
 @pytest.mark.parametrize(

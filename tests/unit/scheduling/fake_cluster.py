@@ -64,6 +64,7 @@ class FakeCluster:
         self.metrics = Registry()
         client: Any = self
         self.view = self
+        self.rejected: dict[str, Instance] = {}
         self.removal_listeners: list[Callable[[Instance], object]] = []
         self.supervisors = SupervisorView(client, clock)
         self.starts = WorkerStarts(client, self.supervisors, clock)
@@ -90,7 +91,7 @@ class FakeCluster:
         before, self.instances = self.instances, instances
         for listener in self.listeners:
             listener()
-        for name in before.keys() - instances.keys():
+        for name in before.keys() - instances.keys() - self.rejected.keys():
             for removed in self.removal_listeners:
                 removed(before[name])
 

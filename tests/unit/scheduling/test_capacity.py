@@ -9,6 +9,9 @@ from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.admission.durations import DequeueRate, DurationHistogram, DurationModel
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_states import WorkerStates
 
 
 def test_the_remaining_duration_by_age() -> None:
@@ -98,18 +101,30 @@ def test_requests_of_other_frontends_occupy_slots() -> None:
     )
 
 
+def test_a_worker_that_computes_a_prompt_for_another_is_not_idle() -> None:
+    capacity, states = ClusterCapacity(0, lambda: 0.0), WorkerStates()
+    workers = {"a": make_worker("a"), "b": make_worker("b")}
+    states.update_instances(workers)
+    capacity.update_workers(workers, {state.name: state for state in states.workers})
+    assert capacity.count_idle() == 2
+
+    states["a"].place(PlacedRequest("1", states["a"], Prompt(1_000, ()), 1_000, 0.0), 0.0)
+    assert capacity.count_idle() == 1
+    assert capacity.count_idle(frozenset({"b"})) == 0
+
+
 def test_a_removed_worker_has_no_slots() -> None:
     capacity = ClusterCapacity(0, lambda: 0.0)
     capacity.update_workers({"a": make_worker("a"), "b": make_worker("b", seqs=1)}, {})
     reservation = Reservation(60, 300.0, 0.0)
     capacity.reserve("b", reservation, 0.0)
-    assert (capacity.free_slots, capacity.idle_workers, capacity.full_workers) == (
+    assert (capacity.free_slots, capacity.count_idle(), capacity.full_workers) == (
         4,
         1,
         frozenset({"b"}),
     )
     capacity.update_workers({"a": make_worker("a")}, {})
-    assert (capacity.free_slots, capacity.idle_workers, capacity.full_workers) == (
+    assert (capacity.free_slots, capacity.count_idle(), capacity.full_workers) == (
         4,
         1,
         frozenset(),

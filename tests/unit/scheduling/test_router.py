@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.processes import Open, send_through
 
 from dynamo.communication.requests import ResponseWriter
@@ -199,6 +201,50 @@ async def test_a_failed_worker_is_not_retried() -> None:
         await WorkerRouter(ScriptedPolicy("a", "b"), failed).send(
             REQUEST, CONTEXT, RecordingReply()
         )
+
+
+class PrefillElsewhere(ScriptedPolicy):
+    """Names instance "p" as the prefill worker of every request."""
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        decision = await super().choose(request, context, tried)
+        return replace(decision, prefill=Instance("p", "", "", "", ""))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_request_is_a_call_of_its_prefill_worker_until_the_first_token(
+    open_runtime: Open, *, fails: bool
+) -> None:
+    client = await client_of(await open_runtime(), 0)
+    busy: list[list[str]] = []
+
+    async def answer(_: Instance, request: Any, context: Context, reply: Reply) -> None:
+        busy.append([instance.id for instance in client.busy_instances()])
+        if fails:
+            raise WorkerFailed("d")
+        reply.tokens((1,))
+        busy.append([instance.id for instance in client.busy_instances()])
+
+    router = WorkerRouter(PrefillElsewhere("d"), answer, prefill_client=client)
+    with suppress(WorkerFailed):
+        await router.send(REQUEST, CONTEXT, RecordingReply())
+    busy.append([instance.id for instance in client.busy_instances()])
+    assert busy == ([["p"], []] if fails else [["p"], [], []])
+
+
+async def test_a_failure_keeps_the_name_of_the_prefill_worker(open_runtime: Open) -> None:
+    async def fail(payload: bytes, out: ResponseWriter) -> None:
+        error = WorkerFailed("prefill worker p failed")
+        error.instance = "p"
+        raise error
+
+    await serve(await open_runtime(), fail)
+    send = send_through(await client_of(await open_runtime(), 1), "random")
+    with pytest.raises(WorkerFailed) as caught:
+        await send(REQUEST, CONTEXT, RecordingReply())
+    assert caught.value.instance == "p"
 
 
 class RecordingOperator(Operator):

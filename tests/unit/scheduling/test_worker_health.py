@@ -134,6 +134,19 @@ def ejections(scene: HealthScene) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+def test_failures_of_a_prefill_worker_do_not_eject_the_decode_worker() -> None:
+    async def play(scene: HealthScene) -> None:
+        client, _ = await scene.start(3)
+        decode_worker = next(iter(client.instances.values()))
+        scene.failing.add(decode_worker.id)
+        scene.error = WorkerFailed("prefill worker p failed")
+        scene.error.instance = "p"
+        await scene.send(decode_worker, 5)
+        assert decode_worker.id in client.instances
+
+    run_scenario(play)
+
+
 def test_three_failures_eject_and_a_probe_readmits() -> None:
     async def play(scene: HealthScene) -> None:
         client, _ = await scene.start(3)

@@ -192,3 +192,13 @@ def test_another_lost_worker_is_expected_after_the_last_one_was_drained() -> Non
         await held
 
     run_scenario(scenario, 4, limits=SloLimits(ttft_s=inf))
+
+
+def test_a_worker_that_changed_its_role_is_not_expected_to_start() -> None:
+    async def scenario(cluster: FakeCluster) -> None:
+        cluster.announce(1, start_s=5.0)
+        cluster.rejected = dict(cluster.instances)
+        cluster.set_instances()
+        assert (await error_of(cluster.start("u"))).message == "no worker"
+
+    run_scenario(scenario, 4)

@@ -160,6 +160,16 @@ async def test_each_row_opens_the_stage_of_its_name(open_process: Open, card: Mo
     await pipeline.close()
 
 
+async def test_frontends_watch_prefill_workers(open_process: Open, card: ModelCard) -> None:
+    runtime = await open_process()
+    pipeline = await open_model_pipeline(
+        runtime, failure_detector(runtime), ProcessRouting(runtime), card
+    )
+    assert pipeline.prefill_client.on_instance_busy is not None
+    await pipeline.close()
+    assert pipeline.prefill_client.on_instance_busy is None
+
+
 async def test_a_router_process_opens_what_chooses_a_worker(
     open_process: Open, card: ModelCard
 ) -> None:
@@ -176,9 +186,8 @@ async def test_load_reports_reach_policy_and_admission(open_process: Open, card:
     runtime = await open_process()
     detector = failure_detector(runtime)
     pipeline = await open_model_pipeline(runtime, detector, ProcessRouting(runtime), card)
-    listeners = [pipeline.admission.on_load_report]
+    listeners = [pipeline.policy.on_load_report, pipeline.admission.on_load_report]
     if (states := pipeline.policy.worker_states) is not None:
-        listeners.insert(0, states.on_load_report)
         await pipeline.client.wait_for_instances(1)
         while states[serving.instance_id].load is None:
             await asyncio.sleep(0.005)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo.cli.entry import main
 from dynamo.cli.serve import split_service_options
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SourcedValue, resolve_settings
 from dynamo.sdk import depends, dynamo_endpoint, service
 from dynamo.sdk.decorators import spec_of
-from dynamo.services import Frontend, Processor, Router, Worker
+from dynamo.services import (
+    DecodeWorker,
+    Frontend,
+    PrefillWorker,
+    Processor,
+    Router,
+    Worker,
+)
 from dynamo.services.deployment.plan import (
     DeploymentPlan,
     plan_deployment,
@@ -47,6 +56,11 @@ class Alone:
     async def do(self, request: Any) -> Any: ...
 
 
+@service()
+class Pairs(Frontend): ...
+
+
+Pairs.link(DecodeWorker).link(PrefillWorker)  # type: ignore[attr-defined]
 Front.link(Helper)  # type: ignore[attr-defined]
 Front.link(Route).link(Engines)  # type: ignore[attr-defined]
 
@@ -227,3 +241,106 @@ def test_a_renamed_processor_keeps_the_component_of_the_ready_made_one() -> None
     assert plan_of(Asks).processes[0].services == (Frontend, Words)
     with pytest.raises(ConfigError, match="Loud is a ready-made service"):
         plan_of(Loud)
+
+
+ALWAYS = {"router__disaggregation__mode": "always"}
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_always_needs_prefill_workers_in_the_graph() -> None:
+    for graph in (Engines, Front):
+        with pytest.raises(ConfigError) as caught:
+            plan_of(graph, **ALWAYS)
+        assert "PrefillWorker" in caught.value.hint
+    assert len(plan_of(Pairs, **ALWAYS).with_role("worker")) == 2
+    for part in (Front, Engines, DecodeWorker):  # the others may run elsewhere
+        plan_of(part, only=True, **ALWAYS)
+
+
+def test_decode_workers_alone_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    @service()
+    class Alone(DecodeWorker): ...
+
+    plan_of(Alone, **ALWAYS)
+    assert "until one joins" in caplog.messages[0]
+
+
+def test_prefill_workers_alone_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    plan_of(PrefillWorker)
+    assert "prefill workers alone" in caplog.messages[0]
+    caplog.clear()
+    assert shape(plan_of(PrefillWorker, only=True)) == [("worker", "PrefillWorker", 1)]
+    assert caplog.messages == []
+
+
+def test_the_groups_of_the_shipped_file_become_processes() -> None:
+    for only in (False, True):
+        parts = [
+            part
+            for root in ([PrefillWorker, DecodeWorker] if only else [Pairs])
+            for part in plan_of(
+                root, file=(CONFIGS / "disagg.yaml").read_text(), only=only
+            ).with_role("worker")
+        ]
+        engines = {part.name: part.settings.engine for part in parts}
+        assert {
+            name: (engine.role, engine.max_num_seqs, engine.block_size)
+            for name, engine in engines.items()
+        } == {
+            "prefill-worker-1": ("prefill", 32, 16),
+            "prefill-worker-2": ("prefill", 32, 16),
+            "decode-worker-1": ("decode", 64, 16),
+            "decode-worker-2": ("decode", 64, 16),
+        }
+
+
+@pytest.mark.parametrize(
+    ("root", "words", "file"),
+    [
+        (Front, ["--Engines.workers=5"], ""),
+        (Pairs, ["--PrefillWorker.workers=2", "--DecodeWorker.workers=3"], ""),
+        (Pairs, [], (CONFIGS / "disagg.yaml").read_text()),
+        (Engines, ["--Engines.workers=3"], (CONFIGS / "disagg.yaml").read_text()),
+    ],
+)
+def test_each_worker_knows_how_many_share_the_memory(
+    root: type[Any], words: list[str], file: str
+) -> None:
+    plan = plan_of(root, *words, file=file)
+    specs = [spec for spec in process_specs(plan, plan.settings) if spec.role == "worker"]
+
+    assert {spec.settings.worker_count for spec in specs} == {len(specs)}
+
+
+def test_replicas_and_batches_of_roles_reach_the_processes() -> None:
+    plan = plan_of(Pairs, file=(CONFIGS / "distributed.yaml").read_text())
+    names = [spec.name for spec in process_specs(plan, plan.settings) if spec.role == "worker"]
+
+    assert names == [
+        *(f"decode-worker-{number}" for number in range(1, 9)),
+        *(f"prefill-worker-{number}" for number in range(1, 5)),
+    ]
+    batches = {part.name: part.settings.engine.max_num_seqs for part in plan.with_role("worker")}
+    assert batches == {"decode-worker": 64, "prefill-worker": 32}
+
+
+MODES = {"agg": 1, "agg_router": 2, "disagg": 2, "disagg_router": 2}
+"""Workers by graph."""
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_each_mode_of_the_page_is_a_graph_with_a_configuration(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = CONFIGS.parent
+    page = (root / "docs" / "how-to" / "deployment-modes.md").read_text()
+    command = f"dynamo serve graphs.{name}:Frontend -f configs/{name}.yaml"
+    assert command in page.splitlines()
+    monkeypatch.chdir(root / "examples" / "llm")
+    assert main([*command.split()[1:], "--engine.kind", "mock", "--dry-run"]) == 0
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    counts = {row[0]: int(row[1]) for row in rows if row[1:2] and row[1].isdecimal()}
+    assert sum(n for process, n in counts.items() if process.endswith("Worker")) == MODES[name]
+    assert ("Router" in counts) == name.endswith("_router")
+    assert ("PrefillWorker" in counts) == name.startswith("disagg")

@@ -7,7 +7,7 @@ import pytest
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import SourcedValue
 from dynamo.core.settings.load import LoadedSettings, resolve_settings
-from dynamo.services.deployment.launch import deployment_specs
+from dynamo.services.deployment.launch import deployment_specs, worker_specs
 
 
 def load(flags: dict[str, object], text: str = "version: 1\n") -> LoadedSettings:
@@ -63,3 +63,88 @@ def test_prefill_workers_alone_are_refused_with_the_flag_that_is_missing() -> No
     with pytest.raises(ConfigError) as caught:
         deployment_specs(load({"workers.prefill.replicas": 2}).settings)
     assert "--decode-workers" in caught.value.hint
+
+
+def test_a_group_names_its_model_and_block_size() -> None:
+    text = """\
+prefill_workers: [{model: /a, kv_cache: {block_size: 32}}]
+decode_workers: [{model: /a, kv_cache: {block_size: 32}}, {model: /b}]
+"""
+    specs = [spec for spec in deployment_specs(load({}, text).settings) if spec.role == "worker"]
+
+    shown = [(spec.settings.model.path, spec.settings.engine.block_size) for spec in specs]
+    assert shown == [("/a", 32), ("/a", 32), ("/b", 16)]
+
+
+def test_groups_of_a_model_with_blocks_of_different_sizes_are_refused() -> None:
+    text = "prefill_workers: [{}]\ndecode_workers: [{kv_cache: {block_size: 32}}]\n"
+    with pytest.raises(ConfigError, match=r"hold 32 tokens, those of prefill_workers\[0\] 16"):
+        load({}, text)
+    assert load({"engine.block_size": 32}, text).settings.decode_workers[0].block_size == 32
+
+
+@pytest.mark.parametrize("workers", [{"engine.workers": 2}, {"workers.flexible": 2}])
+def test_always_without_a_prefill_worker_is_refused(workers: dict[str, object]) -> None:
+    loaded = load(workers | {"router.disaggregation.mode": "always"})
+    with pytest.raises(ConfigError) as caught:
+        deployment_specs(loaded.settings)
+    assert "--prefill-workers N" in caught.value.hint
+
+
+def test_the_devices_of_a_group_are_divided_among_its_workers() -> None:
+    text = """\
+engine: {device_ids: [0, 1]}
+prefill_workers: [{replicas: 2, tensor_parallel_size: 2, device_ids: [2, 3, 4, 5]}]
+decode_workers: [{replicas: 2}]
+"""
+    specs = worker_specs(load({}, text).settings)
+
+    engines = [spec.settings.engine for spec in specs]
+    assert [engine.device_ids for engine in engines] == [(2, 3), (4, 5), (0,), (1,)]
+    assert [engine.tensor_parallel_size for engine in engines] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine: {workers: 2, device_ids: [0, 1, 2]}",
+        "engine: {workers: 1, device_ids: [0, 1], tensor_parallel_size: 4}",
+        "engine: {workers: 2, device_ids: [0, 1], pipeline_parallel_size: 2}",
+    ],
+)
+def test_devices_that_are_too_few_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="workers cannot share the devices"):
+        worker_specs(load({}, text).settings)
+
+
+def test_frontends_get_no_devices() -> None:
+    text = "server: {http_workers: 2}\nengine: {device_ids: [3]}\n"
+
+    specs = deployment_specs(load({}, text).settings)
+
+    assert [spec.role for spec in specs] == ["frontend", "frontend", "worker"]
+    assert specs[-1].settings.engine.device_ids == (3,)
+
+
+def test_a_group_has_its_own_transfer_and_cache() -> None:
+    text = """\
+nixl: {enable_rdma: true, memory_pool_size: 1MB}
+cache: {max_cache_size: 1GB, enable_offloading: true}
+prefill_workers: [{name: p, nixl: {enable_rdma: false, memory_pool_size: 2MB}}]
+decode_workers:
+- {name: d, kv_cache: {max_cache_size: 2GB, enable_offloading: false}}
+- {name: e, kv_cache: {offload_targets: [cpu, ssd]}}
+"""
+    specs = {spec.name: spec.settings for spec in deployment_specs(load({}, text).settings)}
+    p, d, e = specs["p"], specs["d"], specs["e"]
+    assert (p.nixl.enable_rdma, p.nixl.memory_pool_size) == (False, 2_000_000)
+    assert (d.nixl.enable_rdma, d.nixl.memory_pool_size) == (True, 1_000_000)
+    assert (p.cache.max_cache_size, p.cache.tiers) == (10**9, ("host",))
+    assert (d.cache.max_cache_size, d.cache.tiers) == (2 * 10**9, ())
+    assert (e.cache.max_cache_size, e.cache.tiers) == (10**9, ("host", "disk"))
+
+
+def test_an_unknown_tier_of_a_group_is_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, "decode_workers: [{kv_cache: {offload_targets: [tape]}}]\nprefill_workers: [{}]\n")
+    assert "'tape' in decode_workers[0].kv_cache.offload_targets" in caught.value.message

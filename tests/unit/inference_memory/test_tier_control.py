@@ -1,0 +1,126 @@
+"""The endpoint `kv` of a worker, its metrics, and the table of `dynamo kv`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.inference_disaggregation.pair import make_request
+
+from dynamo.cli.workers.kv import format_bytes, format_tiers_json, format_tiers_table
+from dynamo.core.clock import SystemClock
+from dynamo.core.context import Context
+from dynamo.core.errors import NotFound, ProtocolError
+from dynamo.core.settings.schema_cache import CacheSettings
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.memory.tier_control import (
+    KvAnswer,
+    KvControl,
+    KvRequest,
+    declare_tier_metrics,
+    decode_kv_answer,
+)
+from dynamo.inference.mock.engine import make_mock_engine
+from dynamo.telemetry.metrics import Registry
+from dynamo.testing.fakes import CollectedReply
+
+
+class Outgoing:
+    """Collects the payloads of an answer."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, payload: bytes) -> bool:
+        self.sent.append(payload)
+        return True
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[BatchedEngine]:
+    """A mock engine of 8 blocks with a host tier, whose first prompt has gone down to it."""
+    settings = EngineSettings(kind="mock", block_size=4, num_blocks=8, speedup_ratio=1000.0)
+    engine = make_mock_engine(
+        settings,
+        range(100, 900),
+        SystemClock(),
+        context_tokens=32,
+        vocab_size=1000,
+        layout="mock",
+        cache=CacheSettings(cpu_size=1 << 30),
+    )
+    await engine.start()
+    for first in (0, 100, 200, 0):
+        request = make_request(range(first, first + 24), prefill="", max_tokens=1)
+        await engine.generate(request, Context("r"), CollectedReply())
+        assert engine.tiers is not None
+        async with asyncio.timeout(5):
+            while engine.tiers.storing:
+                await asyncio.sleep(0.001)
+    yield engine
+    await engine.stop()
+
+
+async def call(control: KvControl, request: KvRequest) -> KvAnswer:
+    outgoing: Any = Outgoing()
+    await control.handle(msgspec.msgpack.encode(request), outgoing)
+    return decode_kv_answer(b"".join(outgoing.sent))
+
+
+async def test_the_state_of_each_tier_is_shown(engine: BatchedEngine) -> None:
+    control = KvControl([engine], SystemClock())
+    device, host = (await call(control, KvRequest())).tiers
+
+    assert (device.tier, device.capacity_blocks, host.tier) == ("device", 8, "host")
+    assert device.blocks == engine.scheduler.pool.cached
+    assert host.stored >= 6
+    assert host.blocks == engine.tiers.tiers[0].blocks  # type: ignore[union-attr]
+    assert device.evicted > 0
+    assert host.load_ms > 0
+
+
+async def test_a_tier_is_emptied_alone_or_with_all(engine: BatchedEngine) -> None:
+    control, tiers = KvControl([engine], SystemClock()), engine.tiers
+    assert tiers is not None
+    count, cached = tiers.tiers[0].blocks, engine.scheduler.pool.cached
+    assert (await call(control, KvRequest("host"))).cleared == count > 0
+    assert (tiers.tiers[0].blocks, engine.scheduler.pool.cached) == (0, cached)
+    assert (await call(control, KvRequest("all"))).cleared == cached
+    assert engine.scheduler.pool.cached == 0
+    with pytest.raises(NotFound, match="no tier 'disk'") as caught:
+        await call(control, KvRequest("disk"))
+    assert "host" in caught.value.hint
+    outgoing: Any = Outgoing()
+    with pytest.raises(ProtocolError):
+        await control.handle(b"x", outgoing)
+
+
+async def test_metrics_are_summed_over_the_ranks(engine: BatchedEngine) -> None:
+    registry, control = Registry(), KvControl([engine, engine], SystemClock())
+    declare_tier_metrics(registry, control)
+    lines = dict(line.rsplit(" ", 1) for line in registry.render().splitlines() if line[:1] != "#")
+
+    assert engine.tiers is not None
+    blocks = 2 * engine.tiers.tiers[0].blocks
+    assert float(lines['dynamo_worker_tier_blocks{tier="host"}']) == blocks
+    assert float(lines['dynamo_worker_tier_up_ratio{tier="host"}']) == 1
+    assert not any("device" in line for line in lines)
+
+
+async def test_the_command_prints_a_table_and_json(engine: BatchedEngine) -> None:
+    answers = {"worker-1-0123456789": await call(KvControl([engine], SystemClock()), KvRequest())}
+    title, device, host = format_tiers_table(answers).splitlines()
+
+    assert title.split()[:3] == ["WORKER", "TIER", "BLOCKS"]
+    assert device.split()[:2] == ["worker-1-0123456789", "device"]
+    assert host.split()[1] == "host"
+    rows = json.loads(format_tiers_json(answers))
+    assert [row["tier"] for row in rows] == ["device", "host"]
+    assert rows[0]["worker"] == "worker-1-0123456789"
+    sizes = [format_bytes(size) for size in (0, 999, 12_700, 3e9, 5e13)]
+    assert sizes == ["0 B", "999 B", "12.7 kB", "3 GB", "50 TB"]
