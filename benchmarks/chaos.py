@@ -21,12 +21,14 @@ import logging
 import sys
 import time
 from math import inf
+from pathlib import Path
 
 import msgspec
 
-from dynamo.testing.chaos import ChaosScenario, run_chaos
-from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers
-from dynamo.testing.chaos.requests import SimulatedOutcome
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.simulation.chaos import ChaosScenario, run_chaos
+from tests.simulation.chaos.faults import FaultSchedule, SimulatedWorkers
+from tests.simulation.chaos.requests import SimulatedOutcome
 
 MIN_CORRECT_SHARE = 0.999
 

@@ -1,47 +1,66 @@
 """Compare answers with and without a prefill worker: the native engine, real prompts, random faults.
 
-    python benchmarks/disaggregated_text.py PROMPTS.jsonl [--model FILE_OR_FOLDER] [--count 200]
-        [--tokens 16] [--transfer shm:] [--faults]
+    python benchmarks/disaggregated_text.py [PROMPTS.jsonl] [--model FILE_OR_FOLDER] [--count 200]
+        [--tokens 16] [--prompt-tokens 300] [--modes always,predicted,flexible] [--transfer shm:] [--faults]
+        [--tiers host,disk,shared,all] [--blocks 600]
 
-Each line of PROMPTS has a `prompt`. Every prompt is answered greedily and with a seed, by one engine alone and
-by an engine whose prompts another engine computes. An answer that differs is a near tie if the two tokens of
-the first difference are less than 0.001 apart in log probability. With --faults, calls of the prefill engine
-break at random times and caches are cleared. Both block pools must be whole and unused at the end. Exits
-with 1 if an answer differs otherwise, fails, or a block is lost.
+Each line of PROMPTS has a `prompt`; without a file, prompts are random words. Every prompt is answered greedily
+and with a seed, by one engine alone and then by two. In mode `always` the second engine computes all prompts, in
+`predicted` a random half of them. In `flexible` either engine answers, and the other one computes half of its
+prompts. In `together`, each engine answers half of them alone. With --tiers, each mode runs with each tier, each part of
+the prompts twice, and --blocks should be few. An answer that differs is a near tie if the two tokens of the first difference are less than 0.001 apart in
+log probability. With --faults, calls of the other engine break at random times and caches are cleared.
+With tiers, these are also cleared, damaged, full, failing or frozen (`tier_faults.py`). All block
+pools must be whole and unused at the end. Exits with 1 if an answer differs otherwise, fails, or a block is lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+from load import vocabulary
 from msgspec.structs import replace
+from tier_faults import TierFaults, tier_settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.servers import S3Process
 
 from dynamo.communication.transfer import RegionPeer, TransferPlane, open_transfer
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
+from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions, TokenLogprobs
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.native.runner import NativeRunner
+from dynamo.inference.tiers.opening import tier_opener
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import load_tokenizer
 from dynamo.testing.fakes import CollectedReply
 
 NEAR_TIE = 1e-3
 AT_ONCE = 8
-MAX_PROMPT_TOKENS = 300
+ALONE_BLOCKS = 600
+PART = 120
 FAULT_SHARE = 0.4
+REMOTE_SHARE = {"always": 1.0, "predicted": 0.5, "flexible": 0.5, "together": 0.0}
+DEFAULT_MODES = "always,predicted,flexible"
 rng = Random(0)
 
 
@@ -72,23 +91,33 @@ class BreakingPeer(PrefillPeer):
             raise WorkerFailed("the call broke, as it should") from None
 
 
-async def open_engine(files: Any, url: str) -> tuple[BatchedEngine, TransferPlane, Any]:
-    settings = EngineSettings(num_blocks=600, max_num_batched_tokens=128)
-    engine = BatchedEngine(NativeRunner(files.open_weights, settings))
+async def open_engine(
+    files: Any, url: str, blocks: int, cache: CacheSettings = NO_TIERS
+) -> tuple[BatchedEngine, TransferPlane, Any]:
+    settings = EngineSettings(num_blocks=blocks, max_num_batched_tokens=128)
+    engine = BatchedEngine(
+        NativeRunner(files.open_weights, settings, cache=cache),
+        open_tiers=tier_opener(cache, settings, SystemClock()),
+    )
     await engine.start()
     plane = await open_transfer(url)
     assert engine.runner.region is not None
     return engine, plane, await plane.expose(engine.runner.region, engine.runner.layout)
 
 
-async def answer_all(engine: BatchedEngine, requests: list[GenerateRequest]) -> list[Any]:
-    """Return the answers of all requests, some of which run at once."""
+async def answer_all(
+    engines: Sequence[BatchedEngine], requests: list[GenerateRequest], remote_share: float
+) -> list[Any]:
+    """Return the answers of all requests, some of which run at once, by any of the `engines`. The
+    other engine computes `remote_share` of the prompts."""
     replies = [CollectedReply() for _ in requests]
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def answer(request: GenerateRequest, reply: CollectedReply) -> None:
+        prefill = "other" if rng.random() < remote_share else ""
         async with slots:
-            await engine.generate(request, Context("r"), reply)
+            sent = replace(request, prefill=prefill)
+            await rng.choice(engines).generate(sent, Context("r"), reply)
 
     await run_all(*(answer(*pair) for pair in zip(requests, replies, strict=True)))
     return replies
@@ -109,10 +138,20 @@ def first_difference(alone: CollectedReply, reply: CollectedReply) -> str:
     return "near tie" if gap < NEAR_TIE else "different"
 
 
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """Return the prompts of the file, or random ones."""
+    if options.prompts:
+        lines = Path(options.prompts).read_bytes().splitlines()[: options.count]
+        return [msgspec.json.decode(line)["prompt"] for line in lines]
+    words = vocabulary("")
+    lengths = [rng.randint(1, options.prompt_tokens) for _ in range(options.count)]
+    return [" ".join(rng.choices(words, k=length)) for length in lengths]
+
+
 def make_requests(options: argparse.Namespace, tokenizer: Any) -> list[GenerateRequest]:
     requests: list[GenerateRequest] = []
-    for line in Path(options.prompts).read_bytes().splitlines()[: options.count]:
-        packed = tokenizer.encode(msgspec.json.decode(line)["prompt"])[: 4 * MAX_PROMPT_TOKENS]
+    for prompt in read_prompts(options):
+        packed = tokenizer.encode(prompt)[: 4 * options.prompt_tokens]
         stops = StopConditions(max_tokens=options.tokens)
         requests += [
             GenerateRequest("r", "m", packed, sampling, stops, top_logprobs=5)
@@ -121,50 +160,105 @@ def make_requests(options: argparse.Namespace, tokenizer: Any) -> list[GenerateR
     return requests
 
 
-async def compare(options: argparse.Namespace) -> int:
-    files = resolve_model_blocking(options.model, ensure_verified=False)
-    requests = make_requests(options, load_tokenizer(files.tokenizer))
-    alone, _, _ = await open_engine(files, options.transfer)
-    expected = await answer_all(alone, requests)
-    await alone.stop()
-    prefill, prefill_plane, descriptor = await open_engine(files, options.transfer)
-    decode, decode_plane, _ = await open_engine(files, options.transfer)
-    region = await decode_plane.connect(descriptor)
-    peer = BreakingPeer(prefill, region, FAULT_SHARE * options.faults)
+async def connect(
+    engine: BatchedEngine, region: RegionPeer, other: BatchedEngine, share: float
+) -> None:
+    """Let `other` compute prompts of `engine`. A `share` of the calls breaks."""
+    peer = BreakingPeer(other, region, share)
 
     async def find(instance_id: str) -> PrefillPeer:  # noqa: ARG001
         return peer
 
-    decode.kv_source = PeerPrefill(find, SystemClock())
-    results: Counter[str] = Counter()
-    half = len(requests) // 2
-    for part in (slice(half), slice(half, None)):
-        remote = [replace(request, prefill="p") for request in requests[part]]
-        replies = await answer_all(decode, remote)
-        pairs = zip(expected[part], replies, strict=True)
-        results.update(first_difference(alone_reply, reply) for alone_reply, reply in pairs)
-        if options.faults:
-            prefill.clear_prefix_cache()
-            decode.clear_prefix_cache()
-    counters = decode.arrivals.counters
-    print(f"answers: {dict(results)}")
-    print(f"blocks moved {counters.blocks_arrived}, saved {counters.blocks_saved}")
-    print(f"fallbacks: {dict(counters.fallbacks)}")
-    for engine in (prefill, decode):
-        engine.scheduler.pool.check_invariants()
-        assert engine.report_load().active_blocks == 0
-        await engine.stop()
-    for plane in (prefill_plane, decode_plane):
-        await plane.close()
-    return 1 if results["different"] else 0
+    engine.kv_source = PeerPrefill(find, SystemClock())
+
+
+def parts(count: int, *, repeated: bool) -> list[slice]:
+    """Divide the requests. Repeated parts have more blocks than a tight device."""
+    whole = [slice(start, start + PART) for start in range(0, count, PART)]
+    return [part for part in whole for _ in range(1 + repeated)]
+
+
+def describe(engines: Sequence[BatchedEngine]) -> str:
+    """Say how many blocks came from where."""
+    counters = [engine.arrivals.counters for engine in engines]
+    moved = sum(counter.blocks_arrived for counter in counters)
+    fallbacks = sum((counter.fallbacks for counter in counters), Counter())
+    loaded: Counter[str] = Counter()
+    for engine in engines:
+        for tier in engine.tiers.tiers if engine.tiers else ():
+            loaded[tier.name] += tier.counters.loaded_blocks
+    return f"blocks moved {moved}, loaded {dict(loaded)}, fallbacks {dict(fallbacks)}"
+
+
+async def run_mode(
+    mode: str,
+    tier: str,
+    requests: list[GenerateRequest],
+    expected: list[Any],
+    options: argparse.Namespace,
+) -> int:
+    """Answer all requests with two engines and print the result. Returns the number of answers that
+    differ."""
+    files = resolve_model_blocking(options.model, ensure_verified=False)
+    with ExitStack() as stack:
+        s3 = None
+        if tier in {"shared", "all"}:
+            s3 = stack.enter_context(S3Process())
+            os.environ |= s3.environ
+        cache = tier_settings(tier, stack.enter_context(TemporaryDirectory()))
+        engines, planes, descriptors = zip(
+            *[await open_engine(files, options.transfer, options.blocks, cache) for _ in range(2)],
+            strict=True,
+        )
+        for at in range(2 if REMOTE_SHARE[mode] else 0):
+            region = await planes[at].connect(descriptors[1 - at])
+            await connect(engines[at], region, engines[1 - at], FAULT_SHARE * options.faults)
+        answering = engines if mode in {"flexible", "together"} else engines[:1]
+        faults = TierFaults(engines, s3, rng)
+        results: Counter[str] = Counter()
+        async with BackgroundTasks() as tasks:
+            if options.faults:
+                tasks.start(faults.run(), "faults")
+            for part in parts(len(requests), repeated=bool(tier)):
+                replies = await answer_all(answering, requests[part], REMOTE_SHARE[mode])
+                pairs = zip(expected[part], replies, strict=True)
+                results.update(first_difference(alone, reply) for alone, reply in pairs)
+        print(
+            f"{mode} {tier}: answers {dict(results)}, {describe(engines)}, faults {dict(faults.counts)}",
+            flush=True,
+        )
+        for engine in engines:
+            engine.scheduler.pool.check_invariants()
+            assert engine.report_load().active_blocks == 0
+            await engine.stop()
+        for plane in planes:
+            await plane.close()
+    return results["different"]
+
+
+async def compare(options: argparse.Namespace) -> int:
+    files = resolve_model_blocking(options.model, ensure_verified=False)
+    requests = make_requests(options, load_tokenizer(files.tokenizer))
+    alone, _, _ = await open_engine(files, options.transfer, ALONE_BLOCKS)
+    expected = await answer_all([alone], requests, 0.0)
+    await alone.stop()
+    different = 0
+    for tier in options.tiers.split(","):
+        for mode in options.modes.split(","):
+            different += await run_mode(mode, tier, requests, expected, options)
+    return 1 if different else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prompts")
+    parser.add_argument("prompts", nargs="?", default="", help="default: random words")
     parser.add_argument("--model", default="", help="default: the default model")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=300, help="longer ones are cut")
+    parser.add_argument("--modes", default=DEFAULT_MODES)
+    parser.add_argument("--tiers", default="", help="host, disk, shared, all; default: none")
+    parser.add_argument("--blocks", type=int, default=ALONE_BLOCKS, help="of each engine")
     parser.add_argument("--transfer", default="shm:")
     parser.add_argument("--faults", action="store_true")
     return asyncio.run(compare(parser.parse_args()))

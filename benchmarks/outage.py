@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -31,7 +32,8 @@ from servers import answers, free_port
 from streams import Stream, StreamClient, now, percentiles_ms
 from targets import Targets
 
-from dynamo.testing.servers import EtcdProcess, NatsProcess
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.servers import EtcdProcess, NatsProcess
 
 PROMPT, TOKENS, CLIENTS, WORKERS = 32, 16, 3, 2
 AROUND_S, BACK_S = 3.0, 30.0

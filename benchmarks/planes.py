@@ -28,8 +28,10 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions, TlsFiles
 from dynamo.communication.requests import ResponseWriter, open_requests
 from dynamo.core.context import Context
 from dynamo.core.tasks import run_all
-from dynamo.testing.certificates import make_authority, make_certificate
-from dynamo.testing.servers import EtcdProcess, NatsProcess
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.certificates import make_authority, make_certificate
+from tests.support.servers import EtcdProcess, NatsProcess
 
 PAYLOAD = b"x" * 200
 AT_ONCE = 64

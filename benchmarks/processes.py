@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from servers import Server
@@ -99,7 +100,8 @@ def planes(kind: str) -> Iterator[Sequence[str]]:
     if kind == "tcp":
         yield ()
         return
-    from dynamo.testing.servers import EtcdProcess, NatsProcess
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.support.servers import EtcdProcess, NatsProcess
 
     with EtcdProcess() as etcd, NatsProcess() as nats:
         yield ("--discovery", etcd.url, "--request-plane", nats.url, "--event-plane", nats.url)

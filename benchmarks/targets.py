@@ -29,3 +29,8 @@ class Targets:
         print(f"\n{title}; load {LOAD_BEFORE:.1f} before, {os.getloadavg()[0]:.1f} after")
         for met, row in self._rows:
             print(f"  {'met   ' if met else 'MISSED'}  {row}")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a target was missed."""
+        return 0 if all(met for met, _ in self._rows) else 1

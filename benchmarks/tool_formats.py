@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Count the recorded outputs whose reasoning, text and tool calls clients get right, over HTTP.
+
+    benchmarks/tool_formats.py FOLDER [--family NAME ...] [--groupings 8]
+
+FOLDER holds families (`NAME/family.json`, `NAME/outputs.jsonl`) as `tests/data/toolcalls` does. Each
+family is served by `dynamo run out=script`. Every output is asked for as a whole and as a stream in
+groupings of tokens. Prints for each family how many outputs are right in all of them: to the letter,
+and but for white space at the ends of texts. Wrong ones are listed. Truncated outputs are judged as
+whole answers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.conftest import free_port
+from tests.support.recorded_outputs import (
+    FamilyFile,
+    ParsedAnswer,
+    RecordedOutput,
+    judge,
+    read_collection,
+)
+
+from dynamo.testing.family import write_family_folder
+
+READY_S = 120
+
+
+def main() -> int:
+    """Serve each family and print the counts. Returns 1 if an output is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--family", action="append", help="only this family")
+    parser.add_argument("--groupings", type=int, default=8, help="streams of each output")
+    options = parser.parse_args()
+    total: Counter[str] = Counter()
+    for family, outputs in read_collection(options.folder):
+        if not options.family or family.slug in options.family:
+            counts = measure(family, outputs, options.groupings)
+            print(f"{family.slug}: {describe(counts)}", flush=True)
+            total += counts
+    print(f"all: {describe(total)}")
+    return 1 if total["wrong"] else 0
+
+
+def describe(counts: Counter[str]) -> str:
+    """Return the counts in words."""
+    right = counts["exact"] + counts["soft"]
+    return f"{counts.total()} outputs, {right} right, {counts['exact']} to the letter"
+
+
+def measure(family: FamilyFile, outputs: list[RecordedOutput], groupings: int) -> Counter[str]:
+    """Serve a family, one deployment for tokens alone and one for groups of tokens."""
+    verdicts: dict[str, set[str]] = {output.id: set() for output in outputs}
+    with tempfile.TemporaryDirectory() as folder:
+        model, script = Path(folder) / family.slug, Path(folder) / "script.jsonl"
+        write_family_folder(family.markers, model)
+        lines = (
+            {"when": f"[{output.id}]", "text": output.raw_output}
+            | ({"cut": 1 << 20} if output.truncated else {})
+            for output in outputs
+        )
+        script.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for tokens, seeds in (("1", range(1)), ("1-8", range(1, groupings))):
+            port = free_port()
+            command = [
+                *(sys.executable, "-m", "dynamo", "run", "out=script", str(model)),
+                *("--script", str(script), "--tool-format", family.slug),
+                *("--tokens-per-step", tokens, "--http-port", str(port)),
+            ]
+            server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                url = f"http://127.0.0.1:{port}"
+                wait_until_ready(url)
+                for output in outputs:
+                    for seed in seeds:
+                        whole = ask_whole(url, output, seed)
+                        verdicts[output.id].add(judge(output, whole))
+                        if not output.truncated:
+                            streamed = ask_stream(url, output, seed)
+                            verdicts[output.id].add(judge(output, streamed))
+            finally:
+                server.terminate()
+                server.wait(60)
+    worst = {
+        name: next(verdict for verdict in ("wrong", "soft", "exact") if verdict in answers)
+        for name, answers in verdicts.items()
+    }
+    for name, verdict in worst.items():
+        if verdict != "exact":
+            print(f"  {verdict}: {name}")
+    return Counter(worst.values())
+
+
+def wait_until_ready(url: str) -> None:
+    """Wait until the server has its model."""
+    for _ in range(READY_S * 10):
+        with suppress(OSError), closing(urllib.request.urlopen(f"{url}/v1/models")) as answer:
+            if json.load(answer)["data"]:
+                return
+        time.sleep(0.1)
+    raise SystemExit("the server was not ready")
+
+
+def body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
+    """Return the body of a request for an output."""
+    fields = {
+        "model": "default",
+        "messages": [{"role": "user", "content": f"[{output.id}]"}],
+        "tools": output.tools,
+        "seed": seed,
+        "max_tokens": 4096,
+        "chat_template_kwargs": {"generation_prompt": output.generation_prompt or ""},
+    }
+    return json.dumps(fields | more).encode()
+
+
+def ask(url: str, data: bytes) -> Any:
+    """Send a request and return the open answer."""
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data)
+    try:
+        return urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(error.read().decode()) from None
+
+
+def ask_whole(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer to a request without `stream`."""
+    with closing(ask(url, body(output, seed))) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    return ParsedAnswer(message["content"], message.get("reasoning_content"), calls)
+
+
+def ask_stream(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer that a client puts together out of a stream."""
+    texts: dict[str, str] = {"content": "", "reasoning_content": ""}
+    calls: dict[int, tuple[str, str]] = {}
+    with closing(ask(url, body(output, seed, stream=True))) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            delta = json.loads(line[6:])["choices"][0]["delta"]
+            for key in texts:
+                texts[key] += delta.get(key) or ""
+            for call in delta.get("tool_calls", []):
+                name, arguments = calls.get(call["index"], ("", ""))
+                function = call["function"]
+                name = function.get("name", name)
+                calls[call["index"]] = (name, arguments + function["arguments"])
+    return ParsedAnswer(texts["content"], texts["reasoning_content"], list(calls.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
