@@ -9,10 +9,10 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup run test check format bench faults fuzz oracle lock docs clean
+.PHONY: help setup run test test-engines check format bench faults fuzz oracle lock docs clean
 
 help:            ## this list
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 # Two stamps: what serves a model, and what checks and tests need besides. Packages are pinned with
 # hashes (make lock). run.txt is complete and omits the hub's libraries, hence --no-deps.
@@ -25,9 +25,10 @@ $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt
-	@echo "make: installing what checks and tests need into $(VENV), 560 MB with the rest, once"
+$(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt requirements/nixl.txt
+	@echo "make: installing what checks and tests need into $(VENV), 960 MB with the rest, once"
 	@$(PIP) --require-hashes --no-build-isolation -r requirements/test.txt
+	@$(PIP) --require-hashes --no-deps -r requirements/nixl.txt
 	@touch $@
 
 setup: $(VENV)/.installed-test  ## make .venv with everything for checks and tests
@@ -38,6 +39,21 @@ run: $(VENV)/.installed  ## serve the default model; PORT=8000, ARGS="MODEL --wo
 test: check  ## checks, then the whole test suite
 	$(BIN)/python -m pytest
 
+# An environment of its own: vLLM pins most of its libraries. VLLM=0.28.0 picks another version.
+VLLM    ?= 0.32.0
+ENGINES := $(VENV)-engines
+$(ENGINES)/.installed-vllm-$(VLLM): scripts/engine_environment.sh
+	rm -f $(ENGINES)/.installed-*
+	scripts/engine_environment.sh $(ENGINES) $(VLLM) $(PYTHON)
+	@touch $@
+
+$(ENGINES)/model/model.safetensors: | $(ENGINES)/.installed-vllm-$(VLLM)
+	$(ENGINES)/bin/dynamo export $(ENGINES)/model
+
+test-engines: $(ENGINES)/model/model.safetensors  ## tests on real vLLM for CPUs, 2.5 GB; VLLM=0.28.0
+	DYNAMO_TEST_ENGINE_MODEL=$(ENGINES)/model $(ENGINES)/bin/python -m pytest \
+		-W default::pytest.PytestUnraisableExceptionWarning tests/engines $(ARGS)
+
 check: setup  ## format, lint, types, layers, sizes, wording, reference pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
@@ -46,7 +62,8 @@ check: setup  ## format, lint, types, layers, sizes, wording, reference pages
 	$(BIN)/python scripts/check_shape.py
 	$(BIN)/python scripts/check_words.py
 	$(BIN)/python scripts/reference.py --check
-	$(BIN)/shellcheck --external-sources deploy/*.sh
+	$(BIN)/shellcheck --external-sources deploy/*.sh scripts/*.sh container/*.sh
+	$(BIN)/hadolint --failure-threshold warning deploy/Dockerfile container/Dockerfile.*
 
 format: setup  ## format and mend what can be mended
 	$(BIN)/ruff format --quiet .
@@ -65,7 +82,7 @@ bench: setup  ## frontend CPU with mock workers (benchmarks/)
 faults: setup  ## every fault on all planes, minutes; writes docs/faults.md
 	$(BIN)/python scripts/faults.py $(ARGS)
 
-fuzz: setup  ## frames, HTTP and JSON bent at random, 10 minutes each; ARGS="--seconds 60"
+fuzz: setup  ## frames, HTTP, JSON and answers bent at random, 10 minutes each; ARGS="--seconds 60"
 	$(BIN)/python scripts/fuzz.py $(ARGS)
 
 oracle:  ## make the native engine's reference answers anew (torch and transformers, large)
@@ -74,5 +91,5 @@ oracle:  ## make the native engine's reference answers anew (torch and transform
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,14 +16,17 @@ PROMETHEUS_PORT=${PROMETHEUS_PORT:-9090}
 GRAFANA_PORT=${GRAFANA_PORT:-3000}
 WORKERS=${WORKERS:-2}
 START_TIMEOUT=${START_TIMEOUT:-900}
+DEPLOY_GRAPH=${DEPLOY_GRAPH:-agg_router}
+DEPLOY_CONFIG=${DEPLOY_CONFIG:-distributed.yaml}
+FRAMEWORK=${FRAMEWORK:-native}
 export FRONTEND_PORT FRONTEND_2_PORT ROUTER_PORT ETCD_PORT ETCD_PEER_PORT NATS_PORT \
-  NATS_MONITOR_PORT PROMETHEUS_PORT GRAFANA_PORT WORKERS
+  NATS_MONITOR_PORT PROMETHEUS_PORT GRAFANA_PORT WORKERS DEPLOY_GRAPH DEPLOY_CONFIG FRAMEWORK
 
 usage() {
   cat <<EOF
-usage: deploy.sh [--local] [--infra] COMMAND
+usage: deploy.sh [--local] [--infra | --disagg] COMMAND
 
-  build            build the image dynamo:latest (--local: check that all programs are installed)
+  build            build the images dynamo:latest-\$FRAMEWORK and dynamo:latest (--local: check that all programs are installed)
   start            start all services in order, wait until they serve, print the addresses
   stop             stop all services and keep their data
   restart          stop, then start
@@ -34,13 +37,17 @@ usage: deploy.sh [--local] [--infra] COMMAND
   --local          run etcd, nats-server, router, workers and two frontends as processes of this
                    host, without Docker; their state is in \$DEPLOY_STATE
   --infra          only etcd and NATS
+  --disagg         with prefill and decode workers, the groups of configs/disagg.yaml
 
 Environment: FRONTEND_PORT ($FRONTEND_PORT), FRONTEND_2_PORT ($FRONTEND_2_PORT), ROUTER_PORT ($ROUTER_PORT), ETCD_PORT ($ETCD_PORT),
 ETCD_PEER_PORT ($ETCD_PEER_PORT), NATS_PORT ($NATS_PORT), NATS_MONITOR_PORT ($NATS_MONITOR_PORT), PROMETHEUS_PORT ($PROMETHEUS_PORT),
-GRAFANA_PORT ($GRAFANA_PORT), WORKERS ($WORKERS), START_TIMEOUT ($START_TIMEOUT s), MODELS (folder mounted at /models), BIND (127.0.0.1),
+GRAFANA_PORT ($GRAFANA_PORT), WORKERS ($WORKERS; without --disagg), START_TIMEOUT ($START_TIMEOUT s), FRAMEWORK ($FRAMEWORK, vllm, sglang,
+tensorrt_llm: the workers' image; all but native use the GPUs of this host), MODELS (folder mounted at /models), BIND (127.0.0.1),
 and every setting as DYNAMO_SECTION__KEY (with Docker only those that docker-compose.yml names).
 EOF
 }
+
+use_disagg() { PROFILE=disagg DEPLOY_GRAPH=disagg_router DEPLOY_CONFIG=disagg.yaml; }
 
 say() { printf '%s\n' "$*"; }
 
@@ -61,7 +68,7 @@ misused() {
 answers() { curl -fs -o /dev/null --max-time 5 "$1"; }
 
 tell_endpoints() {
-  if [[ $INFRA ]]; then
+  if [[ $PROFILE == infra ]]; then
     say "etcd          http://127.0.0.1:$ETCD_PORT"
     say "NATS          nats://127.0.0.1:$NATS_PORT, http://127.0.0.1:$NATS_MONITOR_PORT"
     return
@@ -92,7 +99,8 @@ docker_need() {
 docker_compose() {
   local words=(--file "$HERE/docker-compose.yml" --env-file "$HERE/.env")
   [[ ! -f $SECRETS ]] || words+=(--env-file "$SECRETS")
-  docker compose "${words[@]}" --profile "${INFRA:-stack}" "$@"
+  [[ $FRAMEWORK == native ]] || words+=(--file "$HERE/docker-compose.gpu.yml")
+  docker compose "${words[@]}" --profile "$PROFILE" "$@"
 }
 
 random_word() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
@@ -106,23 +114,26 @@ docker_make_secrets() {
   )
 }
 
-docker_build() { docker_compose build; }
+docker_build() {
+  "$ROOT/container/build.sh" --framework native
+  [[ $FRAMEWORK == native ]] || "$ROOT/container/build.sh" --framework "$FRAMEWORK"
+}
 
 docker_start() {
   docker_make_secrets
   docker_compose up --detach --wait --wait-timeout "$START_TIMEOUT" ||
     fail "not all services are healthy after $START_TIMEOUT s" "see $0 status and $0 logs SERVICE"
   tell_endpoints
-  [[ ! $INFRA ]] || return 0
+  [[ $PROFILE != infra ]] || return 0
   say "Prometheus    http://127.0.0.1:$PROMETHEUS_PORT"
   say "Grafana       http://127.0.0.1:$GRAFANA_PORT (admin; the password is in $SECRETS)"
 }
 
-docker_stop() { docker_compose --profile stack down; }
+docker_stop() { docker_compose --profile stack --profile disagg down; }
 
 docker_status() {
   docker_compose ps --all
-  [[ ! $INFRA ]] || return 0
+  [[ $PROFILE != infra ]] || return 0
   answers "http://127.0.0.1:$FRONTEND_PORT/health" ||
     fail "http://127.0.0.1:$FRONTEND_PORT/health reports no healthy state" "see $0 logs dynamo-frontend"
   say "the API is healthy"
@@ -135,18 +146,21 @@ docker_logs() {
 }
 
 docker_cleanup() {
-  docker_compose --profile stack down --volumes --remove-orphans
+  docker_compose --profile stack --profile disagg down --volumes --remove-orphans
   rm -f "$SECRETS"
 }
 
 main() {
   local way=docker command="" rest=()
-  INFRA="" FOLLOW=yes
+  PROFILE=stack FOLLOW=yes
   for word in "$@"; do
     case $word in
       -h | --help) usage && exit 0 ;;
       --local) way=local ;;
-      --infra) INFRA=infra ;;
+      --infra | --disagg)
+        [[ $PROFILE == stack ]] || misused "--infra has no workers: give --infra or --disagg"
+        PROFILE=${word#--}
+        ;;
       --no-follow) FOLLOW="" ;;
       -*) misused "unknown option $word" ;;
       *) if [[ $command ]]; then rest+=("$word"); else command=$word; fi ;;
@@ -158,6 +172,7 @@ main() {
     build | start | stop | restart | status | logs | cleanup) ;;
     *) misused "unknown command $command" ;;
   esac
+  [[ $PROFILE != disagg ]] || use_disagg
   if [[ $way == local ]]; then
     # shellcheck source-path=SCRIPTDIR
     source "$HERE/local.sh"

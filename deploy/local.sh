@@ -4,17 +4,24 @@
 
 : "${HERE:?run deploy.sh}" "${ROOT:?}"
 STATE=$(realpath -m -- "${DEPLOY_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/dynamo-deploy}")
-CONFIG=$(realpath -- "${DYNAMO_CONFIG_PATH:-$ROOT/configs/distributed.yaml}")
 SERVERS=(etcd nats)
-PARTS=(router worker frontend frontend-2)
+FRONTENDS=(frontend frontend-2)
+PARTS=(router worker prefill-worker decode-worker "${FRONTENDS[@]}") # of all profiles
 STOP_S=45 # longer than runtime.drain_s
 
 local_parts() {
-  if [[ $INFRA ]]; then printf '%s\n' "${SERVERS[@]}"; else printf '%s\n' "${SERVERS[@]}" "${PARTS[@]}"; fi
+  case $PROFILE in
+    infra) printf '%s\n' "${SERVERS[@]}" ;;
+    stack) printf '%s\n' "${SERVERS[@]}" router worker "${FRONTENDS[@]}" ;;
+    disagg) printf '%s\n' "${SERVERS[@]}" router prefill-worker decode-worker "${FRONTENDS[@]}" ;;
+  esac
 }
 
 local_need() {
   PATH=$PATH:$ROOT/.venv/bin
+  # A running deployment keeps its profile.
+  if [[ $PROFILE == stack ]] && pid_of decode-worker >/dev/null; then use_disagg; fi
+  DEPLOY_CONFIG=$(realpath -- "${DYNAMO_CONFIG_PATH:-$ROOT/configs/$DEPLOY_CONFIG}")
   export DYNAMO_ETCD_ENDPOINTS=http://127.0.0.1:$ETCD_PORT
   export DYNAMO_NATS_URL=nats://127.0.0.1:$NATS_PORT
   export DYNAMO_ROUTER__PORT=$ROUTER_PORT DYNAMO_ROUTER__REPLICAS=1
@@ -104,12 +111,14 @@ nats_command() {
 serve_command() {
   local name=$1 service=$2
   shift 2
-  COMMAND=(env -C "$ROOT/examples/llm" dynamo serve "graphs.agg_router:$service" -f "$CONFIG" --only
+  COMMAND=(env -C "$ROOT/examples/llm" dynamo serve "graphs.$DEPLOY_GRAPH:$service" -f "$DEPLOY_CONFIG" --only
     --deployment "deploy-$name" "$@")
 }
 
 router_command() { serve_command router Router; }
 worker_command() { serve_command worker AggregatedWorker "--AggregatedWorker.workers=$WORKERS"; }
+prefill-worker_command() { serve_command prefill-worker PrefillWorker; }
+decode-worker_command() { serve_command decode-worker DecodeWorker; }
 frontend_command() { serve_command frontend Frontend --http-port "$FRONTEND_PORT"; }
 frontend-2_command() { serve_command frontend-2 Frontend --http-port "$FRONTEND_2_PORT"; }
 
@@ -119,7 +128,7 @@ url_of() {
     etcd) say "http://127.0.0.1:$ETCD_PORT/health" ;;
     nats) say "http://127.0.0.1:$NATS_MONITOR_PORT/healthz" ;;
     router) say "http://127.0.0.1:$ROUTER_PORT/live" ;;
-    worker | frontend) say "http://127.0.0.1:$FRONTEND_PORT/health" ;;
+    *worker | frontend) say "http://127.0.0.1:$FRONTEND_PORT/health" ;;
     frontend-2) say "http://127.0.0.1:$FRONTEND_2_PORT/health" ;;
   esac
 }
@@ -148,7 +157,7 @@ local_start() {
   for name in "${wanted[@]}"; do
     "${name}_command"
     spawn "$name" "${COMMAND[@]}"
-    [[ $name == worker ]] || wait_for "$name" "$(url_of "$name")"
+    [[ $name == *worker ]] || wait_for "$name" "$(url_of "$name")"
   done
   tell_endpoints
 }
@@ -172,7 +181,7 @@ end() {
 
 local_stop() {
   local name
-  for name in $(INFRA="" local_parts | tac); do end "$name"; done
+  for name in $(printf '%s\n' "${SERVERS[@]}" "${PARTS[@]}" | tac); do end "$name"; done
 }
 
 local_status() {
@@ -185,7 +194,7 @@ local_status() {
       state="unhealthy; see $0 --local logs $name"
     fi
     [[ $state == healthy ]] || bad=1
-    printf '%-12s  %-8s  %s\n' "$name" "$(pid_of "$name" || say -)" "$state"
+    printf '%-14s  %-8s  %s\n' "$name" "$(pid_of "$name" || say -)" "$state"
   done
   return "$bad"
 }

@@ -27,7 +27,9 @@ NO_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 TASKS = Path("src/dynamo/core/tasks.py")
 TASK_STARTERS = {"create_task", "ensure_future", "gather"}
-IMPORTED_AS = {"pyyaml": "yaml", "grpcio": "grpc", "nats-py": "nats"}
+ENGINES = {"vllm"}
+"""Engines that users install as they need them: there is a build for each kind of device."""
+IMPORTED_AS = {"pyyaml": "yaml", "grpcio": "grpc", "nats-py": "nats", "pyzmq": "zmq"}
 OWN = {"dynamo", "dynamo_client"}
 UNSHIPPED = {"test", "check", "oracle"}
 TESTING = Path("src/dynamo/testing")
@@ -67,7 +69,7 @@ def libraries(project: Path, without: set[str]) -> set[str]:
         if extra not in without:
             declared += names
     bare = {re.split(r"[<>=\[;! ]", name, maxsplit=1)[0].lower() for name in declared}
-    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in bare}
+    return ENGINES | {IMPORTED_AS.get(name, name.replace("-", "_")) for name in bare}
 
 
 def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:

@@ -81,6 +81,7 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
             decode=fault.decode,
             frontends=fault.frontends,
             flags=fault.flags,
+            s3=fault.s3,
             **more,
         )
         try:

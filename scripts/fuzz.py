@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Fuzz the parsers of frames, HTTP and JSON. Exits with 1 if there are findings.
+"""Fuzz the parsers of frames, HTTP, JSON and answers. Exits with 1 if there are findings.
 
-    scripts/fuzz.py [--seconds 600] [--only frames|http|framing|json] [--seed N]
+    scripts/fuzz.py [--seconds 600] [--only frames|http|framing|json|answers] [--seed N]
 
 Each fuzzer prints the number of inputs, the slowest one and the growth of memory after the first
 fifth of the time. A finding is printed with its input.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.fuzz.answers_target import AnswersTarget
 from tests.fuzz.campaign import Target, run
 from tests.fuzz.frames_target import FramesTarget
 from tests.fuzz.framing_target import FramingTarget
@@ -27,6 +28,7 @@ TARGETS: dict[str, type[Target]] = {
     "http": HttpTarget,
     "framing": FramingTarget,
     "json": JsonTarget,
+    "answers": AnswersTarget,
 }
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 LOCKS = {
     "test": ("hub", "etcd", "nats", "test", "check"),
-    "image": ("hub", "etcd", "nats"),
+    "image": ("hub", "etcd", "nats", "s3", "zstd"),
     "run": (),
 }
 """Name of a file -> the extras in it. The others have the versions of the first one."""
@@ -36,6 +36,7 @@ PURPOSES = {
     "test": "Everything for checks and tests (`make setup`).",
     "image": "The server with hub, etcd and NATS (the image).",
     "run": "The server (`make run`). Complete: install it with --no-deps.",
+    "nixl": "Transfers of KV blocks by NIXL (`make setup`). Install it with --no-deps.",
 }
 
 
@@ -54,6 +55,9 @@ def main() -> int:
         constraints = [] if name == "test" else [f"--constraint={FOLDER / 'test.txt'}"]
         chosen = [f"--extra={extra}" for extra in extras]
         _compile(args.uv, name, [*options, *constraints, *chosen, "pyproject.toml"])
+    # NIXL requires torch, which transfers between addresses do not use.
+    nixl = project["project"]["optional-dependencies"]["nixl"]
+    _compile(args.uv, "nixl", [*options, "--no-deps", "-"], "\n".join(nixl))
     return 0
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 import dynamo
 from dynamo.application import http_errors
+from dynamo.application.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
 from dynamo.cli.commands import COMMANDS, command_parser
@@ -130,7 +131,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def _format_default(default: Any) -> str:
-    if default is None or default in ("", ()):
+    if default is None or default in ("", (), {}):
         return ""
     return f"`{', '.join(map(str, default)) if isinstance(default, tuple) else default}`"
 
@@ -268,7 +269,13 @@ def http_page() -> str:
         "`nc -N`) counts as gone, because a client that left looks the same: its request is "
         "cancelled.\n"
     )
-    for title, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
+    for title, body in (
+        ("chat/completions", ChatBody),
+        ("completions", CompletionBody),
+        ("embeddings", EmbeddingBody),
+        ("score", ScoreBody),
+        ("rerank", RerankBody),
+    ):
         parts.append(f"## /v1/{title}\n")
         fields = list(_fields(body))
         rejected |= {name.strip("`") for name, kind, _ in fields if kind == "any"}
@@ -282,6 +289,9 @@ def http_page() -> str:
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
+    "/v1/embeddings": "the vectors of texts or token ids, by an embedding model",
+    "/v1/score": "the cosine of each pair of texts, as vLLM answers",
+    "/v1/rerank": "the documents nearest to a query, as Cohere and Jina answer",
     "/v1/models": "the models that are served",
     "/v1/models/": "one model; its name follows",
     "/tokenize": "the token ids of a text or conversation",
