@@ -19,6 +19,7 @@ from dynamo.testing.conformance.engines import (
     EventView,
     generate_reply,
     make_request,
+    settle,
 )
 
 
@@ -55,5 +56,6 @@ class TestTrtllm(EngineConformance):
     async def test_each_rank_answers_and_reports_its_own_blocks(self, engine: Engine) -> None:
         (view,) = [EventView(rank) for rank in engine.ranks]
         await generate_reply(engine, make_request())
+        await settle(lambda: bool(view.blocks))
         await view.assert_matches_snapshot()
         assert view.blocks
