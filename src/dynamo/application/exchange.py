@@ -6,9 +6,8 @@ import os
 import re
 from itertools import count
 
-from dynamo.application.http_errors import Headers, error_body, error_headers, status_of
+from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
 from dynamo.application.openai.response_encoder import SSE_HEADERS as STREAM_HEADERS
-from dynamo.application.openai.response_encoder import error_event
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
 
@@ -44,7 +43,8 @@ class Exchange:
     """A request, its response, and facts that are logged and counted when it ends.
 
     `headers` are sent with every answer. `client_request_id` is the id that the client sees.
-    `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
+    `error_format` writes errors. `error_status` is the HTTP status of an error, also of one in the
+    middle of a stream; 0: none.
     """
 
     def __init__(
@@ -60,10 +60,17 @@ class Exchange:
         self.request_id = request_id
         self.client_request_id = client_request_id
         self.headers = (("x-request-id", client_request_id), *headers)
+        self.error_format: ErrorFormat = OPENAI_ERRORS
         self.model = ""
         self.streaming = False
         self.error_status = 0
         self.error_code = ""
+
+    def use_error_format(self, error_format: ErrorFormat) -> None:
+        """Write errors as the clients of another API expect them."""
+        self.error_format = error_format
+        for header in error_format.request_id_headers:
+            self.headers += ((header, self.client_request_id),)
 
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
         """Send a complete JSON answer."""
@@ -79,12 +86,13 @@ class Exchange:
 
     def send_error(self, error: DynamoError) -> None:
         """Answer with an error: by HTTP status if nothing was sent yet, otherwise by an event."""
-        self.error_status, self.error_code = status_of(error), error.code
-        body = error_body(error, self.client_request_id)
+        error_format, request_id = self.error_format, self.client_request_id
+        self.error_status, self.error_code = error_format.status_of(error), error.code
         if not self.response.started:
+            body = error_format.encode(error, request_id)
             self.send_json(self.error_status, body, error_headers(error))
         elif not self.response.ended:
-            self.response.end(error_event(body))
+            self.response.end(error_format.encode_event(error, request_id))
 
 
 def worker_headers(worker: str, prefill_worker: str) -> Headers:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import msgspec
 
+from dynamo.application.openai.response_encoder import DONE_EVENT
 from dynamo.communication.http.errors import STATUS_BY_CODE as SERVER_STATUS_BY_CODE
 from dynamo.core.errors import DynamoError, MethodNotAllowed
 
@@ -66,12 +68,41 @@ def status_of(error: DynamoError) -> int:
     return 500
 
 
-def error_body(error: DynamoError, request_id: str) -> bytes:
-    """Return the JSON body `{"error": {...}}`."""
-    kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
-    hint = error.hint or (RETRY_HINT if error.retryable else None)
-    body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
-    return msgspec.json.encode({"error": body})
+class ErrorFormat(ABC):
+    """Writes errors as an API's clients expect them.
+
+    `request_id_headers`: headers with the request's id besides x-request-id.
+    """
+
+    request_id_headers: tuple[str, ...] = ()
+
+    def status_of(self, error: DynamoError) -> int:
+        """Return the HTTP status of an error."""
+        return status_of(error)
+
+    @abstractmethod
+    def encode(self, error: DynamoError, request_id: str) -> bytes:
+        """Return the JSON body of an answer."""
+
+    @abstractmethod
+    def encode_event(self, error: DynamoError, request_id: str) -> bytes:
+        """Return the events that end a stream which has begun."""
+
+
+class OpenAIErrorFormat(ErrorFormat):
+    """Writes `{"error": {...}}`."""
+
+    def encode(self, error: DynamoError, request_id: str) -> bytes:
+        kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
+        hint = error.hint or (RETRY_HINT if error.retryable else None)
+        body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
+        return msgspec.json.encode({"error": body})
+
+    def encode_event(self, error: DynamoError, request_id: str) -> bytes:
+        return b"data: %b\n\n%b" % (self.encode(error, request_id), DONE_EVENT)
+
+
+OPENAI_ERRORS = OpenAIErrorFormat()
 
 
 class WrongMethod(MethodNotAllowed):

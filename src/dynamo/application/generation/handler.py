@@ -16,9 +16,14 @@ from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER, Deadlines, parse_timeout_header
-from dynamo.application.generation.replies import OffsetReply, StreamReply, UnaryReply
+from dynamo.application.generation.replies import (
+    HttpReply,
+    OffsetReply,
+    StreamReply,
+    UnaryReply,
+)
 from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.openai.chat import CHAT_RESPONSE, chat_request, read_chat
+from dynamo.application.openai.chat import CHAT_RESPONSE, ChatBody, chat_request, read_chat
 from dynamo.application.openai.completions import (
     COMPLETION_RESPONSE,
     completion_requests,
@@ -51,10 +56,12 @@ MAX_TRACE_BYTES = 256
 
 ProcessorCall = Callable[[Context, TextReply], Awaitable[None]]
 """Answers one HTTP request by a processor."""
+ReplyFactory = Callable[[Exchange, str, UsageCounter, TokenTiming], HttpReply]
+"""Makes the reply of an exchange; its second argument is the model's name in the answer."""
 
 
 class GenerationHandler:
-    """Answers /v1/chat/completions and /v1/completions."""
+    """Answers chats and completions of OpenAI, and by `answer_chat` the chats of other APIs."""
 
     def __init__(
         self,
@@ -89,6 +96,15 @@ class GenerationHandler:
     def chat(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
+        shape = (body.n or 1, 1, include_usage(body))
+        make_reply = partial(self._make_openai_reply, self._chat_response, shape)
+        return self.answer_chat(exchange, body, make_reply)
+
+    def answer_chat(
+        self, exchange: Exchange, body: ChatBody, make_reply: ReplyFactory
+    ) -> Awaitable[None]:
+        """Answer a chat by a reply of `make_reply`. Raises `InvalidRequest`, `ModelNotFound`, and
+        later the processor's errors."""
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         request = chat_request(body, model, self._unknown_roles)
@@ -99,8 +115,7 @@ class GenerationHandler:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
         exchange.streaming = bool(body.stream)
         call = partial(served.processor.chat, request)
-        shape = (request.options.n, 1, include_usage(body))
-        return self._generate(exchange, self._chat_response, model, call, shape)
+        return self._generate(exchange, model, call, make_reply, (request.options.n, 1))
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
@@ -115,37 +130,51 @@ class GenerationHandler:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         exchange.streaming = bool(body.stream)
         call = partial(_complete_all, served, requests)
-        shape = (requests[0].options.n, len(requests), include_usage(body))
-        return self._generate(exchange, COMPLETION_RESPONSE, model, call, shape)
+        counts = (requests[0].options.n, len(requests))
+        shape = (*counts, include_usage(body))
+        make_reply = partial(self._make_openai_reply, COMPLETION_RESPONSE, shape)
+        return self._generate(exchange, model, call, make_reply, counts)
+
+    def _make_openai_reply(
+        self,
+        template: ResponseTemplate,
+        shape: tuple[int, int, bool],
+        exchange: Exchange,
+        model: str,
+        usage_counter: UsageCounter,
+        timing: TokenTiming,
+    ) -> HttpReply:
+        """`shape`: choices of a prompt, number of prompts, whether the stream ends with usage."""
+        per_prompt, prompts, usage = shape
+        created = int(self._clock.wall())
+        encoder = ResponseEncoder(
+            template, exchange.request_id, model, created, include_usage=usage
+        )
+        choices = per_prompt * prompts
+        if not exchange.streaming:
+            return UnaryReply(exchange, encoder, usage_counter, timing, choices=choices)
+        parts = (exchange, encoder, usage_counter, timing, self._json_strings)
+        return StreamReply(*parts, choices=choices, include_usage=usage)
 
     async def _generate(
         self,
         exchange: Exchange,
-        template: ResponseTemplate,
         model: str,
         call: ProcessorCall,
-        shape: tuple[int, int, bool],
+        make_reply: ReplyFactory,
+        counts: tuple[int, int],
     ) -> None:
-        """`shape`: choices of a prompt, number of prompts, whether the stream ends with usage."""
-        per_prompt, prompts, usage = shape
-        encoder = ResponseEncoder(
-            template, exchange.request_id, model, int(self._clock.wall()), include_usage=usage
-        )
+        """`counts`: choices of a prompt, and prompts."""
+        per_prompt, prompts = counts
         headers = exchange.request.headers
         shared_deadlines = deadlines = self.deadlines
         if TIMEOUT_HEADER in headers:
             deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
-        choices = per_prompt * prompts
         metrics = self._metrics.for_model(exchange.model)
         usage_counter = UsageCounter(per_prompt)
         started = self._clock.now()
-        timing = TokenTiming(metrics, self._clock.now, started, choices)
-        reply: StreamReply | UnaryReply
-        if exchange.streaming:
-            parts = (exchange, encoder, usage_counter, timing, self._json_strings)
-            reply = StreamReply(*parts, choices=choices, include_usage=usage)
-        else:
-            reply = UnaryReply(exchange, encoder, usage_counter, timing, choices=choices)
+        timing = TokenTiming(metrics, self._clock.now, started, per_prompt * prompts)
+        reply = make_reply(exchange, model, usage_counter, timing)
         reply.release_after(prompts, exchange.request.hold)
         deadline = deadlines.start(started)
         try:
@@ -163,6 +192,7 @@ class GenerationHandler:
             deadlines.raise_if_expired(deadline)
             raise
         finally:
+            reply.close()
             deadlines.stop(deadline)
             if deadlines is not shared_deadlines:
                 deadlines.close()

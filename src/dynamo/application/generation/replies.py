@@ -45,17 +45,19 @@ class HttpReply(TextReply):
     __slots__ = (
         "_encoded_bytes",
         "_hold",
+        "_logprob_count",
         "_response",
         "_unencoded_prompts",
         "_usage_counter",
         "remaining_choices",
     )
-    _encoded_bytes: int
-    _hold: BodyHold | None
-    _unencoded_prompts: int
-    _response: Response
-    _usage_counter: UsageCounter
-    remaining_choices: int
+
+    def __init__(self, response: Response, usage_counter: UsageCounter, choices: int) -> None:
+        self._response = response
+        self._usage_counter = usage_counter
+        self._hold: BodyHold | None = None
+        self._encoded_bytes = self._logprob_count = self._unencoded_prompts = 0
+        self.remaining_choices = choices
 
     def release_after(self, prompts: int, hold: BodyHold | None) -> None:
         """Release `hold`, the body's share of the budget, when all `prompts` are encoded."""
@@ -79,10 +81,28 @@ class HttpReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._usage_counter.on_started(choice, started)
 
+    def count_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Count the logprobs that are held until the answer ends. Raises `TooLarge`."""
+        self._logprob_count += sum(1 + len(token.top) for token in logprobs)
+        if self._logprob_count > MAX_LOGPROBS:
+            raise TooLarge(
+                f"top_logprobs: the answer has more than {MAX_LOGPROBS:,} logprobs",
+                hint="stream the answer, or ask for fewer choices, tokens or top logprobs",
+                param="top_logprobs",
+            )
+
     def check_complete(self) -> None:
-        """Raise `InternalError` if the processor returned before all choices had ended."""
+        """Raise an error if the processor returned before the end: the client's or the server's."""
+        if self._response.overrun:
+            raise SlowReader(
+                "the stream's backlog overflowed because the client reads too slowly",
+                hint="limits: server.stream_backlog_bytes, server.stall_s",
+            )
         if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
+
+    def close(self) -> None:
+        """Release what outlives the request otherwise. The reply receives nothing any more."""
 
 
 class StreamReply(HttpReply):
@@ -114,16 +134,12 @@ class StreamReply(HttpReply):
         choices: int,
         include_usage: bool,
     ) -> None:
+        super().__init__(exchange.response, usage_counter, choices)
         self._exchange = exchange
-        self._hold = None
-        self._response = exchange.response
-        self._encoded_bytes = 0
         self._encoder = encoder
-        self._usage_counter = usage_counter
         self._timing = timing
         self._json_strings = json_strings
         self._include_usage = include_usage
-        self.remaining_choices = choices
         self._suffix = encoder.text_suffix
         self._prefixes: list[bytes | None] = [None] * choices
         self._pending: dict[int, PendingText] = {}
@@ -176,15 +192,6 @@ class StreamReply(HttpReply):
             if self._include_usage:
                 tail = self._encoder.encode_usage_chunk(self._usage_counter) + tail
             self._response.end(tail)
-
-    def check_complete(self) -> None:
-        """Raise an error if the processor returned before the end: the client's or the server's."""
-        if self._response.overrun:
-            raise SlowReader(
-                "the stream's backlog overflowed because the client reads too slowly",
-                hint="limits: server.stream_backlog_bytes, server.stall_s",
-            )
-        super().check_complete()
 
     def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:
@@ -246,19 +253,14 @@ class UnaryReply(HttpReply):
         *,
         choices: int,
     ) -> None:
+        super().__init__(exchange.response, usage_counter, choices)
         self._exchange = exchange
-        self._hold = None
-        self._response = exchange.response
-        self._encoded_bytes = 0
         self._encoder = encoder
-        self._usage_counter = usage_counter
         self._timing = timing
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
         self._parts: dict[int, AnswerParts] = {}
-        self._logprob_count = 0
         self._ends: list[TextFinish | None] = [None] * choices
-        self.remaining_choices = choices
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
@@ -268,17 +270,8 @@ class UnaryReply(HttpReply):
             if collected is None:
                 collected = self._logprobs[choice] = []
             collected += logprobs
-            self._count_logprobs(logprobs)
+            self.count_logprobs(logprobs)
         return self._response.open
-
-    def _count_logprobs(self, logprobs: TokenLogprobs) -> None:
-        self._logprob_count += sum(1 + len(token.top) for token in logprobs)
-        if self._logprob_count > MAX_LOGPROBS:
-            raise TooLarge(
-                f"top_logprobs: the answer has more than {MAX_LOGPROBS:,} logprobs",
-                hint="stream the answer, or ask for fewer choices, tokens or top logprobs",
-                param="top_logprobs",
-            )
 
     def event(self, choice: int, event: AnswerEvent) -> bool:
         self._timing.on_text(choice)

@@ -47,11 +47,6 @@ class JsonStringCache(dict[str, bytes]):
         return json_text
 
 
-def error_event(error: bytes) -> bytes:
-    """Return the events of an error that ends a stream."""
-    return b"data: %b\n\n%b" % (error, DONE_EVENT)
-
-
 _encode = msgspec.json.encode
 _UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
 

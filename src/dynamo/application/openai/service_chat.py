@@ -234,8 +234,8 @@ class ChatChunkReader:
         tokens = self._usage.completion_tokens
         for choice, reason in self._reasons.items():
             calls = self._calls.get(choice, []) if reason == "stop" else []
-            for index in calls:
-                self._reply.event(choice, CallEnded(index))
+            if calls:
+                self._reply.event(choice, CallEnded(calls[-1]))
             self._reply.finish(choice, TextFinish("tool_calls" if calls else reason, tokens))
             tokens = 0  # the first choice carries the usage of all
 
@@ -250,12 +250,14 @@ class ChatChunkReader:
         return reader_open
 
     def _forward_call(self, choice: int, number: int, call: ChunkCall) -> bool:
-        """Pass a call on. Calls end with the answer, since chunks do not say where they end."""
+        """Pass a call on. Chunks tell no end: calls end before the next one or with the answer."""
         index = number if call.index is None else call.index
         known = self._calls.setdefault(choice, [])
         reply, function = self._reply, call.function
         reader_open = True
         if index not in known:
+            if known:
+                reply.event(choice, CallEnded(known[-1]))
             known.append(index)
             reader_open = reply.event(choice, CallBegun(index, call.id or "", function.name or ""))
         if function.arguments:

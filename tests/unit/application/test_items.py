@@ -1,0 +1,184 @@
+"""Items of an answer: their order, congestion, long silence and early ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+from tests.unit.application.test_replies import FakeConnection
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.frontend_metrics import FrontendMetrics
+from dynamo.application.generation import items as items_module
+from dynamo.application.generation.items import (
+    AnswerItem,
+    ItemReply,
+    ItemStreamReply,
+    ItemWriter,
+)
+from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.openai.usage import UsageCounter
+from dynamo.communication.http.response import Response
+from dynamo.core.errors import InternalError, ProtocolError, SlowReader
+from dynamo.core.text import (
+    ArgumentsDelta,
+    CallBegun,
+    CallEnded,
+    DecodedTokenLogprob,
+    ReasoningDelta,
+    TextFinish,
+)
+from dynamo.core.values import Started
+from dynamo.telemetry.metrics import Registry
+
+END = TextFinish("stop", 3, reasoning_tokens=1)
+
+
+class LineWriter(ItemWriter):
+    """Writes each event as a line of words."""
+
+    keepalive = b"ping\n"
+
+    def encode_start(self, usage: UsageCounter) -> bytes:
+        return b"start %d\n" % usage.prompt_tokens
+
+    def encode_item_begun(self, item: AnswerItem) -> bytes:
+        return f"+{item.index} {item.kind}{item.name}\n".encode()
+
+    def encode_delta(self, item: AnswerItem, delta: str, logprobs: Any) -> bytes:
+        return f"{item.index} {delta} {len(logprobs)}\n".encode()
+
+    def encode_item_ended(self, item: AnswerItem) -> bytes:
+        return f"-{item.index} {item.text} {item.complete}\n".encode()
+
+    def encode_end(self, items: Any, end: TextFinish, usage: UsageCounter) -> bytes:
+        return f"end {len(items)} {end.reason} {usage.completion_tokens}\n".encode()
+
+    def encode_answer(self, items: Any, end: TextFinish, usage: UsageCounter) -> bytes:
+        return json.dumps([[item.kind, item.name, item.text] for item in items]).encode()
+
+
+class Answer:
+    """A reply, and what it sent."""
+
+    def __init__(self, reply_type: type[ItemReply] = ItemStreamReply, limit: int = 1 << 20) -> None:
+        self.connection = FakeConnection()
+        self.response = Response(
+            self.connection, "POST", "1.1", keep_alive=True, backlog_limit=limit
+        )
+        ticks = itertools.count(1)
+        metrics = FrontendMetrics(Registry()).for_model("m")
+        self.timing = TokenTiming(metrics, lambda: float(next(ticks)), 0.0, 1)
+        request: Any = None
+        exchange = Exchange(request, self.response, "1", "1", ())
+        self.reply = reply_type(exchange, LineWriter(), UsageCounter(1), self.timing)
+        self.reply.prompt(5)
+        self.reply.begin(0, Started("w"))
+
+    @property
+    def lines(self) -> list[str]:
+        self.connection.merge_events()
+        body = b"".join(data for data in self.connection.output if not data.startswith(b"HTTP/"))
+        return body.decode().removesuffix("0\r\n\r\n").splitlines()
+
+
+def answer_all(reply: ItemReply) -> None:
+    reply.event(0, ReasoningDelta("a"))
+    reply.event(0, ReasoningDelta("b"))
+    reply.text(0, "c")
+    reply.event(0, CallBegun(0, "call_1", "f"))
+    reply.event(0, CallEnded(0))
+    reply.text(0, "d")
+    reply.event(0, CallBegun(1, "call_2", "g"))
+    reply.event(0, ArgumentsDelta(1, "{"))
+    reply.finish(0, END)
+
+
+async def test_items_are_streamed_one_after_another() -> None:
+    answer = Answer()
+    answer_all(answer.reply)
+    answer.reply.check_complete()
+    assert answer.lines == [
+        "start 5",
+        *("+0 reasoning", "0 a 0", "0 b 0", "-0 ab True"),
+        *("+1 text", "1 c 0", "-1 c True"),
+        *("+2 callf", "-2 {} True"),
+        *("+3 text", "3 d 0", "-3 d True"),
+        *("+4 callg", "4 { 0", "-4 { False"),
+        "end 5 stop 3",
+    ]
+
+
+async def test_a_whole_answer_leaves_out_a_cut_call() -> None:
+    answer = Answer(ItemReply)
+    answer_all(answer.reply)
+    answer.reply.check_complete()
+    items = [["reasoning", "", "ab"], ["text", "", "c"], ["call", "f", "{}"], ["text", "", "d"]]
+    assert json.loads(answer.lines[0]) == items
+
+
+async def test_deltas_are_merged_while_the_client_does_not_read() -> None:
+    answer = Answer()
+    token = DecodedTokenLogprob("c", b"c", -1.0)
+    answer.reply.text(0, "a")
+    answer.response.congested = True
+    answer.reply.text(0, "b", [token])
+    answer.reply.text(0, "c", [token])
+    assert answer.lines == ["start 5", "+0 text", "0 a 0"]
+    answer.response.congested = False
+    assert answer.response.on_writable is not None
+    answer.response.on_writable()
+    assert answer.lines[3:] == ["0 bc 2"]
+    answer.response.congested = True
+    answer.reply.text(0, "d")
+    answer.reply.event(0, CallBegun(0, "call_1", "f"))
+    assert answer.lines[4:] == ["0 d 0", "-0 abcd True", "+1 callf"]
+
+
+@pytest.mark.parametrize("delta", ["text", "call"])
+async def test_a_client_that_reads_too_slowly_ends_the_stream(delta: str) -> None:
+    answer = Answer(limit=1000)
+    answer.reply.text(0, "a")
+    answer.response.congested = True
+    if delta == "text":
+        assert answer.reply.text(0, "b" * 500)
+        assert not answer.reply.text(0, "b" * 600)
+    else:
+        answer.connection.pending_events.append(b"x" * 2000)
+        assert not answer.reply.event(0, CallBegun(0, "call_1", "f"))
+    with pytest.raises(SlowReader):
+        answer.reply.check_complete()
+
+
+async def test_long_silence_is_broken(monkeypatch: Any) -> None:
+    monkeypatch.setattr(items_module, "SILENCE_S", 0.001)
+    answer = Answer()
+    while "ping" not in answer.lines:
+        await asyncio.sleep(0.001)
+    answer.reply.close()
+    assert answer.lines[:2] == ["start 5", "ping"]
+    answer.reply.text(0, "a")
+    answer.reply.finish(0, END)
+    assert answer.lines[-4:] == ["+0 text", "0 a 0", "-0 a True", "end 1 stop 3"]
+
+
+async def test_an_answer_without_items_and_one_that_ends_early() -> None:
+    answer = Answer()
+    with pytest.raises(InternalError):
+        answer.reply.check_complete()
+    answer.reply.finish(0, END)
+    assert answer.lines == ["start 5", "end 0 stop 3"]
+    whole = Answer(ItemReply)
+    whole.reply.finish(0, END)
+    assert whole.lines == ["[]"]
+
+
+async def test_a_part_of_a_call_that_has_ended_is_an_error() -> None:
+    reply = Answer().reply
+    reply.event(0, CallBegun(0, "call_1", "f"))
+    reply.event(0, CallBegun(1, "call_2", "g"))
+    with pytest.raises(ProtocolError, match="tool call 0"):
+        reply.event(0, ArgumentsDelta(0, "{"))
