@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,21 +24,26 @@ from dynamo.communication.transfer import (
     MemoryRegion,
     NetworkOptimizer,
     NIXLClient,
+    RegionDescriptor,
     SlotRead,
+    TransferPlane,
     open_transfer,
 )
+from dynamo.communication.transfer.auto import AutoTransfer
+from dynamo.communication.transfer.backend import TransferBackend
 from dynamo.communication.transfer.compression import (
     PLAIN_EVERY,
     LinkCompression,
     compress,
     decompress,
 )
+from dynamo.communication.transfer.nixl import NixlTransfer
 from dynamo.communication.transfer.optimizer import (
     MemoryDescriptor,
     NetworkOptimizerConfig,
     TransferRequest,
 )
-from dynamo.communication.transfer.tcp import TcpPeer
+from dynamo.communication.transfer.tcp import TcpPeer, TcpTransfer
 from dynamo.core.errors import ConfigError, TransferFailed
 
 
@@ -167,21 +175,61 @@ async def test_a_client_writes_into_registered_memory_of_another() -> None:
         target.close()
 
 
-@pytest.mark.parametrize(("rdma", "backend"), [(True, "nixl"), (False, "tcp")])
-async def test_auto_offers_nixl_where_rdma_is_enabled(rdma: bool, backend: str) -> None:
+@asynccontextmanager
+async def auto_pair(rdma: bool) -> AsyncIterator[tuple[TransferPlane, RegionDescriptor]]:
+    """A plane, and the description of another one's region as seen from another host."""
     planes = [await open_transfer("auto:", PlaneOptions(rdma=rdma)) for _ in range(2)]
-    regions = [MemoryRegion.allocate(2, 1000) for _ in planes]
+    regions = [MemoryRegion.allocate(4, 1000) for _ in planes]
+    regions[0].generations[0] = 7  # a probe reads blocks of any generation
     try:
         descriptor = await planes[0].expose(regions[0], "layout")
         await planes[1].expose(regions[1], "layout")
         away = ("shm://another-host/x", *descriptor.endpoints[1:])
-        peer = await planes[1].connect(msgspec.structs.replace(descriptor, endpoints=away))
-        await peer.pull([SlotRead(0, 0, 1)])
-        assert peer.backend == backend
+        yield planes[1], msgspec.structs.replace(descriptor, endpoints=away)
     finally:
         for plane, region in zip(planes, regions, strict=True):
             await plane.close()
             region.close()
+
+
+async def slow_probe(backend: TransferBackend, descriptor: RegionDescriptor) -> float:
+    return 60.0 + await TransferBackend.probe(backend, descriptor)
+
+
+async def failing_probe(backend: TransferBackend, descriptor: RegionDescriptor) -> float:
+    await asyncio.sleep(0)
+    text = f"{backend.scheme} cannot read {descriptor.slots} slots"
+    raise TransferFailed.of("gone", text)
+
+
+@pytest.mark.parametrize("probe", [slow_probe, failing_probe])
+@pytest.mark.parametrize(("other", "chosen"), [(TcpTransfer, "nixl"), (NixlTransfer, "tcp")])
+async def test_auto_uses_the_quicker_network_backend(
+    monkeypatch: pytest.MonkeyPatch, other: type[TransferBackend], chosen: str, probe: Any
+) -> None:
+    monkeypatch.setattr(NixlTransfer, "probe", TransferBackend.probe)
+    monkeypatch.setattr(TcpTransfer, "probe", TransferBackend.probe)
+    monkeypatch.setattr(other, "probe", probe)
+    async with auto_pair(rdma=True) as (plane, descriptor):
+        assert isinstance(plane, AutoTransfer)
+        peer, rejected = await plane.choose(descriptor)
+        await peer.pull([SlotRead(0, 7, 1)])
+        assert peer.backend == chosen
+        assert "another host" in rejected["shm"]
+        assert ("slower: a read" if probe is slow_probe else "cannot read 4") in rejected[
+            other.scheme
+        ]
+        assert len(rejected) == 2
+
+
+async def test_auto_probes_nothing_where_one_backend_is_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TransferBackend, "probe", failing_probe)
+    async with auto_pair(rdma=False) as (plane, descriptor):
+        peer = await plane.connect(descriptor)
+        await peer.pull([SlotRead(0, 7, 1)])
+        assert peer.backend == "tcp"
 
 
 async def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from dynamo.communication.transfer.converted import ConvertedPeer, MemoryPool
 from dynamo.communication.transfer.estimate import PeerBreaker, TransferEstimate
 from dynamo.communication.transfer.plane import RegionPeer, TransferPlane, TransferSetup
 from dynamo.communication.transfer.region import (
+    ANY_GENERATION,
     MAX_READS,
     MemoryRegion,
     RegionDescriptor,
@@ -19,6 +20,9 @@ from dynamo.communication.transfer.region import (
 )
 from dynamo.core.errors import InternalError, TransferFailed
 
+PROBE_BYTES: Final = 512 << 10
+PROBE_READS: Final = 3
+PROBE_TIMEOUT_S: Final = 5.0
 MAX_BREAKERS: Final = 256
 TIMEOUT_FACTOR: Final = 4.0
 MIN_TIMEOUT_S: Final = 1.0
@@ -57,6 +61,30 @@ class TransferBackend(TransferPlane):
             region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation, region.kv_layout
         )
         return self.descriptor
+
+    async def probe(self, descriptor: RegionDescriptor) -> float:
+        """Return the seconds of the quickest of `PROBE_READS` reads from a peer. A read has about
+        `PROBE_BYTES`, one slot or more, which are dropped. Raises `TransferFailed`."""
+        size = descriptor.slot_bytes
+        pool = MemoryPool.allocate(size, min(max(PROBE_BYTES, size), descriptor.slots * size))
+        reads = [SlotRead(slot, ANY_GENERATION, slot) for slot in range(pool.free_slots)]
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                peer = await self._connect(descriptor, pool.region)
+                try:
+                    return min([await self._time_pull(peer, reads) for _ in range(PROBE_READS)])
+                finally:
+                    await peer.close()
+        except TimeoutError:
+            text = f"a read of {len(reads) * size} bytes took more than {PROBE_TIMEOUT_S:g} s"
+            raise TransferFailed.of("timeout", text) from None
+        finally:
+            pool.region.close()
+
+    async def _time_pull(self, peer: RegionPeer, reads: Sequence[SlotRead]) -> float:
+        started_s = self.clock.now()
+        await peer.pull(reads)
+        return self.clock.now() - started_s
 
     async def connect(self, descriptor: RegionDescriptor) -> RegionPeer:
         region = self.region

@@ -38,6 +38,7 @@ from dynamo.communication.transfer.nixl_agent import (
 )
 from dynamo.communication.transfer.plane import TransferSetup
 from dynamo.communication.transfer.region import (
+    ANY_GENERATION,
     GENERATION_BYTES,
     MemoryRegion,
     RegionDescriptor,
@@ -201,7 +202,8 @@ class NixlSource:
             for start in range(0, len(reads), STAGE_SLOTS):
                 part = reads[start : start + STAGE_SLOTS]
                 expected = [read.generation for read in part]
-                if (yield from self._read_numbers(agent, part, stop)) != expected:
+                present = yield from self._read_numbers(agent, part, stop)
+                if present != expected and ANY_GENERATION not in expected:
                     text = "the peer uses a block for something else now"
                     raise TransferFailed.of("stale", text)
         finally:

@@ -19,6 +19,8 @@ GENERATION_BYTES: Final = 8
 MAX_SLOTS: Final = 1 << 32
 MAX_READS: Final = 16_384
 """Slots that one thread pulls at a time."""
+ANY_GENERATION: Final = (1 << 64) - 1
+"""The generation of a read that measures a peer and does not use the bytes."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -21,7 +21,12 @@ from typing import Final
 
 from dynamo.communication.frames import HEADER
 from dynamo.communication.transfer.compression import ZSTD, compress, decompress
-from dynamo.communication.transfer.region import MAX_READS, MemoryRegion, SlotRead
+from dynamo.communication.transfer.region import (
+    ANY_GENERATION,
+    MAX_READS,
+    MemoryRegion,
+    SlotRead,
+)
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.hashing import checksum
 
@@ -204,7 +209,9 @@ def _send_slots(
             parts = [memoryview(compress(slot)) for slot in slots]
             words.extend(map(len, parts))
         checked = slice(max(0, start - batch), start + batch)
-        if [present[slot] for slot in sources[checked]] != generations[checked]:
+        expected = generations[checked]
+        is_same = [present[slot] for slot in sources[checked]] == expected
+        if not is_same and ANY_GENERATION not in expected:
             channel.send([_bytes_of(array("Q", [STALE]))])
             return False
         channel.send([_bytes_of(words), *parts])

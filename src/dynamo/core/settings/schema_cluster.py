@@ -118,7 +118,7 @@ class NixlSettings(SettingsSection, frozen=True):
     )
 
     enable_rdma: bool = setting(
-        False, "let `nixl:` use network cards that read memory by themselves, and `auto` use NIXL"
+        False, "let `nixl:` use network cards that read memory by themselves, and `auto` try NIXL"
     )
     memory_pool_size: int = setting(
         0,
