@@ -6,6 +6,7 @@ Requests go forward as awaited calls. Answers come back as synchronous calls of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dynamo.core.context import Context
@@ -114,6 +115,27 @@ class EngineRank(ABC):
         return {}
 
 
+class KvConnector(ABC):
+    """The part of a foreign engine that moves the KV of prompts between engines of the same `kind`.
+
+    `lease_s`: the engine that computed a prompt keeps its KV for this time. `failures` counts loads
+    that failed after `GenerateRequest.kv` was given to this engine, which then computes the prompt.
+    """
+
+    kind: str
+    lease_s: float
+    failures: Counter[str]
+
+    @abstractmethod
+    async def prefill(self, request: GenerateRequest, context: Context) -> bytes:
+        """Compute a prompt for another engine, and return its `GenerateRequest.kv`. Raises as
+        `Engine.generate`."""
+
+    @abstractmethod
+    def release(self, kv: bytes) -> None:
+        """Let the other engine free the KV that it keeps: no request will load it here."""
+
+
 class Engine(EngineRank):
     """Computes tokens. A constructor does no I/O.
 
@@ -123,6 +145,9 @@ class Engine(EngineRank):
 
     failure: DynamoError | None = None
     """Why every request fails, or None while the engine serves."""
+
+    kv_connector: KvConnector | None = None
+    """Moves KV between this engine and others, if it was started with one."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:

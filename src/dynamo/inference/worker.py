@@ -20,7 +20,7 @@ from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_reques
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
-from dynamo.core.reply import Engine, EngineRank
+from dynamo.core.reply import Engine, EngineRank, SendRequest
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import (
     ROLES_BY_NAME,
@@ -31,8 +31,9 @@ from dynamo.core.values import (
     worker_role,
 )
 from dynamo.inference.data_parallel import batched_engines
+from dynamo.inference.disaggregation.connector_prefill import ConnectorPrefill
 from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
-from dynamo.inference.engines.arguments import check_role
+from dynamo.inference.engines.arguments import ENGINES_WITH_CONNECTORS, check_role
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvControl, declare_tier_metrics
@@ -43,7 +44,7 @@ from dynamo.runtime.supervisors import SUPERVISOR_KEY
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
-    from dynamo.runtime.component import ServedEndpoint
+    from dynamo.runtime.component import Component, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class EngineWorker:
         self._card = card
         self._component = component
         self._tasks = BackgroundTasks()
+        self._prefill: WorkerPrefill | ConnectorPrefill
+        self._answer: SendRequest
         self._endpoints: list[ServedEndpoint] = []
         self._event_sources: list[EventSource | KVPublisher] = []
 
@@ -114,7 +117,7 @@ class EngineWorker:
         files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         endpoint, add = component.endpoint, self._endpoints.append
         add(await endpoint("files").serve(files.handle))
-        self._prefill = await WorkerPrefill.open(runtime, component, self._own_engines)
+        await self._open_prefill(component)
         capabilities = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
@@ -150,6 +153,15 @@ class EngineWorker:
         kv_events = info.kv_events and sends_events and not problem
         return msgspec.structs.replace(info, roles=roles, kv_events=kv_events)
 
+    async def _open_prefill(self, component: Component) -> None:
+        connector = self._engine.kv_connector
+        self._answer = self._engine.generate
+        if connector is None:
+            self._prefill = await WorkerPrefill.open(self._runtime, component, self._own_engines)
+        else:
+            self._prefill = ConnectorPrefill(self._runtime, component, self._engine, connector)
+            self._answer = self._prefill.generate
+
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
         await self._runtime.discovery.delete(self._discovery_key())
@@ -179,7 +191,7 @@ class EngineWorker:
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
         outgoing.is_alive = partial(self._engine.has_request, reply)
         try:
-            await self._engine.generate(request, outgoing.context, reply)
+            await self._answer(request, outgoing.context, reply)
         except CancelledError:
             self._prefill.on_request_cancelled(request)
             raise
@@ -201,7 +213,13 @@ class EngineWorker:
             raise InvalidRequest(
                 f"there is no role {name!r}", hint=f"known: {', '.join(ROLES_BY_NAME)}"
             )
-        check_role(self._runtime.settings.engine.kind, name)
+        kind = self._runtime.settings.engine.kind
+        check_role(kind, name)
+        if name != "both" and kind in ENGINES_WITH_CONNECTORS and not self._engine.kv_connector:
+            raise InvalidRequest(
+                f"this worker cannot have the role {name}: its engine started without a connector",
+                hint="start it with the role prefill or decode, which may be changed later",
+            )
         self._prefill.set_roles(roles)
         info = self._card.engine
         self._card = msgspec.structs.replace(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.core.reply import Engine, EngineRank
 from dynamo.core.values import EngineTotals
+from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.telemetry.metrics import Registry
 
 if TYPE_CHECKING:
@@ -81,20 +82,11 @@ def declare_disaggregation_metrics(
         "Prompts computed for other workers that still pull their blocks.",
         callback=lambda: sum(call.holds for engine in engines for call in engine.prefill_calls),
     )
-    registry.counter(
-        "dynamo_worker_remote_prompts_total",
-        "Prompts that another worker was asked to compute.",
-        callback=lambda: sum(counter.prompts for counter in counters),
-    )
+    declare_remote_prompt_metrics(registry, lambda: counters)
     registry.counter(
         "dynamo_worker_moved_requests_total",
         "Running requests whose blocks came here from the draining worker that they left.",
         callback=lambda: sum(counter.moved for counter in counters),
-    )
-    registry.counter(
-        "dynamo_worker_kv_wait_seconds_total",
-        "Seconds that requests waited for KV blocks from another worker.",
-        callback=lambda: sum(counter.wait_s for counter in counters),
     )
     registry.counter(
         "dynamo_worker_kv_bytes_total",
@@ -105,13 +97,31 @@ def declare_disaggregation_metrics(
             ("saved",): block_bytes * sum(counter.blocks_saved for counter in counters),
         },
     )
+
+
+def declare_remote_prompt_metrics(
+    registry: Registry, read_counters: Callable[[], Sequence[ArrivalCounters]]
+) -> None:
+    """Declare the metrics of prompts that other workers compute for this one."""
+    registry.counter(
+        "dynamo_worker_remote_prompts_total",
+        "Prompts that another worker was asked to compute.",
+        callback=lambda: sum(counters.prompts for counters in read_counters()),
+    )
+    registry.counter(
+        "dynamo_worker_kv_wait_seconds_total",
+        "Seconds that requests waited for KV blocks from another worker.",
+        callback=lambda: sum(counters.wait_s for counters in read_counters()),
+    )
     registry.counter(
         "dynamo_worker_prefill_fallbacks_total",
         "Remote prompts whose rest was computed here because the other worker failed.",
         ("reason",),
         callback=lambda: {
             (reason,): count
-            for reason, count in sum((counter.fallbacks for counter in counters), Counter()).items()
+            for reason, count in sum(
+                (counters.fallbacks for counters in read_counters()), Counter()
+            ).items()
         },
     )
 

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.inference_disaggregation.workers import LiveWorker, StartWorker
 
 from dynamo.core.clock import SystemClock
+from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings, RuntimeSettings
 from dynamo.inference.data_parallel import DataParallelEngine
@@ -29,8 +30,9 @@ _numbers = count()
 async def start_worker(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[StartWorker]:
-    """Return `start_worker(layout=..., ranks=..., **engine settings)`. The parameter is the URL of
-    the transfer plane; with another one than `memory:`, calls go over TCP."""
+    """Return `start_worker(layout=..., ranks=..., engine=..., **engine settings)`. The engine is a
+    mock engine unless one is given. The parameter is the URL of the transfer plane; with another
+    one than `memory:`, calls go over TCP."""
     transfer: str = request.param
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{}")
@@ -46,7 +48,9 @@ async def start_worker(
     )
     async with AsyncExitStack() as stack:
 
-        async def start(layout: str = "mock", ranks: int = 1, **settings: Any) -> LiveWorker:
+        async def start(
+            layout: str = "mock", ranks: int = 1, engine: Engine | None = None, **settings: Any
+        ) -> LiveWorker:
             runtime = await DistributedRuntime.create(Settings(runtime=planes), role="worker")
             await stack.enter_async_context(runtime)
             engine_settings = EngineSettings(kind="mock", block_size=4, **settings)
@@ -59,9 +63,10 @@ async def start_worker(
                     vocab_size=1000,
                     layout=layout,
                 )
-                for _ in range(ranks)
+                for _ in range(0 if engine else ranks)
             ]
-            engine = engines[0] if ranks == 1 else DataParallelEngine(engines)
+            if engine is None:
+                engine = engines[0] if ranks == 1 else DataParallelEngine(engines)
             worker = EngineWorker(engine, card)
             await worker.attach(runtime)
             runtime.add_shutdown_hook(worker.close)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.external_inputs import make_inputs
+from tests.support.external_inputs import install_module, make_inputs
 
 from dynamo.cli.engine_check import check_engines
 from dynamo.core.errors import ConfigError
@@ -16,6 +16,7 @@ from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engines.arguments import (
     ENGINE_TABLES,
+    check_role,
     engine_arguments,
     engine_environment,
     explain_arguments,
@@ -207,12 +208,21 @@ def test_arguments_that_cannot_be_set(kind: str, args: str, message: str) -> Non
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_roles_need_an_engine_whose_workers_exchange_blocks(role: str) -> None:
-    for kind in ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai", "echo"):
+    for kind in ("sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai", "echo"):
         with pytest.raises(ConfigError, match=f"cannot have the role {role}") as caught:
             check_engines([read(f"engine: {{kind: {kind}, role: {role}}}")], {})
-        assert "native and mock" in caught.value.hint
+        assert "native, mock, vllm" in caught.value.hint
     for kind in ("native", "mock"):
         check_engines([read(f"engine: {{kind: {kind}, role: {role}}}")], {})
+
+
+def test_roles_of_vllm_need_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match="the package nixl is not installed") as caught:
+        check_role("vllm", "decode")
+    assert caught.value.hint == "pip install nixl"
+    install_module(monkeypatch, "nixl")
+    check_role("vllm", "decode")
 
 
 async def test_a_serving_worker_refuses_a_role_that_its_engine_lacks(tmp_path: Path) -> None:

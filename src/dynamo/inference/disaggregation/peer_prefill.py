@@ -32,12 +32,29 @@ DEADLINE_FACTOR = 4.0
 MIN_DEADLINE_S = 5.0
 
 
-class PrefillPeer(ABC):
+class PromptTime:
+    """Learns how long workers take for prompts. `token_s`: seconds from a call to the first token,
+    per prompt token."""
+
+    token_s: float = INITIAL_TOKEN_S
+
+    def predict_s(self, tokens: int) -> float:
+        """Predict the seconds to the first token of a prompt."""
+        return self.token_s * tokens
+
+    def limit_s(self, tokens: int) -> float:
+        """Return the seconds after which a worker has failed to compute a prompt."""
+        return MIN_DEADLINE_S + DEADLINE_FACTOR * self.predict_s(tokens)
+
+    def on_computed(self, tokens: int, seconds: float) -> None:
+        """Learn from a prompt that was computed."""
+        self.token_s += LEARNING_RATE * (seconds / max(tokens, 1) - self.token_s)
+
+
+class PrefillPeer(PromptTime, ABC):
     """A worker that computes prompts for this one, with one or several data-parallel ranks."""
 
     ranks: int = 1
-    token_s: float = INITIAL_TOKEN_S
-    """Learnt seconds from a call to the first token, per prompt token."""
     bytes_pulled: int = 0
     """Bytes that this worker has pulled from there."""
 
@@ -55,14 +72,6 @@ class PrefillPeer(ABC):
         sink: PrefillSink,
     ) -> None:
         """Let a rank compute a prompt; see `BatchedEngine.prefill`. Raises the errors of a call."""
-
-    def predict_s(self, tokens: int) -> float:
-        """Predict the seconds to the first token of a prompt."""
-        return self.token_s * tokens
-
-    def on_computed(self, tokens: int, seconds: float) -> None:
-        """Learn from a prompt that was computed."""
-        self.token_s += LEARNING_RATE * (seconds / max(tokens, 1) - self.token_s)
 
 
 FindPeer = Callable[[str], Awaitable[PrefillPeer | None]]
@@ -114,9 +123,8 @@ class PeerPrefill(KvSource):
                 def expect(queued_tokens: int) -> None:
                     nonlocal tokens
                     tokens = arrival.prompt_tokens + queued_tokens
-                    predicted_s = peer.predict_s(tokens)
-                    limit_s = MIN_DEADLINE_S + DEADLINE_FACTOR * predicted_s
-                    deadline.reschedule(asyncio.get_running_loop().time() + limit_s)
+                    loop = asyncio.get_running_loop()
+                    deadline.reschedule(loop.time() + peer.limit_s(tokens))
 
                 def on_first_token() -> None:
                     deadline.reschedule(None)

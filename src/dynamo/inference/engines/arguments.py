@@ -7,6 +7,7 @@ passes any further argument, with precedence over the tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
@@ -21,12 +22,14 @@ LLAMACPP_SLOTS = 8
 """Sequences that llama.cpp computes at once, each with a context of its own."""
 ENGINE_ARGS_KEY = "engine.args"
 OWNED_ARGUMENTS: Mapping[str, Sequence[str]] = {
-    "vllm": ("kv_events_config",),
+    "vllm": ("kv_events_config", "kv_transfer_config"),
     "sglang": ("kv_events_config",),
 }
 """Arguments that an adapter computes."""
 ENGINES_WITH_ROLES = ("native", "mock")
 """Engines whose workers fetch KV blocks from each other."""
+ENGINES_WITH_CONNECTORS = ("vllm",)
+"""Engines that move KV to each other by themselves, if they are started for that."""
 
 
 class PassedSetting(msgspec.Struct, frozen=True):
@@ -239,7 +242,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         if first in OWNED_ARGUMENTS.get(kind, ()):
             raise ConfigError(
                 f"argument {first} of engine {kind} is set by dynamo (--engine-arg)",
-                hint=f"remove it: routers follow the KV blocks of {kind} by it",
+                hint=f"remove it: dynamo follows and moves the KV blocks of {kind} by it",
                 param=ENGINE_ARGS_KEY,
             )
         check_argument_name(kind, first)
@@ -314,9 +317,18 @@ def _check_structures(kind: str, arguments: Mapping[str, Any]) -> None:
 def check_role(kind: str, role: str) -> None:
     """Raise `ConfigError` for a role that the workers of an engine cannot have."""
     kind = package_kind(kind)
-    if role != "both" and kind in ENGINE_TABLES and kind not in ENGINES_WITH_ROLES:
+    if role == "both" or kind not in ENGINE_TABLES or kind in ENGINES_WITH_ROLES:
+        return
+    if kind not in ENGINES_WITH_CONNECTORS:
+        known = ", ".join((*ENGINES_WITH_ROLES, *ENGINES_WITH_CONNECTORS))
         raise ConfigError(
             f"engine {kind} cannot have the role {role}: its workers do not exchange KV blocks",
-            hint=f"roles work with {' and '.join(ENGINES_WITH_ROLES)}; leave engine.role at both",
+            hint=f"roles work with {known}; leave engine.role at both",
+            param="engine.role",
+        )
+    if find_spec("nixl") is None:
+        raise ConfigError(
+            f"engine {kind} needs NIXL for the role {role}, and the package nixl is not installed",
+            hint="pip install nixl",
             param="engine.role",
         )

@@ -26,6 +26,11 @@ from dynamo.core.values import (
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
+from dynamo.inference.vllm.kv_connector import (
+    CONNECTOR_CONFIG,
+    VllmKvConnector,
+    connector_environment,
+)
 from dynamo.inference.vllm.rank import VllmRank
 from dynamo.inference.vllm.requests import OutputForwarder, RequestTranslator
 from dynamo.inference.vllm.startup import accepted, start_llm
@@ -54,6 +59,7 @@ class VllmEngine(Engine):
         self._numbers = count()
         self._totals = EngineTotals()
         self._llm: Any = None
+        self.kv_connector: VllmKvConnector | None = None
         self._ranks: tuple[VllmRank, ...] = ()
         self._translator: RequestTranslator
         self.failure = WorkerFailed("the engine has not started")
@@ -75,11 +81,19 @@ class VllmEngine(Engine):
     async def _start(self, arguments: dict[str, Any]) -> EngineInfo:
         size = arguments.get("data_parallel_size", 1)
         self._ranks = self._open_ranks(arguments, size)
+        settings, environment = self._inputs.settings, dict[str, str]()
+        if settings.engine.role != "both":
+            self.kv_connector = VllmKvConnector(self.generate, self._tasks)
+            arguments["kv_transfer_config"] = dict(CONNECTOR_CONFIG)
+            environment = connector_environment(settings, size)
+        path, record = self._inputs.files.path, self._on_statistics
         self._llm = await asyncio.to_thread(
-            start_llm, self._inputs.files.path, arguments, self._processes, self._on_statistics
+            start_llm, path, arguments, self._processes, record, environment
         )
         info = self._describe(size)
         self._translator = RequestTranslator(info.context_tokens, info.vocab_size)
+        if self.kv_connector is not None:
+            self.kv_connector.on_started(self._llm)
         self.failure = None
         self._tasks.start(self._watch_health(), "health of vLLM")
         return info
@@ -144,6 +158,7 @@ class VllmEngine(Engine):
         index = self._choose_rank(request)
         rank, number = self._ranks[index], next(self._numbers)
         forwarder = OutputForwarder(reply, len(ids), request.top_logprobs)
+        connector = self.kv_connector
         prediction = rank.on_request(number, request, len(ids))
         self._totals.requests += 1
         self._totals.prompt_tokens += len(ids)
@@ -157,11 +172,14 @@ class VllmEngine(Engine):
                     f"{request.request_id}/{number}",
                     **self._options(request, context, index),
                 )
+                if request.kv and connector is not None:
+                    stream = connector.load(stream)
                 await self._forward(stream, forwarder, rank, number, request.itl_slo_ms * 1e-3)
         finally:
             self._totals.generated_tokens += forwarder.tokens
             self._totals.cached_tokens += forwarder.cached_tokens or 0
-            rank.on_request_ended(number, prediction, forwarder.cached_tokens)
+            cached_tokens = None if request.kv else forwarder.cached_tokens
+            rank.on_request_ended(number, prediction, cached_tokens)
 
     async def _forward(
         self,
@@ -260,6 +278,8 @@ class VllmEngine(Engine):
 
     def _on_statistics(self, rank: int, scheduler: Any, iteration: Any) -> None:
         self._ranks[rank].on_statistics(scheduler, iteration)
+        if self.kv_connector is not None and scheduler is not None:
+            self.kv_connector.on_statistics(getattr(scheduler, "kv_connector_stats", None))
 
     async def _watch_health(self) -> None:
         while not self._llm.errored:  # noqa: ASYNC110 - vLLM has no event for it

@@ -22,6 +22,7 @@ from dynamo.core.values import (
     TokenLogprobs,
 )
 from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.inference.vllm.kv_connector import decode_params, encode_params
 
 
 class RequestTranslator:
@@ -87,7 +88,13 @@ class RequestTranslator:
             if name not in self._extra_names or name.startswith("_"):
                 hint = nearest_name_hint(name, self._extra_names, "see vLLM's SamplingParams")
                 raise InvalidRequest(f"vLLM has no parameter {name!r}", hint=hint, param=name)
-        return request.extra
+        further = request.extra.get("extra_args") or {}
+        if "kv_transfer_params" in further:  # wrong ones kill the engine
+            raise InvalidRequest("kv_transfer_params are set by dynamo", param="extra_args")
+        if not request.kv:
+            return request.extra
+        params = {"kv_transfer_params": decode_params(request.kv)}
+        return request.extra | {"extra_args": further | params}
 
 
 def make_seed(request: GenerateRequest) -> int:
@@ -133,7 +140,9 @@ class OutputForwarder:
         if reason not in ("stop", "length"):
             raise WorkerFailed(f"vLLM ended the request: {reason}")
         self.begin()
-        self._reply.finish(Finish(reason, self.tokens, stop_token))
+        params = getattr(output, "kv_transfer_params", None)
+        kv = encode_params(params) if params else b""
+        self._reply.finish(Finish(reason, self.tokens, stop_token, kv))
         return False
 
     def _logprobs(self, ids: Sequence[int], positions: Any) -> list[TokenLogprobs] | None:

@@ -50,13 +50,15 @@ def start_llm(
     arguments: Mapping[str, Any],
     processes: EngineProcesses,
     record: RecordStatistics,
+    environment: Mapping[str, str],
 ) -> Any:
-    """Return a started AsyncLLM. This call blocks for half a minute and more.
+    """Return a started AsyncLLM, with these variables. Blocks for half a minute and more.
 
     Raises `ModelUnavailable` or `ConfigError` with the reason that vLLM's processes have printed.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(environment)
     logging.logProcesses = True  # vLLM's own format has the process id
     output = EngineOutput("dynamo.engines.vllm")
     output.open()

@@ -1,0 +1,226 @@
+"""Prefill and decode workers whose engines move KV by connectors of their own.
+
+A call of the endpoint `prefill` carries a `PrefillRequest`, and is answered with a `ComputedPrompt`
+when the prompt is computed. The engine of the caller then loads the KV by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.errors import DECODE_ERRORS, DynamoError, ProtocolError, TransferFailed
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.inference.disaggregation.messages import (
+    PREFILL_ENDPOINT,
+    PrefillRequest,
+    decode_prefill_request,
+    encode_prefill_request,
+)
+from dynamo.inference.disaggregation.peer_prefill import PromptTime
+from dynamo.inference.kv_source import ArrivalCounters
+from dynamo.inference.worker_metrics import declare_remote_prompt_metrics
+from dynamo.models.card import BlockIdentity
+from dynamo.runtime.calls.failure_detector import FailureDetector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynamo.communication.requests import ResponseWriter
+    from dynamo.core.context import Context
+    from dynamo.core.reply import Engine, KvConnector, Reply
+    from dynamo.core.values import GenerateRequest
+    from dynamo.runtime.calls.client import Client
+    from dynamo.runtime.calls.instances import Instance
+    from dynamo.runtime.component import Component, ServedEndpoint
+    from dynamo.runtime.distributed import DistributedRuntime
+
+log = logging.getLogger(__name__)
+
+CONNECTOR_KEY = "kv_connector"
+"""Capability of an instance: the kind of its engine's connector."""
+LEASE_SHARE = 0.5
+"""The share of a lease in which the KV of a prompt may still be given to an engine."""
+
+
+class ComputedPrompt(msgspec.Struct, frozen=True):
+    """The KV of a prompt, which took `computed_s` and is kept for `lease_s` from then on."""
+
+    kv: bytes
+    computed_s: float
+    lease_s: float
+
+
+_encode_prompt = msgspec.msgpack.Encoder().encode
+_decode_prompt = msgspec.msgpack.Decoder(ComputedPrompt).decode
+
+
+class ConnectorPrefill:
+    """Computes prompts for other workers of the component, and answers requests whose prompts they
+    have computed. Whatever fails on the way, this worker computes the prompt itself."""
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        component: Component,
+        engine: Engine,
+        connector: KvConnector,
+    ) -> None:
+        self._runtime = runtime
+        self._component = component
+        self._engine = engine
+        self._connector = connector
+        self._tasks = BackgroundTasks()
+        self._counters = ArrivalCounters()
+        self._prompt_time = PromptTime()
+        self._client: Client
+
+    @property
+    def capabilities(self) -> Mapping[str, Any]:
+        """The part of the instance record that other workers need."""
+        return {CONNECTOR_KEY: self._connector.kind}
+
+    async def serve(
+        self, capabilities: Mapping[str, Any], on_load_changed: Callable[[], None]
+    ) -> Sequence[ServedEndpoint]:
+        """Follow the other workers of the model, then serve the endpoint `prefill`."""
+        runtime, endpoint = self._runtime, self._component.endpoint(PREFILL_ENDPOINT)
+        blocks = msgspec.convert(capabilities["blocks"], BlockIdentity)
+
+        def is_candidate(instance: Instance) -> bool:
+            theirs = instance.capabilities
+            return (
+                instance.id != runtime.instance_id
+                and theirs.get("model") == capabilities["model"]
+                and theirs.get(CONNECTOR_KEY) == self._connector.kind
+                and not blocks.describe_differences(
+                    msgspec.convert(theirs.get("blocks", {}), BlockIdentity)
+                )
+            )
+
+        self._client = await endpoint.client(is_candidate)
+        detector = FailureDetector(runtime.requests, runtime.clock, self._tasks, runtime.metrics)
+        detector.watch(self._client, spares_last=False)
+        declare_remote_prompt_metrics(runtime.metrics, self._read_counters)
+
+        async def handle(payload: bytes, outgoing: ResponseWriter) -> None:
+            on_load_changed()
+            try:
+                await self._compute(payload, outgoing)
+            finally:
+                on_load_changed()
+
+        return (await endpoint.serve(handle, capabilities=capabilities),)
+
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        """Answer a request as `Engine.generate` does, with the prompt of its prefill worker."""
+        kv = b""
+        if request.prefill and request.prefill != self._runtime.instance_id:
+            kv = await self._fetch(request, context)
+        await self._engine.generate(replace(request, kv=kv) if kv else request, context, reply)
+
+    def set_roles(self, roles: Sequence[str]) -> None:
+        """Take over changed roles of the worker, which change nothing here."""
+
+    def withdraw_after(self, generate_endpoint: ServedEndpoint) -> None:
+        """Do nothing: the engine itself keeps the KV of prompts for other workers."""
+
+    def on_request_cancelled(self, request: GenerateRequest) -> None:
+        """Do nothing: the KV of a request that moves is not handed over."""
+
+    async def close(self) -> None:
+        """Leave the other workers."""
+        await self._tasks.close()
+
+    async def _compute(self, payload: bytes, outgoing: ResponseWriter) -> None:
+        try:
+            request = decode_prefill_request(payload).request
+        except DECODE_ERRORS as error:
+            raise ProtocolError(f"not a prefill request: {error}") from error
+        clock = self._runtime.clock
+        started_s = clock.now()
+        kv = await self._connector.prefill(request, outgoing.context)
+        outgoing.send(
+            _encode_prompt(ComputedPrompt(kv, clock.now() - started_s, self._connector.lease_s))
+        )
+
+    async def _fetch(self, request: GenerateRequest, context: Context) -> bytes:
+        """Return the KV of a prompt that its prefill worker has computed, or nothing."""
+        clock, counters = self._runtime.clock, self._counters
+        started_s = clock.now()
+        counters.prompts += 1
+        try:
+            return await self._call(request, context, started_s)
+        except TransferFailed as error:
+            reason, failure = f"transfer {error.reason}", str(error)
+        except DynamoError as error:
+            reason, failure = error.code, str(error)
+        finally:
+            counters.wait_s += clock.now() - started_s
+        counters.fallbacks[reason] += 1
+        fields = {
+            "request": request.request_id,
+            "from": request.prefill,
+            "reason": reason,
+            "error": failure,
+        }
+        log.warning("KV did not arrive: the prompt is computed here", extra={"fields": fields})
+        return b""
+
+    async def _call(self, request: GenerateRequest, context: Context, started_s: float) -> bytes:
+        """Call the prefill worker. Its answer holds for the incarnation that was called and until
+        its lease ends: an engine that loads other blocks may die of it."""
+        client, clock, answers = self._client, self._runtime.clock, list[bytes]()
+        instance = client.instances.get(request.prefill)
+        if instance is None:
+            raise _failed("gone", request, "is not known here")
+        tokens = len(request.token_ids) // TOKEN_BYTES
+        call = PrefillRequest(replace(request, group=None, rank=None, prefill="", kv_from=""))
+        payload = encode_prefill_request(call)
+
+        def receive(answer: bytes) -> bool:
+            answers.append(answer)
+            return True
+
+        used = False
+        try:
+            async with asyncio.timeout(self._prompt_time.limit_s(tokens)):
+                await client.call(instance, payload, context, receive)
+            prompt = _decode_answer(answers)
+            present = client.instances.get(instance.id)
+            if present is None or present.address != instance.address:
+                raise _failed("gone", request, "has left")
+            age_s = clock.now() - started_s - prompt.computed_s
+            if age_s > prompt.lease_s * LEASE_SHARE:
+                raise _failed("stale", request, f"computed the prompt {age_s:.1f} s ago")
+            used = True
+        except TimeoutError:
+            elapsed_s = clock.now() - started_s
+            raise _failed("timeout", request, f"took longer than {elapsed_s:.1f} s") from None
+        finally:
+            self._prompt_time.on_computed(tokens, clock.now() - started_s)
+            if answers and not used:
+                self._connector.release(_decode_answer(answers).kv)
+        return prompt.kv
+
+    def _read_counters(self) -> Sequence[ArrivalCounters]:
+        """Return the failures here and those that the engine reports later."""
+        return (self._counters, ArrivalCounters(fallbacks=self._connector.failures))
+
+
+def _decode_answer(answers: Sequence[bytes]) -> ComputedPrompt:
+    try:
+        (answer,) = answers
+        return _decode_prompt(answer)
+    except (ValueError, *DECODE_ERRORS) as error:
+        raise ProtocolError(f"a prefill worker sent a wrong answer: {error}") from error
+
+
+def _failed(reason: Any, request: GenerateRequest, text: str) -> TransferFailed:
+    return TransferFailed.of(reason, f"prefill worker {request.prefill} {text}")
