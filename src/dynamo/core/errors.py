@@ -55,6 +55,10 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
 
 
+class SchemaTooComplex(InvalidRequest, code="schema_too_complex"):
+    """The form of the answer takes too long to enforce, or cannot be enforced any more."""
+
+
 class ModelNotFound(DynamoError, code="model_not_found"):
     """No model of this name is served."""
 

@@ -39,15 +39,25 @@ class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
-StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "calls"]
 
 
-class StructuredOutput(msgspec.Struct, frozen=True):
-    """The form that an answer must have. `value`: a JSON schema, a regular expression, a JSON list
-    of texts to choose from, or an EBNF grammar; "" for any JSON object."""
+class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form that an answer must have.
+
+    - `value`: a JSON schema, a regular expression, a JSON list of texts to choose from, or an EBNF
+      grammar; "" for any JSON object. Grammars of calls are in the syntax of llguidance (Lark).
+    - `whitespace_pattern`: the white space between parts of JSON; "": the engine's own.
+    - `reasoning_end`: ids behind which the form begins, in u32. `reasoning_start`: the id with
+      which an answer may begin to reason; "": the answer begins inside of reasoning, if it has an
+      end.
+    """
 
     kind: StructureKind
     value: str = ""
+    whitespace_pattern: str = ""
+    reasoning_start: bytes = b""
+    reasoning_end: bytes = b""
 
 
 class RequestGroup:
@@ -167,10 +177,13 @@ def worker_role(name: str) -> str:
     return "worker" if name == "both" else f"{name}_worker"
 
 
-Feature = Literal["logprobs", "logit_bias", "structured", "adapters", "extra"]
-"""A property of an engine that a request may need. "extra": `GenerateRequest.extra`."""
+Feature = Literal["logprobs", "logit_bias", "structured", "calls", "adapters", "extra"]
+"""A property of an engine that a request may need. "calls": grammars of tool calls. "extra":
+`GenerateRequest.extra`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
+GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "calls")
+"""Further features of these engines if they know the model's tokenizer."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -205,7 +218,7 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
     if request.sampling.logit_bias:
         required.append("logit_bias")
     if request.structured is not None:
-        required.append("structured")
+        required.append("calls" if request.structured.kind == "calls" else "structured")
     if request.adapter:
         required.append("adapters")
     if request.extra:

@@ -6,18 +6,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from msgspec.structs import replace
+
 from dynamo.core.context import Context
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
+    GRAMMAR_FEATURES,
     EngineInfo,
     EngineTotals,
     Finish,
     GenerateRequest,
     KvEvent,
     Load,
-    Started,
     TokenLogprobs,
 )
 from dynamo.inference.arrivals import EngineArrivals
@@ -27,17 +29,21 @@ from dynamo.inference.fast_forward import SimulationHooks
 from dynamo.inference.kv_source import FirstToken, KvSource, PrefillSink
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
 from dynamo.inference.prefill_calls import PrefillCall, report_blocks
+from dynamo.inference.requests.constrained import open_grammar
+from dynamo.inference.requests.retried import RetriedRequests, begin_reply
 from dynamo.inference.sequence import EngineSequence, RequestState, SequenceFactory
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 from dynamo.inference.step_times import PrefillSpeed, TokenGaps
 from dynamo.inference.tiers.kv_tiers import KvTiers, OpenTiers
+from dynamo.models.grammar.matcher import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
 
 class BatchedEngine(Engine):
     """An engine with continuous batching over a block pool. A `ModelRunner` computes its steps.
-    `kv_source` supplies the KV of prompts that another worker computes; None: no such worker."""
+    `kv_source` supplies the KV of prompts that another worker computes; None: no such worker.
+    `grammars`: enforces forms of answers; None: it cannot."""
 
     def __init__(
         self,
@@ -49,8 +55,10 @@ class BatchedEngine(Engine):
         eviction: EvictionPolicy | None = None,
         simulation: SimulationHooks | None = None,
         open_tiers: OpenTiers | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner = runner
+        self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
         self._hits_from: HitsFrom = hits_from
         self._prefix_caching = prefix_caching
@@ -59,7 +67,7 @@ class BatchedEngine(Engine):
         self._open_tiers = open_tiers
         self._tasks = BackgroundTasks(self._on_loop_failed)
         self._work_arrived = asyncio.Event()
-        self._retried_sequences: set[EngineSequence] = set()
+        self._retried_requests = RetriedRequests()
         self._sequences: dict[Reply, EngineSequence] = {}
         self._kv_event_listeners: list[KvEventListener] = []
         self._failure_listeners: list[Callable[[], None]] = []
@@ -74,6 +82,8 @@ class BatchedEngine(Engine):
 
     async def start(self) -> EngineInfo:
         info = await self.runner.start()
+        if self._grammars is not None:
+            info = replace(info, features=(*info.features, *GRAMMAR_FEATURES))
         region = self.runner.region
         self._pool = BlockPool(
             info.num_blocks,
@@ -103,6 +113,11 @@ class BatchedEngine(Engine):
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
         sequence = self._sequence_factory.make(request)
+        if request.structured is not None:
+            if not await open_grammar(self._grammars, sequence, reply):
+                return
+            if self.failure is not None:
+                raise WorkerFailed(self.failure.message)
         if request.prefill or request.kv_from:
             self._disaggregate(sequence, reply)
         if request.itl_slo_ms:
@@ -113,14 +128,14 @@ class BatchedEngine(Engine):
         self.scheduler.add(sequence)
         self._sequences[reply] = sequence
         if context.attempt:
-            self._retried_sequences.add(sequence)
+            self._retried_requests.add(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_tokens
         try:
             await completion
         finally:
             self._sequences.pop(reply, None)
-            self._retried_sequences.discard(sequence)
+            self._retried_requests.discard(sequence)
             if not sequence.ended:
                 self.replan()
                 self.scheduler.remove(sequence)
@@ -265,8 +280,8 @@ class BatchedEngine(Engine):
             if plan is None:
                 await self._wait_for_work()
                 continue
-            if self._retried_sequences:
-                await self._begin_retried(plan)
+            if self._retried_requests:
+                await self._retried_requests.begin(plan, self.end_sequence)
             result = await self._compute_step(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
@@ -284,26 +299,6 @@ class BatchedEngine(Engine):
         await self._work_arrived.wait()
         if self._simulation is not None:
             await self._simulation.wait_until_quiescent()
-
-    async def _begin_retried(self, plan: StepPlan) -> None:
-        """Begin the replies of retried requests before their first step is computed. If that step
-        kills the worker, the router knows which requests were in the batch."""
-        admitted = self._retried_sequences.intersection(chunk.sequence for chunk in plan.chunks)
-        for sequence in admitted:
-            try:
-                self._begin_reply(sequence)
-            except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-                self.end_sequence(sequence, error)
-        self._retried_sequences -= admitted
-        await asyncio.sleep(0)
-
-    def _begin_reply(self, sequence: EngineSequence) -> None:
-        state = sequence.request_state
-        if not state.reply_begun:
-            state.reply_begun = True
-            state.reply.begin(
-                Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
-            )
 
     async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
@@ -357,11 +352,17 @@ class BatchedEngine(Engine):
         output_tokens = sequence.length - sequence.prompt_tokens
         if output_tokens == 1:
             self.counters.cached_tokens += sequence.cached_tokens
-            self._begin_reply(sequence)
-        if token in sequence.stop_ids and sequence.length > sequence.min_length:
+            begin_reply(sequence)
+        grammar = sequence.grammar
+        if grammar is not None and not sequence.feed_grammar():
+            self.end_sequence(sequence, grammar.failure())
+        elif token in sequence.stop_ids and sequence.length > sequence.min_length:
             reply.finish(Finish("stop", output_tokens, token))
             self.end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
+            self.end_sequence(sequence)
+        elif grammar is not None and grammar.finished and not sequence.prefill_only:
+            reply.finish(Finish("stop", output_tokens))
             self.end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
             reply.finish(Finish("length", output_tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ from dynamo.core.plugins import ENGINES
 from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
 from dynamo.inference.data_parallel import DataParallelEngine
+from dynamo.models.grammar.matcher import GrammarCompiler
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -28,6 +30,10 @@ class EngineInputs(msgspec.Struct, frozen=True):
     files: ModelFiles
     clock: Clock
     memory_bytes: int = 0
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Return what enforces forms of answers for the model's tokenizer."""
+        return GrammarCompiler(Path(self.card.tokenizer.path), self.card.eos_token_ids)
 
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dynamo.core.values import GenerateRequest
     from dynamo.inference.block import Block
     from dynamo.inference.kv_source import KvSource
+    from dynamo.models.grammar.matcher import GrammarMatcher
 
 _KEY = os.urandom(16)
 """The key of fingerprints in this process."""
@@ -222,6 +223,7 @@ class EngineSequence:
     - `cached_tokens`: prompt tokens that the prefix cache supplied at the first admission.
     - `registered_blocks`: how many of `blocks` the block pool has registered.
     - `sources`: where the blocks of its prompt come from, in order, until they have arrived.
+    - `grammar`: the form of the answer; None: any. The loop feeds it, the runner reads its mask.
     - `prefill_only`: another worker pulls the blocks of its prompt and writes the answer.
     - `request_state`: set by the engine before the sequence enters the scheduler, which does not
       read it.
@@ -249,6 +251,7 @@ class EngineSequence:
     ended: bool = False
     sources: Sequence[KvSource] = ()
     prefill_only: bool = False
+    grammar: GrammarMatcher | None = None
     runner_state: Any = None
 
     def __post_init__(self) -> None:
@@ -265,6 +268,12 @@ class EngineSequence:
     def banned_ids(self) -> frozenset[int]:
         """Stop ids that must not be sampled now, because `min_tokens` is not reached."""
         return self.stop_ids if self.length < self.min_length else frozenset()
+
+    def feed_grammar(self) -> bool:
+        """Let the grammar read the new tokens of the answer, with those of earlier attempts.
+        Returns False if they do not fit."""
+        resumed = self.request.resumed if self.request is not None else 0
+        return self.grammar is None or self.grammar.feed(self.tokens, self.prompt_tokens - resumed)
 
 
 ResolveRequest = Callable[["GenerateRequest"], tuple[SequenceContent, int, int]]

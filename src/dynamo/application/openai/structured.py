@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.errors import InvalidRequest, nearest_name_hint
 from dynamo.core.values import StructuredOutput, StructureKind
@@ -36,7 +37,10 @@ def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
         return {"response_format": {"type": "json_object"}}
     form = "json" if structured.kind == "json_schema" else structured.kind
     value = msgspec.json.decode(structured.value) if form == "choice" else structured.value
-    return {"structured_outputs": {form: value}}
+    fields: dict[str, Any] = {form: value}
+    if structured.whitespace_pattern:
+        fields["whitespace_pattern"] = structured.whitespace_pattern
+    return {"structured_outputs": fields}
 
 
 def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
@@ -45,13 +49,19 @@ def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
     elif name == "structured_outputs":
         if not isinstance(value, Mapping):
             raise InvalidRequest("structured_outputs: expected an object", param=name)
+        white = value.get("whitespace_pattern")
+        if white is not None:
+            _text(white, "structured_outputs.whitespace_pattern")
         for key, form in value.items():
+            if key == "whitespace_pattern":
+                continue
             if key not in _FORMS:
                 hint = nearest_name_hint(str(key), _FORMS)
                 raise InvalidRequest(
                     f"structured_outputs.{key}: no such form", hint=hint, param=name
                 )
-            yield _structured(key, form, f"structured_outputs.{key}")
+            structured = _structured(key, form, f"structured_outputs.{key}")
+            yield replace(structured, whitespace_pattern=white) if white else structured
     else:
         yield _structured(name.removeprefix("guided_"), value, name)
 

@@ -14,6 +14,7 @@ from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.mock.runner import SLOT_BYTES, MockRunner
 from dynamo.inference.mock.timing import parse_timing
 from dynamo.inference.tiers.opening import plan_host_blocks, tier_opener
+from dynamo.models.grammar.matcher import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,7 @@ def make_mock_engine(
     layout: str = "",
     cache: CacheSettings = NO_TIERS,
     memory_bytes: int = 0,
+    grammars: GrammarCompiler | None = None,
 ) -> BatchedEngine:
     """Return a mock engine that generates ids of `vocabulary`. With a `layout`, peers may read
     digests of its blocks, and `cache` can name tiers. `memory_bytes` is what these digests may
@@ -65,6 +67,7 @@ def make_mock_engine(
         prefix_caching=settings.prefix_caching,
         eviction=make_eviction_policy(settings.eviction),
         open_tiers=tier_opener(cache, settings, clock, block_bytes),
+        grammars=grammars,
     )
 
 
@@ -100,4 +103,5 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         layout=f"mock-1 {inputs.settings.engine.block_size} {inputs.card.tokenizer.sha256}",
         cache=inputs.settings.cache,
         memory_bytes=inputs.memory_bytes,
+        grammars=inputs.grammar_compiler(),
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from struct import Struct
 
@@ -134,6 +135,14 @@ class MockRunner(PredictableModelRunner):
                     sequence.runner_state = MockTokenGenerator(self._vocabulary, sequence.tokens)
                     sequence.runner_state.append_token(index)
 
+    @cached_property
+    def _text_bits(self) -> int:
+        """A set bit for each id of the vocabulary."""
+        row = bytearray(max(self._vocabulary) // 8 + 1)
+        for token in self._vocabulary:
+            row[token >> 3] |= 1 << (token & 7)
+        return int.from_bytes(row, "little")
+
     def _sample_chunks(self, chunks: Sequence[StepChunk]) -> StepResult:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -149,7 +158,12 @@ class MockRunner(PredictableModelRunner):
                 )
             else:
                 generator.append_token(sequence.tokens[-1])
-            tokens.append(generator.next_token())
+            mask = None if sequence.grammar is None else sequence.grammar.mask()
+            if mask is None:
+                tokens.append(generator.next_token())
+            else:
+                bits = int.from_bytes(mask, "little")
+                tokens.append(generator.next_allowed(bits & self._text_bits or bits))
             request = sequence.request
             top_logprobs = None if request is None else request.top_logprobs
             any_requested = any_requested or top_logprobs is not None

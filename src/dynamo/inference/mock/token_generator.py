@@ -36,6 +36,12 @@ class MockTokenGenerator:
         vocabulary = self._vocabulary
         return vocabulary[self._hash.intdigest() % len(vocabulary)]
 
+    def next_allowed(self, bits: int) -> int:
+        """Return the first id whose bit is set, from `next_token` on and then from 0 on."""
+        first = self.next_token()
+        allowed = bits >> first << first or bits
+        return (allowed & -allowed).bit_length() - 1
+
     def generate_tokens(self, last: int, count: int) -> list[int]:
         """Return the next `count` tokens after `last`. `last` is not in the context yet. The last
         token that is returned is not in the context either."""

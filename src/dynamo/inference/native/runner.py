@@ -164,4 +164,5 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         prefix_caching=settings.prefix_caching,
         eviction=make_eviction_policy(settings.eviction),
         open_tiers=tier_opener(cache, settings, inputs.clock),
+        grammars=inputs.grammar_compiler(),
     )

@@ -31,6 +31,8 @@ MAX_LOGIT = float(np.finfo(np.float32).max)
 MAX_TOP_LOGPROBS = 20
 INITIAL_CANDIDATES = 128
 PARTITION_SIZE = 64
+FEW_ALLOWED = 8
+"""Below one allowed token of so many, the logits of the allowed ones are copied."""
 _seed_struct = Struct("<qqq")
 
 
@@ -67,11 +69,33 @@ def sample_row(row: Floats, sequence: EngineSequence) -> int:
         return _argmax(row)
     sampling = request.sampling
     apply_penalties(row, sampling, sequence)
-    if banned := sequence.banned_ids:
+    grammar = sequence.grammar
+    mask = None if grammar is None else grammar.mask()
+    if mask is None and (banned := sequence.banned_ids):
         row[[token for token in banned if token < len(row)]] = -MAX_LOGIT
-    if sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1:
-        return _argmax(row)
-    chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
+    chance = None
+    if sampling.temperature >= GREEDY_TEMPERATURE and sampling.top_k != 1:
+        chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
+    if mask is not None:
+        return sample_masked(row, mask, sampling, chance)
+    return _argmax(row) if chance is None else sample_filtered(row, sampling, chance)
+
+
+def sample_masked(row: Floats, mask: bytes, sampling: SamplingParams, chance: float | None) -> int:
+    """Sample a token whose bit in `mask` is set. `chance` None: the most probable one. Where few
+    tokens are allowed only their logits are read: filters would sort all forbidden ones, as ties.
+    """
+    if chance is None:
+        token = _argmax(row)
+        if token >> 3 < len(mask) and mask[token >> 3] >> (token & 7) & 1:
+            return token
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
+    ids = np.flatnonzero(bits)
+    if chance is None:
+        return int(ids[_argmax(row[ids])])
+    if len(ids) * FEW_ALLOWED < len(row):
+        return int(ids[sample_filtered(row[ids], sampling, chance)])
+    row[bits == 0] = -MAX_LOGIT
     return sample_filtered(row, sampling, chance)
 
 
@@ -178,7 +202,10 @@ def top_ids(row: Floats, count: int) -> Ids:
     few ids are sorted."""
     pieces = len(row) // PARTITION_SIZE
     if count * 4 >= pieces:
-        return _sort_descending(row, np.arange(len(row)), count)
+        if count * 2 >= len(row):
+            return _sort_descending(row, np.arange(len(row)), count)
+        bound = np.partition(row, len(row) - count)[len(row) - count]
+        return _sort_descending(row, np.flatnonzero(row >= bound), count)
     maxima = row[: pieces * PARTITION_SIZE].reshape(pieces, PARTITION_SIZE).max(axis=1)
     bound = np.partition(maxima, pieces - count)[pieces - count]
     return _sort_descending(row, np.flatnonzero(row >= bound), count)

@@ -19,6 +19,7 @@ from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
 from dynamo.core.values import (
+    GRAMMAR_FEATURES,
     Finish,
     GenerateRequest,
     RequestGroup,
@@ -28,11 +29,12 @@ from dynamo.core.values import (
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.grammar.checker import GrammarChecker
 from dynamo.models.tokenization.tokenizer import Tokenizer
 from dynamo.scheduling.processor.answer_parsing import AnswerParsing
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.parsed_detokeniser import ParsedDetokeniser
-from dynamo.scheduling.processor.prompt_encoder import PromptEncoder
+from dynamo.scheduling.processor.prompt_encoder import EncodedPrompt, PromptEncoder
 from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
@@ -75,6 +77,9 @@ class ChatProcessor:
         self._answers = AnswerParsing(
             card, tokenizer, self._vocabulary, rng if rng is not None else Random()
         )
+        engine = card.engine
+        own_grammars = engine is None or GRAMMAR_FEATURES[-1] in engine.features
+        self._grammar_checker = GrammarChecker(clock) if own_grammars else None
         self._defaults = RequestDefaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
@@ -88,8 +93,8 @@ class ChatProcessor:
         """Continue a conversation until every choice is complete or the reader wants no more.
         Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
         ids = self._prompt_encoder.encode_chat(request)
-        if not isinstance(ids, bytes):
-            return self._chat_when_encoded(ids, request, context, reply)
+        if not isinstance(ids, bytes) or request.options.structured is not None:
+            return self._chat_when_ready(ids, request, context, reply)
         if request.tools or self._answers.always:
             return self._send_parsed(ids, request, context, reply)
         max_tokens = self._accept(ids, request.options, reply)
@@ -120,6 +125,7 @@ class ChatProcessor:
             self._check_ids(unpack_ids(ids), "prompt")
             echo = await self._decode(unpack_ids(ids)) if request.echo else ""
         max_tokens = self._accept(ids, options, reply, echo)
+        await self._check_form(options)
         return partial(self._send_choices, ids, max_tokens, options, context, reply, echo)
 
     async def tokenize(
@@ -155,10 +161,11 @@ class ChatProcessor:
         decode = self._vocabulary.decode
         return decode(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(decode, ids)
 
-    async def _chat_when_encoded(
-        self, ids: Awaitable[bytes], request: ChatRequest, context: Context, reply: TextReply
+    async def _chat_when_ready(
+        self, ids: EncodedPrompt, request: ChatRequest, context: Context, reply: TextReply
     ) -> None:
-        prompt = await ids
+        prompt = ids if isinstance(ids, bytes) else await ids
+        await self._check_form(request.options)
         if request.tools or self._answers.always:
             await self._send_parsed(prompt, request, context, reply)
             return
@@ -174,6 +181,12 @@ class ChatProcessor:
         return self._send_choices(
             prompt, max_tokens, options, context, reply, make_reader=make_reader
         )
+
+    async def _check_form(self, options: TextOptions) -> None:
+        """Raise `InvalidRequest` for a form that our engines cannot enforce. Other engines check
+        forms by themselves."""
+        if options.structured is not None and self._grammar_checker is not None:
+            await self._grammar_checker.check(options.structured)
 
     def _decode_end(self, prompt: bytes) -> str:
         return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))

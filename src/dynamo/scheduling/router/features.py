@@ -12,6 +12,7 @@ PARAMETERS: dict[str, str] = {
     "logprobs": "logprobs",
     "logit_bias": "logit_bias",
     "structured": "response_format",
+    "calls": "tool_choice",
     "adapters": "model",
     "extra": "extra",
 }

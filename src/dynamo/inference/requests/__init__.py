@@ -1,0 +1,1 @@
+"""Parts of the life of a request in an engine, beside its steps."""

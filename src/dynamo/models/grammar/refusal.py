@@ -1,0 +1,137 @@
+"""Errors for forms that cannot be enforced: they name the keyword and its place in the schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import InvalidRequest
+
+_UNKNOWN_KEYS = re.compile(r'Unimplemented keys: \["([^"]+)"')
+_UNKNOWN_VALUES = (
+    (re.compile(r"Unknown format: (.+)"), "format"),
+    (re.compile(r"Invalid type: (.+)"), "type"),
+    (re.compile(r"Pointer '(.+)' does not exist"), "$ref"),
+    (re.compile(r"Resource '(.+)' is not present"), "$ref"),
+    (re.compile(r"regex parse error:\n    (.+)\n"), "pattern"),
+)
+_PLACE = re.compile(r"\bat line (\d+), '|(?:^|at )(\d+)\((\d+)\): ")
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+
+
+def schema_refusal(schema: str, reason: str, field: str) -> InvalidRequest:
+    """Return the error for a schema that llguidance refuses for `reason`. `field` is the place of
+    the schema in the request."""
+    keyword, value = "", ""
+    if match := _UNKNOWN_KEYS.match(reason):
+        keyword = match[1]
+    for pattern, name in _UNKNOWN_VALUES:
+        if match := pattern.search(reason):
+            keyword, value = name, match[1].split(" ")[0] if name == "$ref" else match[1]
+    document = msgspec.json.decode(schema)
+    text = reason.partition("\n")[0] if keyword != "pattern" else reason.rpartition("error: ")[2]
+    if not keyword:
+        return InvalidRequest(f"{field}: the schema cannot be enforced: {text}", param=field)
+    pointer = find_keyword(document, keyword, value)
+    return InvalidRequest(
+        f"{field}: the schema cannot be enforced: {keyword!r} at {pointer or '/'}: {text.strip()}",
+        hint="leave the keyword out; docs/how-to/structured-output.md lists what is enforced",
+        param=field,
+    )
+
+
+def grammar_refusal(kind: str, reason: str, field: str) -> InvalidRequest:
+    """Return the error for a grammar or a regular expression with a mistake."""
+    match = _PLACE.search(reason)
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    text = lines[-1].removeprefix("error: ") if kind == "regex" and len(lines) > 1 else lines[0]
+    if kind == "regex":
+        text = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
+        return InvalidRequest(f"{field}: the regex cannot be enforced: {text}", param=field)
+    place = f"line {match[1] or match[2]}" if match else "its rules"
+    if match and match[3]:
+        place += f", column {match[3]}"
+        text = text[match.end() :]
+    return InvalidRequest(f"{field}: the {kind} has an error at {place}: {text}", param=field)
+
+
+def find_keyword(schema: Any, keyword: str, value: str = "") -> str:
+    """Return the JSON pointer of the first use of a keyword, of any value or of one that contains
+    `value`; "" where there is none."""
+    for pointer, node in _subschemas(schema, ""):
+        if keyword in node and (not value or value in str(node[keyword])):
+            return f"{pointer}/{keyword}"
+    return ""
+
+
+def find_endless(schema: Any) -> str:
+    """Return the JSON pointer of a reference whose every instance contains another one without end;
+    "" where there is none."""
+    if not isinstance(schema, Mapping) or _ends(schema, schema, frozenset()):
+        return ""
+    for pointer, node in _subschemas(schema, ""):
+        target = node.get("$ref")
+        if isinstance(target, str) and not _ends(node, schema, frozenset()):
+            return f"{pointer}/$ref"
+    return "/"
+
+
+def _ends(node: Any, root: Any, open_refs: frozenset[str]) -> bool:
+    """Return whether a schema has an instance of finite size, or is none that recursion affects."""
+    if not isinstance(node, Mapping):
+        return True
+    target = node.get("$ref")
+    if isinstance(target, str):
+        if target in open_refs:
+            return False
+        if not _ends(_resolve(root, target), root, open_refs | {target}):
+            return False
+    ends = partial(_ends, root=root, open_refs=open_refs)
+    parts = list(node.get("allOf") or ()) if isinstance(node.get("allOf"), list) else []
+    properties, required = node.get("properties"), node.get("required")
+    if isinstance(properties, Mapping) and isinstance(required, list):
+        parts += [properties.get(name) for name in required if isinstance(name, str)]
+    if isinstance(node.get("minItems"), int) and node["minItems"] > 0:
+        first = node.get("prefixItems")
+        parts.append(first[0] if isinstance(first, list) and first else node.get("items"))
+    for name in ("anyOf", "oneOf"):
+        options = node.get(name)
+        if isinstance(options, list) and options:
+            parts.append(next(filter(ends, options), options[0]))
+    return all(_ends(part, root, open_refs) for part in parts)
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    if not reference.startswith("#"):
+        return None
+    node = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
+
+
+def _subschemas(node: Any, pointer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every schema inside of one, with its pointer."""
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from _subschemas(item, f"{pointer}/{number}")
+    if not isinstance(node, Mapping):
+        return
+    yield pointer, node
+    for key, value in node.items():
+        inner = f"{pointer}/{_escape(key)}"
+        if key in _NAMED and isinstance(value, Mapping):
+            for name, schema in value.items():
+                yield from _subschemas(schema, f"{inner}/{_escape(name)}")
+        elif key not in _VALUES:
+            yield from _subschemas(value, inner)
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")

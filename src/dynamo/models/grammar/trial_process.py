@@ -1,0 +1,135 @@
+"""The process that tries forms of answers before a worker sees them.
+
+Some grammars take seconds for their first mask. A trial runs in a fork of this process, which the
+kernel ends after `TRIAL_CPU_S` of CPU time. A busy machine therefore refuses no more than an idle
+one. The process reads forms from stdin and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import cache
+from struct import Struct
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo.core.errors import InvalidRequest
+from dynamo.core.values import StructuredOutput
+from dynamo.models.grammar.grammar_text import grammar_text, parser_limits
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+TRIAL_CPU_S = 0.2
+MAX_STEPS = 256
+"""So many bytes of an answer are tried, since patterns are only read where they begin."""
+NICENESS = 10
+_EOS = 256
+_PREFERRED = b'"}]0a'
+_length = Struct("<I")
+
+
+class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of a trial. `error`: why the form cannot be enforced. `too_complex`: it can, but
+    takes too long."""
+
+    error: str = ""
+    too_complex: bool = False
+
+
+class ByteTokenizer:
+    """A tokenizer of single bytes, with the attributes that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = _EOS
+    bos_token_id = None
+    special_token_ids = (_EOS,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@cache
+def _byte_tables() -> LLTokenizer:
+    """Return tables of a vocabulary of single bytes, made in milliseconds."""
+    from llguidance import LLTokenizer
+
+    tokenizer: Any = ByteTokenizer()
+    return LLTokenizer(tokenizer)
+
+
+def try_form(structured: StructuredOutput) -> Verdict:
+    """Compile a form and follow the beginning of one answer."""
+    from llguidance import LLMatcher
+
+    tables = _byte_tables()
+    try:
+        text = grammar_text(structured)
+    except InvalidRequest as error:
+        return Verdict(error.message)
+    matcher = LLMatcher(tables, text, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        return Verdict(matcher.get_error())
+    for _ in range(MAX_STEPS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return Verdict(matcher.get_error(), too_complex=True)
+        if matcher.is_stopped() and not matcher.is_accepting():
+            return Verdict("no answer satisfies it")
+        if matcher.is_accepting():
+            break
+        allowed = [byte for byte in range(_EOS) if mask[byte >> 3] >> (byte & 7) & 1]
+        if not allowed:
+            return Verdict("no answer satisfies it")
+        preferred = next((byte for byte in _PREFERRED if byte in allowed), allowed[0])
+        matcher.consume_token(preferred)
+    return Verdict()
+
+
+def write_message(stream: IO[bytes], payload: bytes) -> None:
+    """Write one message with its length before it."""
+    stream.write(_length.pack(len(payload)) + payload)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """Read one message; None at the end of the stream."""
+    head = stream.read(_length.size)
+    if len(head) < _length.size:
+        return None
+    return stream.read(_length.unpack(head)[0])
+
+
+def _try_in_fork(payload: bytes) -> bytes:
+    """Return the encoded verdict of a fork, of too complex a form if the kernel ends it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
+        form = msgspec.msgpack.decode(payload, type=StructuredOutput)
+        os.write(writing, msgspec.msgpack.encode(try_form(form)))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        verdict = stream.read()
+    os.waitpid(child, 0)
+    text = f"a trial took more than {TRIAL_CPU_S * 1e3:.0f} ms"
+    return verdict or msgspec.msgpack.encode(Verdict(text, too_complex=True))
+
+
+def main() -> int:
+    """Try each form that arrives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
+    os.nice(NICENESS)
+    try_form(StructuredOutput("json_object"))  # loads the library before the first fork
+    while (payload := read_message(sys.stdin.buffer)) is not None:
+        write_message(sys.stdout.buffer, _try_in_fork(payload))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

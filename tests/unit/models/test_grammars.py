@@ -1,0 +1,219 @@
+"""Grammars of answers: what may come next, what is refused, and how reasoning passes by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.codec import pack_ids
+from dynamo.core.errors import InvalidRequest, SchemaTooComplex
+from dynamo.core.values import StructuredOutput
+from dynamo.models.grammar.checker import GrammarChecker
+from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
+
+EOS = 2
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def schema(document: Any, **fields: Any) -> StructuredOutput:
+    return StructuredOutput("json_schema", json.dumps(document), **fields)
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_model: Path) -> GrammarCompiler:
+    return GrammarCompiler(tiny_model / "tokenizer.json", [EOS])
+
+
+@pytest.fixture
+async def checker() -> GrammarChecker:
+    return GrammarChecker(SystemClock())
+
+
+def allowed(mask: bytes | None) -> list[int]:
+    assert mask is not None
+    return [token for token in range(len(mask) * 8) if mask[token >> 3] >> (token & 7) & 1]
+
+
+def random_answer(matcher: GrammarMatcher, tokenizer: Any, seed: int) -> str:
+    chance, tokens = Random(seed), list[int]()
+    while not matcher.finished and len(tokens) < 500:
+        tokens.append(chance.choice(allowed(matcher.mask())))
+        assert matcher.feed(tokens, 0), matcher.error
+    return str(tokenizer.decode([token for token in tokens if token != EOS]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_tokens_make_a_valid_answer_and_then_it_ends(
+    compiler: GrammarCompiler, tokenizer: Any, seed: int
+) -> None:
+    matcher = compiler.open_matcher(schema(PERSON))
+    text = random_answer(matcher, tokenizer, seed)
+    person = json.loads(text)
+    assert matcher.finished
+    assert person["name"] in ("Ann", "Bo")
+    assert text == json.dumps(person)  # the separators of json.dumps
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        (StructuredOutput("choice", '["yes", "no"]'), {"yes", "no"}),
+        (StructuredOutput("regex", "^(on|off)$"), {"on", "off"}),
+        (StructuredOutput("grammar", 'root ::= "a" ("b" | "c")'), {"ab", "ac"}),
+        (StructuredOutput("grammar", 'start: "a" | "b"'), {"a", "b"}),
+    ],
+)
+def test_other_forms(
+    compiler: GrammarCompiler, tokenizer: Any, form: StructuredOutput, texts: set[str]
+) -> None:
+    answers = {random_answer(compiler.open_matcher(form), tokenizer, seed) for seed in range(20)}
+    assert answers == texts
+
+
+def test_white_space_is_free_on_request(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    form = schema({"type": "object", "properties": {}}, whitespace_pattern="[ \n]{1,3}")
+    tight = schema({"type": "object", "properties": {}, "additionalProperties": False})
+    assert any(
+        "\n" in random_answer(compiler.open_matcher(form), tokenizer, seed) for seed in range(9)
+    )
+    assert random_answer(compiler.open_matcher(tight), tokenizer, 0) == "{}"
+
+
+def test_choices_do_not_share_their_state(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    first, second = (compiler.open_matcher(schema(PERSON)) for _ in range(2))
+    random_answer(first, tokenizer, 1)
+    assert first.finished
+    assert random_answer(second, tokenizer, 1)
+
+
+def test_tokens_of_an_earlier_attempt_are_fed_first(
+    compiler: GrammarCompiler, tokenizer: Any
+) -> None:
+    ids = [7, *tokenizer_ids(tokenizer, '{"name": "Ann", "a')]
+    matcher = compiler.open_matcher(schema(PERSON))
+    assert matcher.feed(ids, 1)
+    ids += tokenizer_ids(tokenizer, 'ge": 3}')
+    assert matcher.feed(ids, 1)
+    assert matcher.finished
+
+
+def test_a_wrong_token_ends_this_answer_only(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    matcher = compiler.open_matcher(schema(PERSON))
+    assert not matcher.feed(tokenizer_ids(tokenizer, "no"), 0)
+    assert matcher.mask() is None
+    assert "not allowed" in str(matcher.failure())
+    assert compiler.open_matcher(schema(PERSON)).feed(tokenizer_ids(tokenizer, "{"), 0)
+
+
+def test_a_form_begins_behind_reasoning(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    """Token 1 opens reasoning and token 0 closes it."""
+    start, end = pack_ids([1]), pack_ids([0])
+    inside = compiler.open_matcher(schema(PERSON, reasoning_end=end))
+    words = tokenizer_ids(tokenizer, "many thoughts")
+    assert inside.feed(words, 0)
+    assert inside.mask() is None
+    assert inside.feed([*words, 0], 0)
+    assert inside.mask() is not None
+    either = compiler.open_matcher(schema(PERSON, reasoning_start=start, reasoning_end=end))
+    assert 1 in allowed(either.mask())
+    assert either.feed([1, *words, 0, *tokenizer_ids(tokenizer, "{")], 0)
+    assert 1 not in allowed(either.mask())
+
+
+def test_only_so_many_grammars_are_remembered(compiler: GrammarCompiler) -> None:
+    for number in range(MAX_COMPILED + 3):
+        compiler.open_matcher(StructuredOutput("regex", f"a{number}"))
+    assert len(compiler._compiled) == MAX_COMPILED
+
+
+REFUSED = {
+    "not": (schema({"properties": {"a": {"not": {}}}}), "'not' at /properties/a/not"),
+    "pointer": (
+        schema({"properties": {"a/b": {"items": {"uniqueItems": True}}}}),
+        "/properties/a~1b/items/uniqueItems",
+    ),
+    "a property named not": (
+        schema({"properties": {"not": {"type": "string"}, "b": {"not": {}}}}),
+        "/properties/b/not",
+    ),
+    "format": (schema({"type": "string", "format": "zork"}), "'format' at /format"),
+    "type": (schema({"type": "foo"}), "'type' at /type"),
+    "reference": (schema({"$ref": "#/$defs/x"}), "'$ref' at /$ref"),
+    "remote": (schema({"$ref": "http://a/b"}), "'$ref' at /$ref"),
+    "pattern": (schema({"type": "string", "pattern": "(a"}), "'pattern' at /pattern: unclosed"),
+    "unsatisfiable": (schema({"minLength": 5, "maxLength": 2, "type": "string"}), "minLength (5)"),
+    "itself": (schema({"$ref": "#"}), "/$ref never ends"),
+    "endless": (
+        schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        "/properties/a/$ref never ends",
+    ),
+    "lark": (StructuredOutput("grammar", 'start: "a" foo\n\nfoo: ba(r\n'), "line 3, column 10"),
+    "gbnf": (StructuredOutput("grammar", 'root ::= "a"\nfoo ::= [a-z'), "line 2, column 13"),
+    "regex": (StructuredOutput("regex", "(a|b"), "unclosed group"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_refusals_say_where_the_mistake_is(checker: GrammarChecker, name: str) -> None:
+    form, text = REFUSED[name]
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.check(form)
+    assert text in caught.value.message
+    assert not isinstance(caught.value, SchemaTooComplex)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutput("regex", "(x{1000}){1000}"),
+        schema({"type": "string", "pattern": "^(x{1000}){1000}$"}),
+        schema(
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string", "pattern": "^(x{1000}){1000}$"}},
+                "required": ["a"],
+            }
+        ),
+        schema({"type": "object", "properties": {f"p{n}": {} for n in range(2000)}}),
+    ],
+)
+async def test_hostile_forms_are_too_complex(
+    checker: GrammarChecker, form: StructuredOutput
+) -> None:
+    with pytest.raises(SchemaTooComplex, match="too complex"):
+        await checker.check(form)
+    await checker.check(schema(PERSON))
+
+
+async def test_finite_recursion_is_accepted(checker: GrammarChecker) -> None:
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    }
+    await checker.check(schema(node))
+
+
+async def test_a_trial_process_that_died_is_replaced(checker: GrammarChecker) -> None:
+    await checker.check(schema(PERSON))
+    process = checker._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    await checker.check(StructuredOutput("json_object"))
+    assert checker._process is not process
+
+
+def tokenizer_ids(tokenizer: Any, text: str) -> list[int]:
+    return list(memoryview(tokenizer.encode(text)).cast("I"))
