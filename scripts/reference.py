@@ -22,6 +22,7 @@ import msgspec
 import dynamo
 from dynamo.application import http_errors
 from dynamo.application.embeddings import EmbeddingBody, RerankBody, ScoreBody
+from dynamo.application.messages.body import MessagesBody
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
 from dynamo.cli.commands import COMMANDS, command_parser
@@ -249,7 +250,8 @@ def http_page() -> str:
     parts.append(_table(("method", "path", "response"), rows))
     parts.append(
         "\nOther fields are ignored. If `server.api_keys` is set, requests need `Authorization: "
-        "Bearer KEY`. The response has the request's `x-request-id`, or a new one. "
+        "Bearer KEY` or `x-api-key: KEY`. The response has the request's `x-request-id`, or a new "
+        "one. "
         "`x-dynamo-timeout: SECONDS` limits the whole request (504 `deadline_exceeded`), if it is "
         "shorter than `server.request_timeout`.\n\n"
         "Requests of web pages, which browsers mark with `Origin`, need an origin in "
@@ -272,6 +274,7 @@ def http_page() -> str:
     for title, body in (
         ("chat/completions", ChatBody),
         ("completions", CompletionBody),
+        ("messages", MessagesBody),
         ("embeddings", EmbeddingBody),
         ("score", ScoreBody),
         ("rerank", RerankBody),
@@ -289,6 +292,8 @@ def http_page() -> str:
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
+    "/v1/messages": "continue a conversation in the format of Anthropic",
+    "/v1/messages/count_tokens": "the number of tokens in the prompt of such a conversation",
     "/v1/embeddings": "the vectors of texts or token ids, by an embedding model",
     "/v1/score": "the cosine of each pair of texts, as vLLM answers",
     "/v1/rerank": "the documents nearest to a query, as Cohere and Jina answer",

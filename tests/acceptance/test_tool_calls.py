@@ -90,3 +90,49 @@ def test_a_wrong_choice_is_an_error_with_a_request_id(
         )
     assert caught.value.param == "tool_choice"
     assert caught.value.request_id
+
+
+def test_messages_have_the_same_calls_text_and_reasoning(
+    family: tuple[openai.OpenAI, list[RecordedOutput]],
+) -> None:
+    anthropic: Any = pytest.importorskip("anthropic")
+    client, outputs = family
+    url = str(client.base_url).removesuffix("/v1/")
+    compared = 0
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as messages_client:
+        for output in outputs:
+            if not output.tools or output.expected is None:
+                continue
+            message = [{"role": "user", "content": f"[{output.id}]"}]
+            template_args = {"generation_prompt": output.generation_prompt or ""}
+            fields: Any = {
+                "model": "default",
+                "messages": message,
+                "max_tokens": 4000,
+                "extra_body": {"chat_template_kwargs": template_args},
+            }
+            expected: Any = client.chat.completions.create(**fields, tools=output.tools)
+            expected = expected.choices[0].message
+            functions = [tool["function"] for tool in output.tools]
+            fields["tools"] = [
+                {"name": f["name"], "input_schema": f.get("parameters") or {"type": "object"}}
+                for f in functions
+            ]
+            whole = messages_client.messages.create(**fields)
+            with messages_client.messages.stream(**fields) as stream:
+                streamed = stream.get_final_message()
+            calls = [call.function for call in expected.tool_calls or []]
+            for answer in (whole, streamed):
+                blocks = answer.content
+                assert [(b.name, b.input) for b in blocks if b.type == "tool_use"] == [
+                    (call.name, json.loads(call.arguments)) for call in calls
+                ]
+                assert "".join(b.text for b in blocks if b.type == "text") == (
+                    expected.content or ""
+                )
+                assert "".join(b.thinking for b in blocks if b.type == "thinking") == (
+                    getattr(expected, "reasoning", None) or ""
+                )
+                assert answer.stop_reason == ("tool_use" if calls else "end_turn")
+            compared += len(calls)
+    assert compared

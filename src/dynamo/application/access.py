@@ -18,8 +18,16 @@ PREFLIGHT_HEADERS: Headers = (
 EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, x-dynamo-prefill-worker, retry-after"
 
 
+def caller_key(request: Request) -> str:
+    """Return the key of a request, a bearer token or x-api-key; "" without one."""
+    scheme, _, key = (request.header(b"authorization") or "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = request.header(b"x-api-key") or ""
+    return key.strip()
+
+
 class ApiKeys:
-    """The accepted bearer keys; without any, every request is accepted.
+    """The accepted keys; without any, every request is accepted.
 
     Keys are compared by digest, so that response times reveal nothing about a key.
     """
@@ -30,13 +38,13 @@ class ApiKeys:
 
     def check(self, request: Request) -> None:
         """Raise `Unauthorized` unless the request carries a known key."""
-        authorization = request.header(b"authorization") or ""
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key:
+        key = caller_key(request)
+        if not key:
             raise Unauthorized(
-                "the request has no API key", hint="send the header Authorization: Bearer KEY"
+                "the request has no API key",
+                hint="send the header Authorization: Bearer KEY, or x-api-key: KEY",
             )
-        if _digest(key.strip()) not in self._digests:
+        if _digest(key) not in self._digests:
             raise Unauthorized("the API key is unknown")
 
     def check_headers(self, request: Request) -> None:

@@ -15,6 +15,8 @@ from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.large_bodies import LargeBodies
+from dynamo.application.messages.errors import ANTHROPIC_ERRORS
+from dynamo.application.messages.handler import MessagesHandler
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandler
@@ -74,6 +76,8 @@ class RouterApplication:
 
 log = logging.getLogger(__name__)
 
+ERROR_FORMATS = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), ANTHROPIC_ERRORS)
+"""The formats of errors by path. All other paths have OpenAI's."""
 FIRST_ERROR_STATUS = 400
 CLIENT_CLOSED_REQUEST = 499
 
@@ -150,9 +154,11 @@ class Application:
         tokens = TokenizationHandler(
             self._gateway, server.unknown_roles, self.generation.concurrency
         )
+        messages = MessagesHandler(self.generation)
         generation: dict[str, dict[str, Route]] = {
             "/v1/chat/completions": {"POST": self.generation.chat},
             "/v1/completions": {"POST": self.generation.complete},
+            "/v1/messages": {"POST": messages.create},
         }
         self._generation_paths = frozenset(generation)
         embeddings = EmbeddingHandler(self._gateway, self.generation)
@@ -160,6 +166,7 @@ class Application:
         return self._keys.protect_routes(
             {
                 **generation,
+                "/v1/messages/count_tokens": {"POST": messages.count_tokens},
                 "/v1/models": {"GET": models.list_models},
                 "/v1/models/": {"GET": models.get_model},
                 "/v1/embeddings": {"POST": embeddings.embed},
@@ -229,7 +236,10 @@ class Application:
             client_id = sanitise_request_id(request.header(b"x-request-id"))
         own_id = ids.make_unique(client_id) if client_id else ids.generate()
         cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
-        return Exchange(request, response, own_id, client_id or own_id, cors_headers)
+        exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
+        if (error_format := ERROR_FORMATS.get(request.path)) is not None:
+            exchange.use_error_format(error_format)
+        return exchange
 
     async def _preflight(self, exchange: Exchange) -> None:
         headers = (*exchange.headers, *self._cors.preflight_headers(exchange.request))

@@ -6,6 +6,7 @@ import hashlib
 
 from msgspec.structs import replace
 
+from dynamo.application.access import caller_key
 from dynamo.communication.http import Request
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.text import TextOptions
@@ -31,8 +32,7 @@ class CallerLimits:
         priority = min(max(options.priority, self._lowest), self._highest)
         salt = options.salt
         if self._separates_caches:
-            key = request.headers.get(b"authorization", b"").partition(b" ")[2].strip()
-            caller = hashlib.sha256(key).digest()
+            caller = hashlib.sha256(caller_key(request).encode()).digest()
             digest = hashlib.blake2b(salt.encode(), key=caller, digest_size=SALT_BYTES)
             salt = digest.hexdigest()
         return replace(options, priority=priority, salt=salt)

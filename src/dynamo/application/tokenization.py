@@ -13,6 +13,7 @@ from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
 from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
 from dynamo.core.errors import InvalidRequest
+from dynamo.core.text import ChatRequest
 
 
 class TokenizeBody(msgspec.Struct):
@@ -82,7 +83,8 @@ class TokenizationHandler:
         _, served = self._gateway.find(body.model)
         processor = served.processor
         if body.messages is not None:
-            ids = await processor.tokenize(normalise_messages(body.messages, self._unknown_roles))
+            messages = normalise_messages(body.messages, self._unknown_roles)
+            ids = await processor.tokenize(ChatRequest(body.model, messages))
         elif body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)

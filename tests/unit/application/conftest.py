@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,10 +68,8 @@ class WordProcessor:
         words = await self._prepare(request, prompt, context, reply)
         return partial(self._answer, request, words, reply)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
-    ) -> list[int]:
-        text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
+        text = prompt if isinstance(prompt, str) else str(prompt.messages[-1]["content"])
         return [1] * add_special + [len(word) for word in text.split()]
 
     async def detokenize(self, ids: Sequence[int]) -> str:

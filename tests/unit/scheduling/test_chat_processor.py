@@ -271,7 +271,8 @@ async def test_tokenize_refuses_more_than_the_context_holds(
     monkeypatch.setattr(tokenizer, "can_split", True)
     chat_processor = make_processor(scripted_engine([]).send, context_tokens=20_000)
     tokenize = chat_processor.tokenize
-    for prompt in ("a" * 120_001, [{"role": "user", "content": "a" * 120_001}]):
+    long = "a" * 120_001
+    for prompt in (long, ChatRequest("m", ({"role": "user", "content": long},))):
         with pytest.raises(ContextLengthExceeded, match="context has at most 120000"):
             await tokenize(prompt)
     with pytest.raises(ContextLengthExceeded, match="more tokens than 20000"):
@@ -337,7 +338,7 @@ async def test_tokenize_and_back(make_processor: Any, scripted_engine: Any, ids_
     assert await chat_processor.tokenize("the fox 🎉") == list(ids_of("the fox 🎉"))
     assert await chat_processor.tokenize("the fox", add_special=False) == list(ids_of("the fox"))
     assert await chat_processor.detokenize(
-        await chat_processor.tokenize([{"role": "user", "content": "fox"}])
+        await chat_processor.tokenize(ChatRequest("m", ({"role": "user", "content": "fox"},)))
     ) == ("<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(InvalidRequest):
         await chat_processor.detokenize([70_000])

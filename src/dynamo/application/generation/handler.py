@@ -117,6 +117,14 @@ class GenerationHandler:
         call = partial(served.processor.chat, request)
         return self._generate(exchange, model, call, make_reply, (request.options.n, 1))
 
+    async def count_tokens(self, exchange: Exchange, body: ChatBody) -> int:
+        """Return the tokens in the prompt of a chat. Raises as `answer_chat`."""
+        async with self.concurrency.slot():
+            model, served = self._gateway.find(body.model)
+            exchange.model = served.names[0]
+            request = chat_request(body, model, self._unknown_roles)
+            return len(await served.processor.tokenize(request))
+
     def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
         body = read_completion(exchange.request)

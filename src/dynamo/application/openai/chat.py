@@ -25,6 +25,9 @@ from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import ChatRequest
 
 MAX_TEMPLATE_ARGS = 64
+THINKING_OFF = {"enable_thinking": False, "thinking": False}
+"""Arguments by which templates turn thinking off: Qwen's and GLM's, DeepSeek's and Kimi's. Other
+templates ignore both."""
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -74,7 +77,8 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         check_size("chat_template_kwargs", len(template_args), MAX_TEMPLATE_ARGS)
     if body.reasoning_effort is not None:
         check_size("reasoning_effort", len(body.reasoning_effort), MAX_NAME_BYTES, "characters")
-        template_args = {"reasoning_effort": body.reasoning_effort} | template_args
+        off = THINKING_OFF if body.reasoning_effort == "none" else {}
+        template_args = {"reasoning_effort": body.reasoning_effort, **off} | template_args
     max_tokens = body.max_completion_tokens
     options = text_options(
         body,

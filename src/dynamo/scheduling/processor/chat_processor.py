@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from random import Random
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -128,17 +127,13 @@ class ChatProcessor:
         await self._check_form(options)
         return partial(self._send_choices, ids, max_tokens, options, context, reply, echo)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
-    ) -> list[int]:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
         """Return the ids of a conversation or a text (`add_special`: with BOS and the like). Raises
         ContextLengthExceeded and leaves nothing in caches."""
-        if not isinstance(prompt, str):
-            messages = tuple(dict(message) for message in prompt)
-            ids = await self._prompt_encoder.tokenize(ChatRequest(self._model, messages))
-        else:
-            ids = await self._prompt_encoder.tokenize(prompt, add_special=add_special)
-        return list(unpack_ids(ids))
+        add_special = add_special and isinstance(prompt, str)
+        return list(
+            unpack_ids(await self._prompt_encoder.tokenize(prompt, add_special=add_special))
+        )
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` with special tokens. Raises InvalidRequest for an unknown id,

@@ -1,0 +1,129 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens, as chat requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.messages.conversation import convert_messages, join_text
+from dynamo.application.openai.chat import ChatBody
+from dynamo.application.openai.generation_body import Neutral, UnsupportedFields
+from dynamo.core.errors import InvalidRequest, Unsupported
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class TokenCountBody(msgspec.Struct, kw_only=True):
+    """The body of /v1/messages/count_tokens, with Anthropic's fields; None means absent."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    mcp_servers: Annotated[Any, Neutral([])] = None
+    container: Annotated[Any, Neutral()] = None
+
+
+class MessagesBody(TokenCountBody, kw_only=True):
+    """The body of /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+_unsupported = UnsupportedFields(TokenCountBody)
+
+
+def prompt_body(body: TokenCountBody) -> ChatBody:
+    """Return the chat whose prompt the body describes. Raises `InvalidRequest`, `Unsupported`."""
+    _unsupported.check(body)
+    messages = convert_messages(body.messages)
+    if body.system is not None:
+        system = join_text(body.system, "system")
+        messages = [{"role": "system", "content": system}, *messages] if system else messages
+    chat = ChatBody(model=body.model, messages=messages)
+    if body.tools:
+        chat.tools = [_convert_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        chat.tool_choice = _convert_choice(body.tool_choice)
+        chat.parallel_tool_calls = not body.tool_choice.get("disable_parallel_tool_use")
+    _apply_thinking(body, chat)
+    return chat
+
+
+def chat_body(body: MessagesBody) -> ChatBody:
+    """Return the chat that answers the body. Raises `InvalidRequest`, `Unsupported`."""
+    if body.messages and body.messages[-1].get("role") == "assistant":
+        raise Unsupported(
+            "messages: the last one is the assistant's, and continuing it is not supported",
+            hint="end with a user message",
+        )
+    chat = prompt_body(body)
+    chat.max_tokens, chat.stream = body.max_tokens, body.stream
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.stop = body.stop_sequences or None
+    user = (body.metadata or {}).get("user_id")
+    chat.user = user if isinstance(user, str) else None
+    output_format = (body.output_config or {}).get("format") or body.output_format
+    if output_format is not None:
+        chat.response_format = _convert_format(output_format)
+    return chat
+
+
+def _convert_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise Unsupported(
+            f"{field}.type: the server tool {str(kind)[:64]!r} is not supported",
+            hint="send tools with name and input_schema, and call them in the client",
+        )
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{field}.input_schema: expected a JSON schema")
+    function = {"name": tool.get("name"), "parameters": schema}
+    function |= {key: tool[key] for key in ("description", "strict") if key in tool}
+    return {"type": "function", "function": function}
+
+
+def _convert_choice(choice: dict[str, Any]) -> str | dict[str, Any]:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    converted = _CHOICES.get(kind) if isinstance(kind, str) else None
+    if converted is None:
+        raise InvalidRequest("tool_choice.type: expected auto, any, tool or none")
+    return converted
+
+
+def _apply_thinking(body: TokenCountBody, chat: ChatBody) -> None:
+    """Turn thinking on or off where the model's template can. Budgets have no effect. The body's
+    own `chat_template_kwargs` are stronger."""
+    kind = None if body.thinking is None else body.thinking.get("type")
+    if kind not in (None, "enabled", "adaptive", "disabled"):
+        raise InvalidRequest("thinking.type: expected enabled, adaptive or disabled")
+    effort = (body.output_config or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequest("output_config.effort: expected str")
+    chat.reasoning_effort = "none" if kind == "disabled" else effort
+    on = {"enable_thinking": True, "thinking": True} if kind in ("enabled", "adaptive") else {}
+    chat.chat_template_kwargs = on | (body.chat_template_kwargs or {})
+
+
+def _convert_format(output_format: Any) -> dict[str, Any]:
+    if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format.type: expected json_schema")
+    schema = output_format.get("schema")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

@@ -1,0 +1,130 @@
+"""Conversion of Anthropic's messages to messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dynamo.core.errors import InvalidRequest, Unsupported
+
+_ROLES = ("user", "assistant", "system")
+
+
+def convert_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat's messages. Raises `InvalidRequest`, and `Unsupported` for blocks that are not
+    text, thinking or tools. Tool results come before the text of their message."""
+    if not messages:
+        raise InvalidRequest("messages: at least one is required")
+    return [
+        converted
+        for index, message in enumerate(messages)
+        for converted in _convert_message(message, f"messages[{index}]")
+    ]
+
+
+def join_text(content: Any, field: str) -> str:
+    """Return a text, or the text of blocks that are all text. Raises as `convert_messages`."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, where) for block, where in _blocks(content, field))
+
+
+def _convert_message(message: dict[str, Any], field: str) -> Iterator[dict[str, Any]]:
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{field}.role: {str(role)[:64]!r} is none of {', '.join(_ROLES)}")
+    field = f"{field}.content"
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+    elif role == "assistant":
+        yield _convert_answer(content, field)
+    elif role == "system":
+        yield {"role": role, "content": join_text(content, field)}
+    else:
+        yield from _convert_user(content, field)
+
+
+def _convert_user(content: Any, field: str) -> Iterator[dict[str, Any]]:
+    texts: list[str] = []
+    results = False
+    for block, where in _blocks(content, field):
+        if block["type"] == "tool_result":
+            results = True
+            yield _convert_result(block, where)
+        else:
+            texts.append(_block_text(block, where))
+    if texts or not results:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _convert_result(block: dict[str, Any], field: str) -> dict[str, Any]:
+    call_id = _read_str(block, "tool_use_id", field)
+    content = block.get("content")
+    text = "" if content is None else join_text(content, f"{field}.content")
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _convert_answer(content: Any, field: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block, where in _blocks(content, field):
+        kind = block["type"]
+        if kind == "thinking":
+            thoughts.append(_read_str(block, "thinking", where))
+        elif kind == "tool_use":
+            calls.append(_convert_call(block, where))
+        elif kind != "redacted_thinking":
+            texts.append(_block_text(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
+    arguments = block.get("input", {})
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{field}.input: expected an object")
+    function = {"name": _read_str(block, "name", field), "arguments": arguments}
+    return {"id": _read_str(block, "id", field), "type": "function", "function": function}
+
+
+def _blocks(content: Any, field: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the blocks of a content with their names in errors."""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field}: expected str or a list of blocks")
+    for number, block in enumerate(content):
+        where = f"{field}[{number}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise InvalidRequest(f"{where}: expected an object with a type")
+        yield block, where
+
+
+def _block_text(block: dict[str, Any], field: str) -> str:
+    kind = block["type"]
+    if kind == "text":
+        return _read_str(block, "text", field)
+    source = block.get("source")
+    source_kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "document" and isinstance(source, dict):
+        if source_kind == "text":
+            return _read_str(source, "data", f"{field}.source")
+        if source_kind == "content":
+            return join_text(source.get("content"), f"{field}.source.content")
+    name = f"{kind[:64]} ({str(source_kind)[:64]})" if source_kind else kind[:64]
+    raise Unsupported(
+        f"{field}: blocks of type {name} are not supported by a text model",
+        hint="send text",
+    )
+
+
+def _read_str(block: dict[str, Any], key: str, field: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{key}: expected str")
+    return value

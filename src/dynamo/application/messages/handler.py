@@ -1,0 +1,53 @@
+"""The routes /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection
+from functools import partial
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.generation.items import ItemReply, ItemStreamReply
+from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.messages.body import MessagesBody, TokenCountBody, chat_body, prompt_body
+from dynamo.application.messages.writer import MessageWriter
+from dynamo.application.openai.body import decode_body
+from dynamo.application.openai.usage import UsageCounter
+
+_decoder = msgspec.json.Decoder(MessagesBody)
+_count_decoder = msgspec.json.Decoder(TokenCountBody)
+
+
+class MessagesHandler:
+    """Answers chats in Anthropic's format, with the limits and deadlines of all chats."""
+
+    def __init__(self, generation: GenerationHandler) -> None:
+        self._generation = generation
+
+    def create(self, exchange: Exchange) -> Awaitable[None]:
+        """POST /v1/messages."""
+        body = decode_body(_decoder, exchange.request)
+        chat = chat_body(body)
+        exchange.streaming = bool(body.stream)
+        make_reply = partial(_make_reply, body.stop_sequences or ())
+        return self._generation.answer_chat(exchange, chat, make_reply)
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """POST /v1/messages/count_tokens."""
+        body = decode_body(_count_decoder, exchange.request)
+        tokens = await self._generation.count_tokens(exchange, prompt_body(body))
+        exchange.send_json(200, msgspec.json.encode({"input_tokens": tokens}))
+
+
+def _make_reply(
+    stop_sequences: Collection[str],
+    exchange: Exchange,
+    model: str,
+    usage_counter: UsageCounter,
+    timing: TokenTiming,
+) -> ItemReply:
+    writer = MessageWriter(f"msg_{exchange.request_id}", model, stop_sequences)
+    reply_type = ItemStreamReply if exchange.streaming else ItemReply
+    return reply_type(exchange, writer, usage_counter, timing)

@@ -1,0 +1,131 @@
+"""The JSON of Anthropic's messages, as server-sent events or whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.application.generation.items import AnswerItem, ItemWriter
+from dynamo.application.openai.usage import UsageCounter
+from dynamo.core.errors import ProtocolError
+from dynamo.core.text import DecodedTokenLogprob, TextFinish
+
+_encode = msgspec.json.encode
+SIGNATURE_BYTES = 16
+
+
+def encode_event(kind: str, **fields: Any) -> bytes:
+    """Return one event; its data has the same type."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+class MessageWriter(ItemWriter):
+    """Writes one message. `stop_sequences` are the client's own."""
+
+    keepalive = encode_event("ping")
+
+    def __init__(self, message_id: str, model: str, stop_sequences: Collection[str]) -> None:
+        self._message_id = message_id
+        self._model = model
+        self._stop_sequences = stop_sequences
+
+    def encode_start(self, usage: UsageCounter) -> bytes:
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return encode_event("message_start", message=message)
+
+    def encode_item_begun(self, item: AnswerItem) -> bytes:
+        if item.kind == "text":
+            block: dict[str, Any] = {"type": "text", "text": ""}
+        elif item.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            block = {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
+        return encode_event("content_block_start", index=item.index, content_block=block)
+
+    def encode_delta(
+        self, item: AnswerItem, delta: str, logprobs: Sequence[DecodedTokenLogprob]
+    ) -> bytes:
+        del logprobs
+        if item.kind == "text":
+            fields = {"type": "text_delta", "text": delta}
+        elif item.kind == "reasoning":
+            fields = {"type": "thinking_delta", "thinking": delta}
+        else:
+            fields = {"type": "input_json_delta", "partial_json": delta}
+        return encode_event("content_block_delta", index=item.index, delta=fields)
+
+    def encode_item_ended(self, item: AnswerItem) -> bytes:
+        events = encode_event("content_block_stop", index=item.index)
+        if item.kind != "reasoning":
+            return events
+        delta = {"type": "signature_delta", "signature": _sign(item.text)}
+        return encode_event("content_block_delta", index=item.index, delta=delta) + events
+
+    def encode_end(
+        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
+    ) -> bytes:
+        delta = self._stop_fields(items, end)
+        events = encode_event("message_delta", delta=delta, usage=_usage_fields(usage))
+        return events + encode_event("message_stop")
+
+    def encode_answer(
+        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
+    ) -> bytes:
+        blocks = [_whole_block(item) for item in items]
+        return _encode(self._message(blocks, self._stop_fields(items, end), usage))
+
+    def _message(
+        self, blocks: list[dict[str, Any]], stop: dict[str, Any], usage: UsageCounter
+    ) -> dict[str, Any]:
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            **stop,
+            "usage": _usage_fields(usage),
+        }
+
+    def _stop_fields(self, items: Sequence[AnswerItem], end: TextFinish) -> dict[str, Any]:
+        sequence = end.stop if end.stop in self._stop_sequences else None
+        if end.reason == "length":
+            reason = "max_tokens"
+        elif any(item.kind == "call" and item.complete for item in items):
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _whole_block(item: AnswerItem) -> dict[str, Any]:
+    text = item.text
+    if item.kind == "text":
+        return {"type": "text", "text": text}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": _sign(text)}
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(
+            f"the arguments of a call of {item.name!r} are no JSON object: {error}"
+        ) from None
+    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": msgspec.Raw(text)}
+
+
+def _sign(thinking: str) -> str:
+    """Return a digest in the place of Anthropic's signature, which clients must send back."""
+    return hashlib.blake2b(thinking.encode(), digest_size=SIGNATURE_BYTES).hexdigest()
+
+
+def _usage_fields(usage: UsageCounter) -> dict[str, Any]:
+    """Return Anthropic's usage. Its input tokens are those that were not cached."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
