@@ -12,11 +12,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+with suppress(ImportError):  # .venv-engines does not have it
+    from hypothesis import settings
+
+    settings.register_profile("any load", deadline=None)
+    settings.load_profile("any load")
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,28 +1,65 @@
-"""The official `openai` client against a whole deployment."""
+"""The official `openai` client against whole deployments: workers, and servers by their URL."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import openai
 import pytest
+from tests.conftest import Deployment
+from tests.support.fake_openai_server import KEY
+from tests.support.llamacpp_server import llama_url as _llama_url
+
+llama_url = _llama_url
+
+HI = [{"role": "user", "content": "the quick brown fox"}]
+SERVERS = ("workers", "frontend by tokens", "frontend by text", "llama by tokens", "llama by text")
+NO_TOKENIZER = {"frontend by text", "llama by text"}
+"""Chat goes to these as chat."""
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def deployment(
+    request: pytest.FixtureRequest,
+    mock_deployment: Deployment,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    runtime_environ: dict[str, str],
+) -> Iterator[Deployment]:
+    if request.param == "workers":
+        yield mock_deployment
+        return
+    kind, _, prompts = request.param.partition(" by ")
+    url = mock_deployment.url if kind == "frontend" else request.getfixturevalue("llama_url")
+    model = str(tiny_model) if kind == "frontend" else "SmolLM2-135M-Instruct"
+    words = ["out=openai", url, *([model] if prompts == "tokens" else [])]
+    environ = runtime_environ | {"DYNAMO_ENGINE__URL_KEY": KEY}
+    folder = tmp_path_factory.mktemp("url")
+    deployment = Deployment([*words, "--model-name", "tiny"], folder, environ)
+    try:
+        deployment.wait_ready()
+        yield deployment
+    finally:
+        deployment.stop()
 
 
 @pytest.fixture
-def client(mock_deployment: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=mock_deployment.url + "/v1", api_key="any", max_retries=0
-    ) as client:
+def server(request: pytest.FixtureRequest, deployment: Deployment) -> str:
+    """The name of what answers, among `SERVERS`."""
+    del deployment
+    return str(request.node.callspec.params["deployment"])
+
+
+@pytest.fixture
+def client(deployment: Deployment) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=deployment.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
-HI = [{"role": "user", "content": "the quick brown fox"}]
-
-
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12)
+    answer = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=12)
     assert answer.object == "chat.completion"
     assert answer.model == "tiny"
     assert answer.choices[0].message.role == "assistant"
@@ -34,11 +71,12 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_is_the_unary_text_with_an_event_per_token(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="tiny", messages=HI, max_tokens=20)
+    whole = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=20)
     chunks = list(
         client.chat.completions.create(
             model="tiny",
             messages=HI,
+            temperature=0,
             max_tokens=20,
             stream=True,
             stream_options={"include_usage": True},
@@ -53,24 +91,32 @@ def test_a_stream_is_the_unary_text_with_an_event_per_token(client: openai.OpenA
 
 
 def test_choices_differ_and_are_complete(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=5, n=3)
+    answer = client.chat.completions.create(
+        model="tiny", messages=HI, temperature=0, max_tokens=5, n=3
+    )
     assert [c.index for c in answer.choices] == [0, 1, 2]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 15
 
 
 def test_stop_string_is_never_part_of_the_text(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="tiny", messages=HI, max_tokens=40)
+    whole = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=40)
     text = whole.choices[0].message.content or ""
     stop = text[10:14]
-    cut = client.chat.completions.create(model="tiny", messages=HI, max_tokens=40, stop=[stop])
+    cut = client.chat.completions.create(
+        model="tiny", messages=HI, temperature=0, max_tokens=40, stop=[stop]
+    )
     assert cut.choices[0].message.content == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_logprobs(client: openai.OpenAI) -> None:
+def test_logprobs(client: openai.OpenAI, server: str) -> None:
+    if server == "frontend by tokens":  # its completions name no token ids
+        with pytest.raises(openai.BadRequestError, match="supports: logprobs"):
+            client.chat.completions.create(model="tiny", messages=HI, logprobs=True)
+        return
     answer = client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=4, logprobs=True, top_logprobs=2
+        model="tiny", messages=HI, temperature=0, max_tokens=4, logprobs=True, top_logprobs=2
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -81,12 +127,20 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert joined.decode() == answer.choices[0].message.content
 
 
-def test_completions_of_text_list_and_tokens(client: openai.OpenAI) -> None:
-    single = client.completions.create(model="tiny", prompt="a lazy dog", max_tokens=6)
-    many = client.completions.create(model="tiny", prompt=["a lazy dog", "the fox"], max_tokens=6)
-    ids = client.completions.create(model="tiny", prompt=[300, 301, 302], max_tokens=6)
+def test_completions_of_text_list_and_tokens(client: openai.OpenAI, server: str) -> None:
+    single = client.completions.create(
+        model="tiny", prompt="a lazy dog", temperature=0, max_tokens=6
+    )
+    many = client.completions.create(
+        model="tiny", prompt=["a lazy dog", "the fox"], temperature=0, max_tokens=6
+    )
     assert single.choices[0].text == many.choices[0].text
     assert [c.index for c in many.choices] == [0, 1]
+    if server in NO_TOKENIZER:
+        with pytest.raises(openai.BadRequestError, match="tokenizer"):
+            client.completions.create(model="tiny", prompt=[300, 301, 302], max_tokens=6)
+        return
+    ids = client.completions.create(model="tiny", prompt=[300, 301, 302], max_tokens=6)
     assert ids.usage is not None
     assert ids.usage.prompt_tokens == 3
 
@@ -98,7 +152,9 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_default_is_an_alias(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="default", messages=HI, max_tokens=1)
+    answer = client.chat.completions.create(
+        model="default", messages=HI, temperature=0, max_tokens=1
+    )
     assert answer.choices[0].message.content
 
 
@@ -118,17 +174,22 @@ def test_bad_values_are_400(client: openai.OpenAI) -> None:
 
 def test_prompt_beyond_the_context(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt=[300] * 9000, max_tokens=1)
+        client.completions.create(model="tiny", prompt="the fox " * 9000, max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_closing_a_stream_frees_the_engine(client: openai.OpenAI, mock_deployment: Any) -> None:
-    stream = client.chat.completions.create(model="tiny", messages=HI, max_tokens=7000, stream=True)
+def test_closing_a_stream_frees_the_engine(
+    client: openai.OpenAI, deployment: Deployment, server: str
+) -> None:
+    most = 200 if server.startswith("llama") else 7000
+    stream = client.chat.completions.create(
+        model="tiny", messages=HI, temperature=0, max_tokens=most, stream=True
+    )
     next(iter(stream))
     stream.close()
     end = time.monotonic() + 10
     while time.monotonic() < end:
-        if '"active_requests":0' in mock_deployment.get("/health")[1].replace(" ", ""):
+        if '"active_requests":0' in deployment.get("/health")[1].replace(" ", ""):
             return
         time.sleep(0.05)
     pytest.fail("the request is still active")

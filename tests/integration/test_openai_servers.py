@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
 from tests.conftest import Deployment, free_port
-from tests.support.fake_openai_server import KEY, make_engine
+from tests.support.fake_openai_server import make_engine
+from tests.support.llamacpp_server import llama_url as _llama_url
 
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.errors import ConfigError
 from dynamo.core.reply import Engine
-from dynamo.inference.llamacpp.server import ServerSizes, open_server
-from dynamo.models.resolve import resolve_model_blocking
 from dynamo.testing.conformance.engines import EngineConformance
 
+llama_url = _llama_url
+
 QUESTION = [{"role": "user", "content": "the quick brown fox"}]
-
-
-@pytest.fixture(scope="module")
-def llama_url() -> Iterator[str]:
-    server = open_server(
-        resolve_model_blocking("").path,
-        ServerSizes(
-            slots=4, context_tokens=256, arguments={"api_keys": [KEY], "n_threads_http": 16}
-        ),
-    )
-    yield server.listening_address
-    del server
 
 
 class TestLlamaCppServer(EngineConformance):

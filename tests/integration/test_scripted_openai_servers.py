@@ -32,14 +32,17 @@ from dynamo.core.errors import (
 )
 from dynamo.core.values import StopConditions
 from dynamo.inference.openai_server import engine as engine_module
-from dynamo.inference.openai_server.engine import parse_kv_events
+from dynamo.inference.openai_server.factory import parse_kv_events
 from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from dynamo.testing.fakes import CollectedReply
 
 
 async def test_token_ids_of_vllm_and_its_stop_token(tiny_model: Path) -> None:
     async with served() as fake, engine_at(fake, tiny_model) as engine:
-        end = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 40}}
+        end = {
+            "choices": [],
+            "usage": {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 32}},
+        }
         body = events(chunk([5, 6]), chunk([7, 2], "stop"), end) + b"data: [DONE]\n\n"
         fake.answers["/v1/completions"] = (200, "", body)
         stops = StopConditions(max_tokens=9, stop_token_ids=(2,))
@@ -48,6 +51,7 @@ async def test_token_ids_of_vllm_and_its_stop_token(tiny_model: Path) -> None:
         assert reply.ids == [5, 6, 7]
         assert reply.end is not None
         assert (reply.end.completion_tokens, reply.end.stop_token) == (4, 2)
+        assert reply.end.cached_tokens == 32
 
 
 async def test_kv_events_of_a_server_are_told(tiny_model: Path) -> None:
@@ -175,8 +179,28 @@ async def test_a_server_that_breaks_off_while_it_tokenises_is_asked_again(
         assert len(compared) == 3
 
 
+@pytest.mark.parametrize("status", [404, 503])
+async def test_a_server_that_loads_its_model_is_waited_for(
+    tiny_model: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "RETRY_S", 0.0)
+    async with served() as fake:
+        fake.answers["/v1/models"] = (status, "", b"")
+        engine = make_engine(fake.url, tiny_model)
+        starting = asyncio.create_task(engine.start())
+        while fake.requests.count("/v1/models") < 3:
+            await asyncio.sleep(0)
+        fake.answers["/v1/models"] = (200, "", models("m"))
+        assert (await starting).engine == "openai:vllm"
+        await engine.stop()
+
+
 @pytest.mark.parametrize("status", [301, 404, 405])
-async def test_a_url_that_has_no_list_of_models_is_wrong(tiny_model: Path, status: int) -> None:
+async def test_a_url_that_has_no_list_of_models_is_wrong(
+    tiny_model: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(engine_module, "LOADING_TIMEOUT_S", 0.05)
     async with served() as fake:
         fake.answers["/v1/models"] = (status, "", b"")
         with pytest.raises(ConfigError, match=f"is no OpenAI API: .* answers {status}"):

@@ -45,6 +45,11 @@ class FakeServer:
             "/health": (200, "", b""),
             "/v1/models": (200, "", models("m")),
         }
+        self.requests: list[str] = []
+        """The paths of all requests."""
+        self.bodies: list[bytes] = []
+        self.headers: list[bytes] = []
+        """The header lines of all requests."""
         self.hangs = False
         self.breaks_off = False
         self.url = ""
@@ -63,9 +68,11 @@ class FakeServer:
             while line := await reader.readline():
                 length = 0
                 while (header := await reader.readline()) not in {b"\r\n", b""}:
+                    self.headers.append(header)
                     if header.lower().startswith(b"content-length:"):
                         length = int(header.split(b":")[1])
-                await reader.readexactly(length)
+                self.bodies.append(await reader.readexactly(length))
+                self.requests.append(line.split()[1].decode())
                 if self.hangs:
                     await reader.read()
                 missing = (404, "", b"not found")

@@ -42,8 +42,11 @@ def write_file(path: str | Path, data: bytes) -> None:
 
 def served_model_names(settings: Settings) -> Sequence[str]:
     """Return the names that the model is served under. Raises `ModelUnavailable`."""
+    from dynamo.core.settings.server_url import lacks_tokenizer
     from dynamo.models.location import locate_model
 
+    if lacks_tokenizer(settings):
+        return settings.model.names or (settings.engine.url_model or "the servers' model",)
     return settings.model.names or (locate_model(settings.model.path).name,)
 
 

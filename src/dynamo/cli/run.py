@@ -19,7 +19,7 @@ from dynamo.cli.settings_flags import (
 )
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
-from dynamo.core.settings.server_url import server_url
+from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 
 if TYPE_CHECKING:
     from dynamo.runtime.processes.child import ChildSpec
@@ -156,9 +156,7 @@ def serve_http(
     bar = ProgressBar(unblock_stderr(), as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
     announce_ready = (
-        partial(log_announcement, names)
-        if as_json
-        else partial(announce, names, settings.model.path)
+        partial(log_announcement, names) if as_json else partial(announce, names, settings)
     )
     specs = worker_specs if workers_only else deployment_specs
 
@@ -183,11 +181,12 @@ def print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def announce(names: Sequence[str], model_path: str, url: str) -> None:
+def announce(names: Sequence[str], settings: Settings, url: str) -> None:
     """Print how to use the models. `url` is empty for workers without an HTTP port."""
     from dynamo.models.location import computes_embeddings
 
-    example_of = curl_embeddings_example if computes_embeddings(model_path) else curl_example
+    embeds = not lacks_tokenizer(settings) and computes_embeddings(settings.model.path)
+    example_of = curl_embeddings_example if embeds else curl_example
     command = example_of(url)
     where, example = (f"at {url}/v1", f"try:  {command}\n") if url else ("to frontends", "")
     print(

@@ -151,7 +151,7 @@ def announce(plan: DeploymentPlan, url: str) -> None:
     if settings.logging.format == "json":
         run_command.log_announcement(names, url)
     elif url and workers:
-        run_command.announce(names, workers[0].settings.model.path, url)
+        run_command.announce(names, workers[0].settings, url)
     else:
         where = f" at {url}" if url else ""
         print(f"\n{plan.root} serves{where}\n", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Wire format of a `Reply`: one byte of kind, then the value.
 
     b"b" msgpack Started | b"t" packed u32 ids | b"x" msgpack [packed ids, logprobs]
-    b"f" msgpack Finish
+    b"s" msgpack TextPart | b"f" msgpack Finish
 
 `ReplyEncoder` is a `Reply` that encodes each call. `ReplyDecoder` decodes payloads into calls of a
 `Reply`. Both ends of every request plane therefore have the same interface.
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from dynamo.core.fast_path import FAST_PATH_AFTER_PAYLOADS, SendToken
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
+from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, GenerateRequest, RequestGroup, Started, TokenLogprobs
 
 _pack_single_token = Struct("<cI").pack
@@ -25,6 +26,7 @@ _unpack_single_token = Struct("<xI").unpack
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
+_decode_part = msgspec.msgpack.Decoder(TextPart).decode
 _decode_ids_with_logprobs = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
 
 encode_request: Callable[[GenerateRequest], bytes] = _encode
@@ -126,6 +128,9 @@ class ReplyEncoder(Reply):
             return send(_pack_single_token(b"t", ids[0]))
         return send(b"t" + pack_ids(ids))
 
+    def text(self, part: TextPart) -> bool:
+        return self._send(b"s" + _encode(part))
+
     def finish(self, end: Finish) -> None:
         self._send(b"f" + _encode(end))
 
@@ -167,6 +172,8 @@ class ReplyDecoder:
         elif kind == b"x":
             packed, logprobs = _decode_ids_with_logprobs(body)
             return self._reply.tokens(unpack_ids(packed), logprobs) or self._stop()
+        elif kind == b"s":
+            return self._reply.text(_decode_part(body)) or self._stop()
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True

@@ -12,6 +12,7 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True):
     - `timeout_s`: seconds left when this value was created, since clocks differ between hosts.
     - `trace`: W3C traceparent.
     - `avoid`: instances on which the request failed before.
+    - `api_key`: the caller's key for the server behind a worker, if `server.pass_api_key` is set.
     """
 
     request_id: str
@@ -20,3 +21,4 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True):
     trace: str = ""
     metadata: dict[str, str] = {}
     avoid: tuple[str, ...] = ()
+    api_key: str = ""

@@ -82,7 +82,7 @@ ENGINES = PluginTable(
         "sglang": "dynamo.inference.sglang.engine:open_engine",
         "trtllm": "dynamo.inference.trtllm.engine:open_engine",
         "tensorrt_llm": "dynamo.inference.trtllm.engine:open_engine",
-        "openai": "dynamo.inference.openai_server.engine:open_engine",
+        "openai": "dynamo.inference.openai_server.factory:open_engine",
     },
 )
 """`async (EngineInputs) -> Engine` (`inference/engine_registry.py`)."""

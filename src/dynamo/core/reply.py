@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, ProtocolError
 from dynamo.core.fast_path import SendToken, TokenLog
+from dynamo.core.text import TextPart
 from dynamo.core.values import (
     EngineInfo,
     EngineTotals,
@@ -51,6 +52,11 @@ class Reply(ABC):
 
         False: enough. No more calls follow, and the awaited call ends the work and returns.
         """
+
+    def text(self, part: TextPart) -> bool:
+        """Take a part of the answer to a request with `GenerateRequest.text`, which has no tokens.
+        Returns as `tokens`. Default: raises `ProtocolError`."""
+        raise ProtocolError(f"a {type(part).__name__} came where tokens were expected")
 
     @abstractmethod
     def finish(self, end: Finish) -> None:

@@ -84,13 +84,20 @@ class DecodedTokenLogprob(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
-class ReasoningDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, tag="text"):
+    """Text of an answer, with the logprobs of its tokens if the request asks for them."""
+
+    text: str
+    logprobs: tuple[DecodedTokenLogprob, ...] | None = None
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning"):
     """Non-empty text of the model's reasoning."""
 
     text: str
 
 
-class CallBegun(msgspec.Struct, frozen=True):
+class CallBegun(msgspec.Struct, frozen=True, tag="call"):
     """A tool call whose name is complete. `index` counts the calls of the choice."""
 
     index: int
@@ -98,14 +105,14 @@ class CallBegun(msgspec.Struct, frozen=True):
     name: str
 
 
-class ArgumentsDelta(msgspec.Struct, frozen=True):
+class ArgumentsDelta(msgspec.Struct, frozen=True, tag="arguments"):
     """Non-empty JSON text of a call's arguments."""
 
     index: int
     text: str
 
 
-class CallEnded(msgspec.Struct, frozen=True):
+class CallEnded(msgspec.Struct, frozen=True, tag="call_end"):
     """The call is complete. A call without this event was cut or could not be read to its end."""
 
     index: int
@@ -113,16 +120,24 @@ class CallEnded(msgspec.Struct, frozen=True):
 
 AnswerEvent = ReasoningDelta | CallBegun | ArgumentsDelta | CallEnded
 """The parts of a parsed answer besides its text."""
+TextPart = TextDelta | AnswerEvent
+"""A part of an answer that an engine gives as text."""
 
 
 class TextFinish(msgspec.Struct, frozen=True):
     """The end of one choice. Reason "stop" covers the stop token or stop string in `stop`. An
-    answer with complete tool calls ends by "tool_calls" instead."""
+    answer with complete tool calls ends by "tool_calls" instead.
+
+    `prompt_tokens`, `cached_tokens`: what `TextReply.prompt` and `begin` did not know, told by the
+    first choice of a prompt.
+    """
 
     reason: FinishReason | Literal["tool_calls"]
     completion_tokens: int
     stop: str | int | None = None
     reasoning_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class TextReply(ABC):

@@ -60,6 +60,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_end: bytes = b""
 
 
+class TextParameters(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The caller's parameters of a request in text, by OpenAI's names. `chat`: a conversation, not
+    a prompt."""
+
+    chat: bool
+    values: dict[str, Any] = {}
+
+
 class RequestGroup:
     """The common part of the choices of one prompt, within a process.
 
@@ -91,6 +99,7 @@ class RequestGroup:
             and request.structured == base.structured
             and request.kv == base.kv
             and request.extra == base.extra
+            and request.text is base.text
         )
 
 
@@ -111,6 +120,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     - `structured`: the form of the answer, None for any.
     - `kv`: what `Finish.kv` of another engine said, which holds the KV of the prompt. Opaque.
     - `extra`: parameters of the engine itself, by its names.
+    - `text`: set for a model without a tokenizer. Then `token_ids` is the conversation or the
+      prompt as JSON in UTF-8, filled up with spaces, and 4 bytes of it count as a token.
     """
 
     request_id: str
@@ -132,6 +143,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     structured: StructuredOutput | None = None
     kv: bytes = b""
     extra: dict[str, Any] = {}
+    text: TextParameters | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -158,12 +170,17 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `completion_tokens` counts the stop token, too, because the engine has generated it. `kv`: the
     hand-over of the KV to the engine that goes on, in the engine's own form; "" for none.
+    `cached_tokens`: told here by an engine that did not know them for `Started`. `prompt_tokens`,
+    `reasoning_tokens`: counts of an answer in text.
     """
 
     reason: FinishReason
     completion_tokens: int = 0
     stop_token: int | None = None
     kv: bytes = b""
+    cached_tokens: int | None = None
+    prompt_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 BOTH_ROLES = ("prefill", "decode")
@@ -177,9 +194,9 @@ def worker_role(name: str) -> str:
     return "worker" if name == "both" else f"{name}_worker"
 
 
-Feature = Literal["logprobs", "logit_bias", "structured", "calls", "adapters", "extra"]
-"""A property of an engine that a request may need. "calls": grammars of tool calls. "extra":
-`GenerateRequest.extra`."""
+Feature = Literal["logprobs", "logit_bias", "structured", "calls", "adapters", "extra", "text"]
+"""A property of an engine that a request may need. "calls": grammars of tool calls. "extra",
+"text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
 GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "calls")
@@ -223,6 +240,8 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
         required.append("adapters")
     if request.extra:
         required.append("extra")
+    if request.text is not None:
+        required.append("text")
     return required
 
 

@@ -33,7 +33,7 @@ class EngineInputs(msgspec.Struct, frozen=True):
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return what enforces forms of answers for the model's tokenizer."""
-        return GrammarCompiler(Path(self.card.tokenizer.path), self.card.eos_token_ids)
+        return GrammarCompiler(Path(self.card.tokenizer_file.path), self.card.eos_token_ids)
 
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:

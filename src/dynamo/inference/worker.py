@@ -113,10 +113,10 @@ class EngineWorker:
         namespace = runtime.settings.runtime.namespace
         component = runtime.namespace(namespace).component(self._component)
         await self._start_publishers(f"{namespace}.{self._component}", info)
-        tokenizer = card.tokenizer
-        files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         endpoint, add = component.endpoint, self._endpoints.append
-        add(await endpoint("files").serve(files.handle))
+        if card.tokenizer is not None:
+            tokenizer = {card.tokenizer.sha256: Path(card.tokenizer.path)}
+            add(await endpoint("files").serve(ModelFileServer(tokenizer, runtime.clock).handle))
         await self._open_prefill(component)
         capabilities = {
             "model": card.names[0],

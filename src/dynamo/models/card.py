@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.core.errors import ModelUnavailable
 from dynamo.core.hashing import HASH_SCHEME
 from dynamo.core.values import EngineInfo
 from dynamo.models.file_cache import FileRef
@@ -16,13 +17,14 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
     `hashing`: the scheme of the hashes of its KV blocks. `tool_format`: the family whose tool calls
-    it writes; empty: the family of its chat template.
+    it writes; empty: the family of its chat template. `tokenizer` is None for a model that only
+    servers by their URL know, which get conversations as text.
     """
 
     names: tuple[str, ...]
     context_tokens: int
     vocab_size: int
-    tokenizer: FileRef
+    tokenizer: FileRef | None
     block_tokens: int = 16
     eos_token_ids: tuple[int, ...] = ()
     bos_token: str = ""
@@ -39,6 +41,13 @@ class ModelCard(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The id under which the model is listed."""
         return self.names[0]
+
+    @property
+    def tokenizer_file(self) -> FileRef:
+        """The tokenizer. Raises `ModelUnavailable` for a model without one."""
+        if self.tokenizer is None:
+            raise ModelUnavailable(f"{self.name} has no tokenizer here")
+        return self.tokenizer
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,4 +71,5 @@ class BlockIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def block_identity(card: ModelCard) -> BlockIdentity:
     """Return the block identity of a card's model."""
-    return BlockIdentity(card.tokenizer.sha256, card.block_tokens, card.hashing)
+    tokenizer = "none" if card.tokenizer is None else card.tokenizer.sha256
+    return BlockIdentity(tokenizer, card.block_tokens, card.hashing)

@@ -21,6 +21,7 @@ import msgspec
 from dynamo.core.errors import DynamoError, describe_os_error
 from dynamo.core.installation import DISTRIBUTION, install_command
 from dynamo.core.settings import Settings
+from dynamo.core.settings.server_url import lacks_tokenizer
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -136,6 +137,8 @@ def model(settings: Settings) -> Finding:
     """Check whether the model's files are on this machine, or can be fetched by their name."""
     from dynamo.models.location import locate_model
 
+    if lacks_tokenizer(settings):
+        return Finding("model", "ok", "the servers' model, without its tokenizer")
     location = locate_model(settings.model.path)
     name = settings.model.path or location.name
     if location.path is not None:

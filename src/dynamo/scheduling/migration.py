@@ -27,6 +27,7 @@ from dynamo.core.errors import (
 from dynamo.core.fast_path import SendToken
 from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest
+from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.telemetry import Registry
 
@@ -43,15 +44,28 @@ ATTEMPT_STRIDE = 16
 
 
 class ResumableReply(Reply):
-    """The answer of one request across attempts. `admitted`: the present worker has begun."""
+    """The answer of one request across attempts. `admitted`: the present worker has begun.
 
-    __slots__ = ("_reply", "admitted", "complete", "resumed_tokens", "started", "token_log")
+    `in_text`: text was sent, so that no other worker can go on. The token log then has a 0 for each
+    part.
+    """
+
+    __slots__ = (
+        "_reply",
+        "admitted",
+        "complete",
+        "in_text",
+        "resumed_tokens",
+        "started",
+        "token_log",
+    )
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self.token_log: array[int] = array("I")
-        self.resumed_tokens = 0
+        self.resumed_tokens: int | None = None  # None: the first attempt
         self.started = False
+        self.in_text = False
         self.admitted = False
         self.complete = False
 
@@ -72,10 +86,16 @@ class ResumableReply(Reply):
     def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
         return self._reply.open_fast_path(self.token_log) if token_log is None else None
 
+    def text(self, part: TextPart) -> bool:
+        self.in_text = True
+        self.token_log.append(0)
+        return self._reply.text(part)
+
     def finish(self, end: Finish) -> None:
         self.complete = True
-        if self.resumed_tokens:
-            end = replace(end, completion_tokens=self.resumed_tokens + end.completion_tokens)
+        if self.resumed_tokens is not None:
+            count = self.resumed_tokens + end.completion_tokens
+            end = replace(end, completion_tokens=count, cached_tokens=None)
         self._reply.finish(end)
 
     def finish_at_length(self) -> None:
@@ -226,7 +246,12 @@ class Migration(Operator):
         error: WorkerFailed,
     ) -> None:
         """Count the failure. Raises `PoisonedRequest` or `error` when no retry is left."""
-        progress = len(answer.token_log) > answer.resumed_tokens
+        if answer.in_text:
+            raise WorkerFailed(
+                f"{error.message}; an answer in text cannot go on at another worker",
+                hint="send the request again",
+            ) from error
+        progress = len(answer.token_log) > (answer.resumed_tokens or 0)
         failures.record_failure(error, progress=progress, admitted=answer.admitted)
         if failures.worker_deaths >= MAX_WORKER_DEATHS:
             self._failed_migration_counter.labels(PoisonedRequest.code).inc()

@@ -36,7 +36,7 @@ def models_prefix(namespace: str) -> str:
 
 def model_identity(card: ModelCard) -> ModelCard:
     """Return the card without the fields in which workers of one model may differ."""
-    tokenizer = msgspec.structs.replace(card.tokenizer, path="")
+    tokenizer = card.tokenizer and msgspec.structs.replace(card.tokenizer, path="")
     return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
 
 

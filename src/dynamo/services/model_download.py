@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
+from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.models.file_cache import ProgressCallback as ModelProgress
 from dynamo.models.location import locate_model
 from dynamo.runtime.processes.supervisor import Prepare
@@ -51,7 +52,11 @@ def make_preparation(
     The progress display is entered during the download. Raises `ModelUnavailable` for a model that
     cannot exist.
     """
-    missing = [settings for settings in workers if locate_model(settings.model.path).path is None]
+    missing = [
+        settings
+        for settings in workers
+        if not lacks_tokenizer(settings) and locate_model(settings.model.path).path is None
+    ]
     if not missing:
         return None
 

@@ -16,12 +16,12 @@ from dynamo.core.errors import ModelUnavailable, NotFound, PlaneUnavailable, Wor
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.file_cache import FileRef, find_file, store_file
-from dynamo.models.tokenization.tokenizer import load_tokenizer
+from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
-from dynamo.scheduling.processor import ChatProcessor
+from dynamo.scheduling.processor import ChatProcessor, TextProcessor
 from dynamo.scheduling.router.roles import only_decodes
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
@@ -137,29 +137,20 @@ class ModelWatcher:
     async def _open_model(self, card: ModelCard) -> None:
         """Build the pipeline and processor of a card's model and serve it."""
         runtime, name = self._runtime, card.name
-        component = runtime.namespace().component(WORKER_COMPONENT)
-        files = await component.endpoint("files").client()
-        try:
-            tokenizer_file = await ensure_file(runtime, files, card.tokenizer)
-        finally:
-            await files.close()
-        tokenizer = await runtime.clock.offload(
-            load_tokenizer, tokenizer_file, ensure_verified=True
-        )
-        template = await runtime.clock.offload(
-            ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
-        )
-
+        text_parts = None if card.tokenizer is None else await self._load_text_parts(card)
         pipeline = await open_model_pipeline(runtime, self._failure_detector, self._routing, card)
-        processor = await runtime.clock.offload(
-            ChatProcessor,
-            card,
-            tokenizer,
-            template,
-            pipeline.send,
-            runtime.settings.sampling,
-            runtime.clock,
-        )
+        processor: ChatProcessor | TextProcessor
+        if text_parts is None:
+            processor = TextProcessor(card, pipeline.send, runtime.settings.sampling)
+        else:
+            processor = await runtime.clock.offload(
+                ChatProcessor,
+                card,
+                *text_parts,
+                pipeline.send,
+                runtime.settings.sampling,
+                runtime.clock,
+            )
         served = ServedModel(
             card.names,
             processor,
@@ -179,8 +170,24 @@ class ModelWatcher:
         runtime.health.set_healthy(MODELS_HEALTH_KEY)  # from now on under the model's name
         if previous is not None:
             await previous.close()
-        fields = {"model": name, "encoder": tokenizer.encoder_name}
-        log.info("model ready", extra={"fields": fields})
+        encoder = text_parts[0].encoder_name if text_parts else "none: the server has the tokenizer"
+        log.info("model ready", extra={"fields": {"model": name, "encoder": encoder}})
+
+    async def _load_text_parts(self, card: ModelCard) -> tuple[Tokenizer, ChatTemplate]:
+        """Return tokenizer and template of a card that has them. Raises `ModelUnavailable`."""
+        runtime = self._runtime
+        component = runtime.namespace().component(WORKER_COMPONENT)
+        files = await component.endpoint("files").client()
+        try:
+            tokenizer_file = await ensure_file(runtime, files, card.tokenizer_file)
+        finally:
+            await files.close()
+        offload = runtime.clock.offload
+        tokenizer = await offload(load_tokenizer, tokenizer_file, ensure_verified=True)
+        template = await offload(
+            ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
+        )
+        return tokenizer, template
 
     def _on_workers_changed(self, pipeline: ModelPipeline, served: ServedModel) -> None:
         """Serve a model from its first reachable worker on, and report the lack of workers."""

@@ -7,13 +7,16 @@ import os
 
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.plugins import ENGINES, engine_needs_weights
+from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
+from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference import worker as inference_worker
 from dynamo.inference.embedding.server import EmbeddingServer
 from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.inference.engines.arguments import check_role, engine_environment
 from dynamo.inference.engines.packages import check_engine_package
 from dynamo.inference.native.engine_sizing import available_memory_bytes
+from dynamo.inference.openai_server.factory import open_text_engine
 from dynamo.models.card import ModelCard
 from dynamo.models.embedding_model import (
     EmbeddingCard,
@@ -44,6 +47,11 @@ class WorkerService:
         check_engine_package(kind)
         os.environ.update(engine_environment(settings))
 
+        if lacks_tokenizer(settings):
+            runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the server does not answer yet")
+            await self._serve(runtime, *await open_text_engine(settings, runtime.clock))
+            return
+
         def report(step: str) -> None:
             runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {step}")
             log.info("preparing the model", extra={"fields": {"step": step}})
@@ -61,7 +69,10 @@ class WorkerService:
         card = make_card(files, settings)
         memory_bytes = available_memory_bytes(settings.worker_count)
         inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes)
-        engine = await open_engine(kind, inputs)
+        await self._serve(runtime, await open_engine(kind, inputs), card)
+
+    async def _serve(self, runtime: DistributedRuntime, engine: Engine, card: ModelCard) -> None:
+        kind = runtime.settings.engine.kind
         worker = inference_worker.EngineWorker(engine, card)
         served_card = await worker.attach(runtime)
         runtime.add_shutdown_hook(worker.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, Started
 
 
@@ -15,6 +16,7 @@ class CollectedReply(Reply):
         self.started: Started | None = None
         self.ids: list[int] = []
         self.extras: list[LogprobsPerToken | None] = []
+        self.parts: list[TextPart] = []
         self.end: Finish | None = None
         self._token_limit = token_limit
 
@@ -25,6 +27,10 @@ class CollectedReply(Reply):
         self.ids += ids
         self.extras.append(logprobs)
         return self._token_limit is None or len(self.ids) < self._token_limit
+
+    def text(self, part: TextPart) -> bool:
+        self.parts.append(part)
+        return True
 
     def finish(self, end: Finish) -> None:
         self.end = end

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dynamo.core.codec import pack_ids, unpack_ids
 from dynamo.core.context import Context
@@ -25,7 +26,15 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.reply import Reply
-from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.core.text import TextDelta
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+    TextParameters,
+)
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.migration import REPLACEMENT_TIMEOUT_S, Migration
@@ -275,3 +284,27 @@ def test_a_failed_worker_is_avoided_while_there_are_others() -> None:
 
     assert migrate(Routed()).ids == expected(20)
     assert excluded == [set(), {"a"}, {"a", "b"}, set()]
+
+
+def test_an_answer_in_text_goes_to_another_worker_until_it_has_begun() -> None:
+    class TextWorker:
+        """Sends `lives` parts of text in a call, and dies."""
+
+        def __init__(self, *lives: int) -> None:
+            self.lives = [*lives]
+
+        async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+            del request, context
+            reply.begin(Started())
+            for _ in range(self.lives.pop(0)):
+                reply.text(TextDelta("a"))
+            if self.lives:
+                raise WorkerFailed("died")
+            reply.finish(Finish("stop", 3, cached_tokens=16))
+
+    in_text = replace(request(), text=TextParameters(chat=True))
+    read = migrate(TextWorker(0, 3), in_text)
+    assert read.parts == [TextDelta("a")] * 3
+    assert read.end == Finish("stop", 3)
+    with pytest.raises(WorkerFailed, match="died; an answer in text cannot go on"):
+        migrate(TextWorker(2, 3), in_text)

@@ -76,6 +76,7 @@ class GenerationHandler:
         reasoning_fields = REASONING_FIELDS if field == "both" else (field,)
         self._chat_response = replace(CHAT_RESPONSE, reasoning_fields=reasoning_fields)
         self._log_prompts = server.log_prompts
+        self._passes_key = server.pass_api_key
         self._gateway = gateway
         self._clock = clock
         self._metrics = metrics
@@ -190,7 +191,9 @@ class GenerationHandler:
                 await self.concurrency.acquire()
             try:
                 remaining_s = deadline.expires_at - self._clock.now()
-                answer = call(_make_context(exchange, remaining_s), reply)
+                answer = call(
+                    _make_context(exchange, remaining_s, passes_key=self._passes_key), reply
+                )
                 del call  # frees the conversation while it is answered
                 await answer
             finally:
@@ -218,7 +221,8 @@ class GenerationHandler:
         deadline = deadlines.start(self._clock.now())
         try:
             async with self.concurrency.slot():
-                yield _make_context(exchange, deadline.expires_at - self._clock.now())
+                remaining_s = deadline.expires_at - self._clock.now()
+                yield _make_context(exchange, remaining_s, passes_key=self._passes_key)
         except asyncio.CancelledError:
             deadlines.raise_if_expired(deadline)
             raise
@@ -233,7 +237,7 @@ class GenerationHandler:
         return Deadlines(self._clock, timeout_s) if timeout_s < self.deadlines.timeout_s else None
 
 
-def _make_context(exchange: Exchange, timeout_s: float) -> Context:
+def _make_context(exchange: Exchange, timeout_s: float, *, passes_key: bool) -> Context:
     headers = exchange.request.headers
     trace = headers.get(b"traceparent", b"").decode("latin-1")
     if len(trace) > MAX_TRACE_BYTES:
@@ -242,7 +246,11 @@ def _make_context(exchange: Exchange, timeout_s: float) -> Context:
     if labels:
         check_size(LABELS_HEADER.decode(), len(labels), MAX_NAME_BYTES, "bytes")
     metadata = {LABELS_KEY: labels} if labels else {}
-    return Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
+    context = Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
+    if not passes_key:
+        return context
+    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return replace(context, api_key=key.strip() if scheme.lower() == "bearer" else "")
 
 
 def _record_metrics(

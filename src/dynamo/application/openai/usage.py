@@ -29,7 +29,9 @@ class UsageCounter(msgspec.Struct):
             self.cached_tokens += started.cached_tokens
 
     def on_finished(self, end: TextFinish) -> None:
-        """Count the tokens of a choice."""
+        """Count the tokens of a choice, and those of its prompt that are known only now."""
+        self.prompt_tokens += end.prompt_tokens
+        self.cached_tokens += end.cached_tokens
         self.completion_tokens += end.completion_tokens
         self.reasoning_tokens += end.reasoning_tokens
 

@@ -12,6 +12,7 @@ from dynamo.cli.parsing import served_model_names
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
+from dynamo.core.settings.server_url import lacks_tokenizer
 
 PROMPT = "> "
 READ_BYTES = 64 << 10
@@ -24,10 +25,10 @@ def run_text(settings: Settings) -> int:
     from dynamo.telemetry.logs import configure_logging
 
     configure_logging(settings.logging.level, settings.logging.format, "supervisor")
-    with ProgressBar(sys.stderr) as bar:
-        resolve_model_blocking(
-            settings.model.path, bar, with_weights=engine_needs_weights(settings.engine.kind)
-        )
+    if not lacks_tokenizer(settings):
+        with_weights = engine_needs_weights(settings.engine.kind)
+        with ProgressBar(sys.stderr) as bar:
+            resolve_model_blocking(settings.model.path, bar, with_weights=with_weights)
     names = served_model_names(settings)
 
     if not sys.stdin.isatty():

@@ -145,6 +145,7 @@ class HttpClient:
             parts.hostname or "",
             parts.port or (80 if self._tls is None else 443),
         )
+        self._authorization = headers.get("authorization", "")
         own = {"host": parts.netloc, "content-type": "application/json"} | dict(headers)
         for name, value in own.items():
             if not _HEADER_VALUE.fullmatch(value):
@@ -152,18 +153,27 @@ class HttpClient:
                     f"the header {name!r} has a character that HTTP does not transport",
                     hint="is the API key complete, and only the key?",
                 )
+        own.pop("authorization", None)
         self._head = "".join(f"{name}: {value}\r\n" for name, value in own.items())
         self._idle: list[HttpClientConnection] = []
         self._busy: set[HttpClientConnection] = set()
         self._closed = False
 
     async def send(
-        self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        on_data: OnData | None = None,
+        *,
+        authorization: str = "",
     ) -> HttpAnswer:
-        """Send a request. Parts of the body of an answer 200 go to `on_data`, if given. Raises
-        `OSError` if the server cannot be reached or breaks off. Cancellation closes the
-        connection, by which servers notice it."""
+        """Send a request. Parts of the body of an answer 200 go to `on_data`, if given.
+        `authorization` replaces the header of that name. Raises `OSError` if the server cannot be
+        reached or breaks off. Cancellation closes the connection, by which servers notice it."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
+        if authorization or self._authorization:
+            head += f"authorization: {authorization or self._authorization}\r\n"
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
         if self._closed:
             raise ConnectionError("the client is closed")

@@ -120,6 +120,12 @@ class ServerSettings(SettingsSection, frozen=True):
     api_keys: tuple[str, ...] = setting(
         (), "accepted Bearer keys; empty: no key is needed", secret=True
     )
+    pass_api_key: bool = setting(
+        False,
+        "send each caller's API key on to servers behind workers (out=openai), instead of "
+        "engine.url_key",
+        flag="--pass-api-key",
+    )
     cors_origins: tuple[str, ...] = setting(
         ("loopback",),
         "web pages that may call the server: origins such as https://app.example, `loopback` "

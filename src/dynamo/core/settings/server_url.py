@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dynamo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dynamo.core.settings.schema import Settings
 
 EXAMPLE = "e.g. http://10.0.0.5:8000"
 
@@ -28,3 +32,8 @@ def server_url(url: str) -> str:
     if parts.scheme not in {"http", "https"} or not host:
         raise ConfigError(f"{url!r} is no URL of a server", hint=EXAMPLE, param="engine.urls")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def lacks_tokenizer(settings: Settings) -> bool:
+    """Whether the workers only know servers by their URL, and no model's files."""
+    return settings.engine.kind == "openai" and not settings.model.path

@@ -176,7 +176,7 @@ class LibraryEngine:
         if not isinstance(engine, BatchedEngine):
             raise Unsupported(f"engine {kind!r} has no KV memory", hint="use native or mock")
         await engine.start()
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, card.tokenizer)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, card.tokenizer_file)
         return engine
 
 

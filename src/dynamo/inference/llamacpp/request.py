@@ -56,7 +56,7 @@ def make_body(
     if sampling.logit_bias:
         body["logit_bias"] = [[token, bias] for token, bias in sampling.logit_bias.items()]
     if request.structured is not None:
-        body |= _structure(request.structured)
+        body |= structure_fields(request.structured)
     for name, value in request.extra.items():
         if name not in EXTRA_NAMES:
             hint = nearest_name_hint(name, EXTRA_NAMES)
@@ -65,7 +65,7 @@ def make_body(
     return body
 
 
-def _structure(structured: StructuredOutput) -> dict[str, Any]:
+def structure_fields(structured: StructuredOutput) -> dict[str, Any]:
     """Return the fields that give an answer its form."""
     value = structured.value
     try:

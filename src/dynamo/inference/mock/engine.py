@@ -93,14 +93,14 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine from the settings and the model's tokenizer. Weights are not needed."""
     from dynamo.models.tokenization.tokenizer import read_text_token_ids
 
-    vocabulary = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer)
+    vocabulary = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer_file)
     return make_mock_engine(
         inputs.settings.engine,
         vocabulary,
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
         vocab_size=inputs.card.vocab_size,
-        layout=f"mock-1 {inputs.settings.engine.block_size} {inputs.card.tokenizer.sha256}",
+        layout=f"mock-1 {inputs.settings.engine.block_size} {inputs.card.tokenizer_file.sha256}",
         cache=inputs.settings.cache,
         memory_bytes=inputs.memory_bytes,
         grammars=inputs.grammar_compiler(),

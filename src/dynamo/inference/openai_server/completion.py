@@ -7,15 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.communication.http.client import EventStream, HttpAnswer
-from dynamo.core.errors import (
-    ContextLengthExceeded,
-    DynamoError,
-    InvalidRequest,
-    Overloaded,
-    Unsupported,
-    WorkerFailed,
-)
+from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.values import (
     EngineTotals,
@@ -23,12 +15,11 @@ from dynamo.core.values import (
     Finish,
     FinishReason,
     GenerateRequest,
-    Started,
     TokenLogprobs,
 )
-from dynamo.inference.openai_server.server_facts import Kind, ServerFacts, excerpt
+from dynamo.inference.openai_server.server_facts import Kind, ServerFacts
+from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, Usage
 
-DONE = b"[DONE]"
 ID_PREFIX = "token_id:"
 """vLLM's logprobs name tokens so, if asked."""
 FEATURES: dict[Kind, tuple[Feature, ...]] = {
@@ -40,19 +31,6 @@ FEATURES: dict[Kind, tuple[Feature, ...]] = {
 }
 GIVES_IDS: frozenset[Kind] = frozenset({"vllm", "sglang"})
 EncodeText = Callable[[str], Sequence[int]]
-
-
-class PromptDetails(msgspec.Struct):
-    """The part of the usage that says what was cached."""
-
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """Counts of tokens at the end of an answer."""
-
-    completion_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
 
 
 class StreamedLogprobs(msgspec.Struct):
@@ -128,8 +106,8 @@ def completion_body(
     return body
 
 
-class CompletionAnswer:
-    """Delivers the events of one answer. With `encode`, the server sends text, which is tokenised
+class CompletionAnswer(StreamedAnswer):
+    """Delivers the tokens of one answer. With `encode`, the server sends text, which is tokenised
     here: the text stands, and `completion_tokens` is the server's count."""
 
     def __init__(
@@ -140,69 +118,13 @@ class CompletionAnswer:
         totals: EngineTotals,
         encode: EncodeText | None,
     ) -> None:
+        super().__init__(prompt_tokens, reply, totals, _decode_chunk)
         self._top_logprobs = request.top_logprobs
         self._stop_ids = frozenset(request.stops.stop_token_ids)
-        self._prompt_tokens = prompt_tokens
-        self._reply = reply
-        self._totals = totals
-        totals.requests += 1
-        totals.prompt_tokens += prompt_tokens
         self._encode = encode
-        self._events = EventStream()
-        self._begun = False
-        self.tokens_delivered = 0
-        """Tokens that have come so far."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens from the server's cache; None until it says so at the end."""
-        self._usage = Usage()
-        self._reason = ""
         self._stop_token: int | None = None
-        self.ended = False
-        """Whether the reply is finished, or has enough."""
 
-    def on_data(self, part: bytes) -> bool:
-        """Deliver a part of the body. False: the answer has ended. Raises `WorkerFailed` for what
-        is no event of a completion."""
-        for event in self._events.feed(part):
-            if event == DONE:
-                self._finish()
-                return True  # the connection can be used again once the body ends
-            try:
-                chunk = _decode_chunk(event)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                raise WorkerFailed(f"the server sent no completion: {excerpt(event)}") from None
-            if chunk.error is not None:
-                code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-                status = code if isinstance(code, int) and 400 <= code < 600 else 500
-                raise map_error(status, msgspec.json.encode(chunk.error), {})
-            self._totals.steps += 1
-            if not self._deliver(chunk):
-                self.ended = True
-                return False
-        return True
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that the server still has to compute, as far as known."""
-        return 0 if self.tokens_delivered else self._prompt_tokens
-
-    def begin(self, cached_tokens: int) -> None:
-        """Begin the reply, unless it has begun."""
-        if not self._begun:
-            self._begun = True
-            self._reply.begin(Started("", cached_tokens, self._prompt_tokens))
-
-    def _deliver(self, chunk: Chunk) -> bool:
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-        for choice in chunk.choices:
-            self.begin(cached_tokens=0)
-            self._reason = choice.finish_reason or self._reason
-            if not self._deliver_tokens(choice):
-                return False
-        return True
-
-    def _deliver_tokens(self, choice: StreamedChoice) -> bool:
+    def _deliver_choice(self, choice: StreamedChoice) -> bool:
         if self._encode is not None:
             ids: Sequence[int] = self._encode(choice.text) if choice.text else ()
         else:
@@ -222,21 +144,11 @@ class CompletionAnswer:
             return self._reply.tokens(ids)
         return self._reply.tokens(ids, _logprobs(choice.logprobs, ids))
 
-    def _finish(self) -> None:
-        if self.ended:
-            return
-        if not self._reason:
-            raise WorkerFailed("the server ended an answer without a finish_reason")
-        if self._reason in {"abort", "error"}:
-            raise WorkerFailed(f"the server ended an answer with finish_reason {self._reason!r}")
-        self.begin(cached_tokens=0)
-        details = self._usage.prompt_tokens_details
-        self.cached_tokens = details.cached_tokens if details is not None else None
-        self._totals.cached_tokens += self.cached_tokens or 0
+    def _finish(self, reason: FinishReason) -> None:
         count = self.tokens_delivered if self._encode is None else self._usage.completion_tokens
-        self.ended = True
-        reason: FinishReason = "length" if self._reason == "length" else "stop"
-        self._reply.finish(Finish(reason, count or self.tokens_delivered, self._stop_token))
+        count = count or self.tokens_delivered
+        end = Finish(reason, count, self._stop_token, cached_tokens=self.cached_tokens)
+        self._reply.finish(end)
 
 
 def _logprobs(logprobs: StreamedLogprobs | None, ids: Sequence[int]) -> list[TokenLogprobs]:
@@ -252,31 +164,3 @@ def _logprobs(logprobs: StreamedLogprobs | None, ids: Sequence[int]) -> list[Tok
 def _top(top: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     named = [(name.removeprefix(ID_PREFIX), value) for name, value in (top or {}).items()]
     return tuple((int(name), value) for name, value in named if name.isdecimal())
-
-
-def map_error(status: int, body: bytes, headers: Any) -> DynamoError:
-    """Return the error of a server as one of ours. 429 and 503 keep their Retry-After."""
-    text = body.decode("utf-8", "replace")
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        value = {}
-    error = value.get("error", value) if isinstance(value, dict) else {}
-    message, code = text[:300], ""
-    if isinstance(error, dict):
-        message = str(error.get("message", message))
-        code = f"{error.get('code', '')} {error.get('type', '')}"
-    if status in {429, 503}:
-        retry = headers.get("retry-after", "")
-        after = float(retry) if retry.replace(".", "", 1).isdecimal() else None
-        return Overloaded(f"the server is overloaded: {message}", retry_after_s=after)
-    if status in {400, 413, 422}:
-        too_long = "context" in code or "context length" in message or "context size" in message
-        return (ContextLengthExceeded if too_long else InvalidRequest)(message)
-    return WorkerFailed(f"the server answers {status}: {message}")
-
-
-def check_answer(answer: HttpAnswer) -> None:
-    """Raise the error of an answer that is not 200."""
-    if answer.status != 200:
-        raise map_error(answer.status, answer.body, answer.headers)

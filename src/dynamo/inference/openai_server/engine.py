@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dynamo.communication.http.client import HttpClient
-from dynamo.communication.options import TlsFiles
-from dynamo.communication.tls import client_tls_context
 from dynamo.core.clock import Clock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     ConfigError,
     DynamoError,
+    NotFound,
     WorkerFailed,
 )
 from dynamo.core.reply import Engine, KvEventListener, Reply
@@ -32,7 +29,6 @@ from dynamo.inference.openai_server.completion import (
     FEATURES,
     GIVES_IDS,
     CompletionAnswer,
-    check_answer,
     completion_body,
 )
 from dynamo.inference.openai_server.llamacpp_answer import LlamaCppAnswer, llamacpp_body
@@ -43,9 +39,16 @@ from dynamo.inference.openai_server.server_facts import (
     read_facts,
     read_model,
 )
+from dynamo.inference.openai_server.streamed_answer import check_answer
+from dynamo.inference.openai_server.text_answer import (
+    COMPLETION_PATH,
+    TEXT_FEATURES,
+    TextAnswer,
+    text_body,
+    text_path,
+)
 
 if TYPE_CHECKING:
-    from dynamo.inference.engine_registry import EngineInputs
     from dynamo.models.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -57,12 +60,15 @@ MAX_HEALTH_FAILURES = 3
 MODEL_CHECK_EVERY = 5
 """A health check of so many also asks for the model's name."""
 DEFAULT_MAX_NUM_SEQS = 256
+LOADING_TIMEOUT_S = 120.0
+"""A server without a list of models may be loading its model for so long."""
 
-Answer = CompletionAnswer | LlamaCppAnswer
+Answer = CompletionAnswer | LlamaCppAnswer | TextAnswer
 
 
 class OpenAIServerEngine(Engine):
-    """Answers by the completions of one server, with token ids as prompts.
+    """Answers by the completions of one server, with token ids as prompts. Without a tokenizer,
+    conversations go to the server as they are, and text comes back.
 
     A server that dies, hangs, or changes its model is a failure of the engine: the worker leaves,
     and the one that replaces it waits until the server answers again.
@@ -71,7 +77,7 @@ class OpenAIServerEngine(Engine):
     def __init__(
         self,
         http: HttpClient,
-        load_tokenizer: Callable[[], Tokenizer],
+        load_tokenizer: Callable[[], Tokenizer] | None,
         clock: Clock,
         *,
         model: str = "",
@@ -99,11 +105,7 @@ class OpenAIServerEngine(Engine):
         self._facts: ServerFacts | None = None
 
     async def start(self) -> EngineInfo:
-        tokenizer = await self._clock.offload(self._load_tokenizer)
-        facts = self._facts = await self._wait_for_server(unpack_ids(tokenizer.encode(PROBE_TEXT)))
-        if facts.kind not in GIVES_IDS | {"llamacpp"}:
-            _check_text_round_trip(tokenizer, self._http.url)
-        self._encode = partial(_encode_text, tokenizer)
+        facts = await self.connect()
         if facts.context_tokens:
             self._context_tokens = min(
                 self._context_tokens or facts.context_tokens, facts.context_tokens
@@ -122,14 +124,28 @@ class OpenAIServerEngine(Engine):
             max_num_batched_tokens=self._context_tokens,
             vocab_size=self._vocab_size,
             kv_events=self._view is not None,
-            features=FEATURES[facts.kind],
+            features=FEATURES[facts.kind] if self._load_tokenizer else TEXT_FEATURES,
         )
+
+    async def connect(self) -> ServerFacts:
+        """Wait until the server answers, and return what it says of itself. Raises as `start`."""
+        if self._facts is not None:
+            return self._facts
+        if self._load_tokenizer is None:
+            self._facts = await self._wait_for_server(None)
+            return self._facts
+        tokenizer = await self._clock.offload(self._load_tokenizer)
+        facts = await self._wait_for_server(unpack_ids(tokenizer.encode(PROBE_TEXT)))
+        if facts.kind not in GIVES_IDS | {"llamacpp"}:
+            _check_text_round_trip(tokenizer, self._http.url)
+        self._encode = partial(_encode_text, tokenizer)
+        self._facts = facts
+        return facts
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None or self._facts is None:
             raise self._failure_or("the engine is not started")
-        prompt = self._check_prompt(request)
-        answer, body = self._open_answer(request, prompt, reply)
+        path, body, answer = self._open_answer(request, reply, self._facts)
         self._answers.add(answer)
         drift = self._view.drift if self._view is not None else None
         prediction = drift.on_submitted(request.token_ids, request.salt) if drift else None
@@ -138,7 +154,11 @@ class OpenAIServerEngine(Engine):
                 answer.begin(cached_tokens=0)
             check_answer(
                 await self._http.send(
-                    "POST", "/v1/completions", msgspec.json.encode(body), answer.on_data
+                    "POST",
+                    path,
+                    body,
+                    answer.on_data,
+                    authorization=f"Bearer {context.api_key}" if context.api_key else "",
                 )
             )
             if not answer.ended:
@@ -189,36 +209,45 @@ class OpenAIServerEngine(Engine):
         self._http.close()
 
     def _open_answer(
-        self, request: GenerateRequest, prompt: Sequence[int], reply: Reply
-    ) -> tuple[Answer, dict[str, Any]]:
-        facts = self._facts
-        if facts is not None and facts.kind == "llamacpp":
-            body = llamacpp_body(request, prompt, self._context_tokens, facts)
-            return LlamaCppAnswer(prompt, request, reply, self._totals), body
-        assert facts is not None  # noqa: S101 - generate has checked it
-        encode = None if facts.kind in GIVES_IDS else self._encode
-        answer = CompletionAnswer(request, len(prompt), reply, self._totals, encode)
-        return answer, completion_body(request, prompt, facts)
-
-    def _check_prompt(self, request: GenerateRequest) -> tuple[int, ...]:
+        self, request: GenerateRequest, reply: Reply, facts: ServerFacts
+    ) -> tuple[str, bytes, Answer]:
+        """Return path and body of a request, and its answer. Raises `InvalidRequest` and
+        `Unsupported`."""
+        answer: Answer
+        if request.text is not None:
+            body = text_body(request, facts)
+            return text_path(request), body, TextAnswer(request, reply, self._totals)
         prompt = unpack_ids(request.token_ids)
         check_prompt(prompt, self._context_tokens, self._vocab_size)
-        return prompt
+        if facts.kind == "llamacpp":
+            fields = llamacpp_body(request, prompt, self._context_tokens, facts)
+            answer = LlamaCppAnswer(prompt, request, reply, self._totals)
+        else:
+            encode = None if facts.kind in GIVES_IDS else self._encode
+            fields = completion_body(request, prompt, facts)
+            answer = CompletionAnswer(request, len(prompt), reply, self._totals, encode)
+        return COMPLETION_PATH, msgspec.json.encode(fields), answer
 
-    async def _wait_for_server(self, probe_ids: Sequence[int]) -> ServerFacts:
-        """Return what the server says as soon as it answers. `probe_ids` are those of `PROBE_TEXT`.
-        Raises `ConfigError`, and `ModelUnavailable` for another tokenizer."""
-        last_reason = ""
+    async def _wait_for_server(self, probe_ids: Sequence[int] | None) -> ServerFacts:
+        """Return what the server says as soon as it answers. `probe_ids` are those of `PROBE_TEXT`,
+        None without a tokenizer. Raises `ConfigError`, and `ModelUnavailable` for another
+        tokenizer."""
+        last_reason, began_s = "", self._clock.now()
         while True:
             try:
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     facts = await read_facts(self._http, self._model)
-                    if not await check_tokenizer(self._http, facts, probe_ids):
+                    if probe_ids is not None and not await check_tokenizer(
+                        self._http, facts, probe_ids
+                    ):
                         fields = {"url": self._http.url, "model": facts.model.id}
                         text = "the server's tokenizer could not be compared"
                         log.warning(text, extra={"fields": fields})
                     return facts
-            except (OSError, WorkerFailed) as error:
+            except (OSError, WorkerFailed, NotFound) as error:
+                waited_s = self._clock.now() - began_s
+                if isinstance(error, NotFound) and waited_s >= LOADING_TIMEOUT_S:
+                    raise ConfigError(error.message, hint=error.hint) from None
                 reason = str(error) or type(error).__name__
                 if reason != last_reason:
                     last_reason = reason
@@ -239,7 +268,7 @@ class OpenAIServerEngine(Engine):
             except ConfigError as error:  # a changed model stays changed
                 self._fail(error)
                 return
-            except (OSError, WorkerFailed) as error:
+            except (OSError, WorkerFailed, NotFound) as error:
                 failures += 1
                 if failures == MAX_HEALTH_FAILURES:
                     reason = str(error) or f"no answer in {HEALTH_TIMEOUT_S:g} s"
@@ -285,41 +314,3 @@ def _check_text_round_trip(tokenizer: Tokenizer, url: str) -> None:
                 f"{url} sends text without token ids, and the tokenizer changes {text!r}",
                 hint="use a server that sends token ids: vLLM, SGLang or llama.cpp",
             )
-
-
-def parse_kv_events(text: str) -> KvEventEndpoint:
-    """Return the endpoint of `tcp://HOST:PORT` or `tcp://HOST:PORT/REPLAY_PORT`. Raises
-    `ConfigError`."""
-    match = re.fullmatch(r"(tcp://[^/]+):(\d+)(?:/(\d+))?", text)
-    if match is None:
-        raise ConfigError(
-            f"{text!r} is no address of KV events",
-            hint="e.g. tcp://10.0.0.5:5557, or with the port of its replays tcp://10.0.0.5:5557/5558",
-        )
-    host, port, replay = match.groups()
-    return KvEventEndpoint(f"{host}:{port}", f"{host}:{replay}" if replay else "")
-
-
-async def open_engine(inputs: EngineInputs) -> OpenAIServerEngine:
-    """Create the engine for the first of the settings' URLs. Raises `ConfigError`."""
-    from dynamo.models.tokenization.tokenizer import load_tokenizer
-
-    settings, card = inputs.settings.engine, inputs.card
-    if not settings.urls:
-        raise ConfigError("out=openai needs a URL", hint="dynamo run out=openai http://HOST:PORT")
-    (url, *_) = settings.urls
-    tls: ssl.SSLContext | None = None
-    if url.startswith("https:"):
-        tls = await inputs.clock.offload(client_tls_context, TlsFiles(ca=settings.url_ca))
-    headers = {"authorization": f"Bearer {settings.url_key}"} if settings.url_key else {}
-    return OpenAIServerEngine(
-        HttpClient(url, headers, tls),
-        partial(load_tokenizer, card.tokenizer),
-        inputs.clock,
-        model=settings.url_model,
-        block_tokens=settings.block_size,
-        context_tokens=card.context_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        vocab_size=card.vocab_size,
-        kv_events=parse_kv_events(settings.url_kv_events[0]) if settings.url_kv_events else None,
-    )

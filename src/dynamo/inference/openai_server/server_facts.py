@@ -8,7 +8,13 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.communication.http.client import HttpAnswer, HttpClient
-from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed, nearest_name_hint
+from dynamo.core.errors import (
+    ConfigError,
+    ModelUnavailable,
+    NotFound,
+    WorkerFailed,
+    nearest_name_hint,
+)
 
 Kind = Literal["vllm", "sglang", "llamacpp", "dynamo", "openai"]
 """The program behind a URL. "openai": any other one, which is given only what OpenAI documents."""
@@ -53,12 +59,13 @@ _decode_models = msgspec.json.Decoder(ModelList).decode
 
 async def read_model(http: HttpClient, name: str) -> RemoteModel:
     """Return the model that the server has under `name`, or its only one. Raises `OSError`,
-    `WorkerFailed` if it does not answer as it should, and `ConfigError` for another name."""
+    `WorkerFailed` if it does not answer as it should, `NotFound` if it has no list of models, or
+    none yet, and `ConfigError` for another name."""
     answer = await http.send("GET", "/v1/models")
     if answer.status in {401, 403}:
         raise ConfigError(f"{http.url} refuses the key ({answer.status})", hint=KEY_HINT)
     if 300 <= answer.status < 400 or answer.status in {404, 405}:
-        raise ConfigError(
+        raise (NotFound if answer.status == 404 else ConfigError)(
             f"{http.url} is no OpenAI API: {http.url}/v1/models answers {answer.status}",
             hint="give the URL that is followed by /v1/models at the server",
         )

@@ -124,7 +124,7 @@ async def open_engine(inputs: EngineInputs) -> ScriptEngine:
     settings: EngineSettings = inputs.settings.engine
     card, offload = inputs.card, inputs.clock.offload
     tokens_per_step = parse_tokens_per_step(settings.tokens_per_step)
-    tokenizer = await offload(load_tokenizer, card.tokenizer)
+    tokenizer = await offload(load_tokenizer, card.tokenizer_file)
     answers = await offload(partial(read_script, Path(settings.script), tokenizer))
     return ScriptEngine(
         answers,

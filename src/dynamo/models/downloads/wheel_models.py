@@ -66,7 +66,12 @@ MINILM_MODEL = WheelModel(
     file_bytes=83_319_212,
     folder_files=("config.json", "model.safetensors", "modules.json", "tokenizer.json"),
 )
-WHEEL_MODELS = {"": DEFAULT_MODEL, "minilm": MINILM_MODEL, MINILM_MODEL.name: MINILM_MODEL}
+WHEEL_MODELS = {
+    "": DEFAULT_MODEL,
+    DEFAULT_MODEL.name: DEFAULT_MODEL,
+    "minilm": MINILM_MODEL,
+    MINILM_MODEL.name: MINILM_MODEL,
+}
 """The models that a user can name without having them."""
 
 

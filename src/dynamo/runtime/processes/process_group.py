@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
+from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 
 log = logging.getLogger(__name__)
@@ -103,14 +104,16 @@ class ProcessGroup:
             await asyncio.wait(pending)
 
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
-        """Change the number of replicas of a kind. Raises `NotFound`, `ConfigError`, and
-        `ModelUnavailable` if a new replica cannot start or the disk is full."""
+        """Change the number of replicas of a kind. Other requests are executed while new replicas
+        start. Raises `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot
+        start or the disk is full."""
+        added: list[ChildProcess] = []
         async with self._lock:
             replicas = self._children_of_kind(kind)
             check_replicas(kind, count)
             if len(replicas) < count:
                 await self._require_space()
-                await self._add_replicas(kind, count - len(replicas), progress)
+                added = self._add_replicas(kind, count - len(replicas))
             elif len(replicas) > count:
                 ready_first = sorted(replicas, key=lambda child: not child.ready)  # then by age
                 await self._stop_and_remove(
@@ -118,6 +121,9 @@ class ProcessGroup:
                 )
             else:
                 progress(f"{kind}: {count} as before")
+        for child in added:
+            await self._wait_until_ready(child)
+            progress(f"{child.spec.name} serves")
 
     async def drain(self, name: str, progress: ControlProgressCallback) -> None:
         """Stop and remove a process. Raises `NotFound`."""
@@ -145,11 +151,13 @@ class ProcessGroup:
                 url_model=model,
                 url_kv_events=(kv_events,) if kv_events else (),
             )
-            spec = replace(spec, settings=replace(spec.settings, engine=engine))
+            model_settings = spec.settings.model
+            if not (model_settings.path or spec.settings.engine.kind == "openai"):
+                model_settings = replace(model_settings, path=DEFAULT_MODEL.name)
+            settings = replace(spec.settings, engine=engine, model=model_settings)
+            spec = replace(spec, settings=settings)
             child = self._start_new_child(replace(spec, name=next(self._free_names(DEFAULT_KIND))))
-        if reason := await self._wait_for_start(child):
-            async with self._lock:
-                await self._remove_failed(child, reason)
+        await self._wait_until_ready(child)
         progress(f"{child.spec.name} serves {url}")
 
     async def remove_url(self, url: str, progress: ControlProgressCallback) -> None:
@@ -170,35 +178,42 @@ class ProcessGroup:
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
         """Replace a process, or all of a kind one after the other, by the present settings. Without
         a name, replace every worker, or every process of a graph, which has no workers. Each
-        process drains after its replacement serves. Raises `NotFound`, and `ModelUnavailable` if a
-        replacement cannot start."""
+        process drains after its replacement serves. Other requests are executed while replacements
+        start. Raises `NotFound`, and `ModelUnavailable` if a replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
             named = [child for child in self.children if _is_called(child, name)]
-            for old in named or self._replaceable_children(name):
-                spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
-                if old.spec.settings.engine.urls:
-                    spec = old.spec  # each has its own URL, which may not be in the settings
-                new = self._start_new_child(self._replica_spec(spec, old.spec.name))
-                await self._wait_until_ready(new)
-                await self.stop_children([old])
-                self._remove_child(old)
-                progress(f"{old.spec.name} was replaced")
+            replaced = named or self._replaceable_children(name)
+        for old in replaced:
+            await self._replace_child(old, progress)
+
+    async def _replace_child(self, old: ChildProcess, progress: ControlProgressCallback) -> None:
+        async with self._lock:
+            if old not in self.children:
+                return
+            spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
+            if old.spec.settings.engine.urls:
+                spec = old.spec  # each has its own URL, which may not be in the settings
+            new = self._start_new_child(self._replica_spec(spec, old.spec.name))
+        await self._wait_until_ready(new)
+        async with self._lock:
+            leaving = old if old in self.children else new  # another request has removed it
+            if leaving in self.children:
+                await self.stop_children([leaving])
+                self._remove_child(leaving)
+        progress(f"{old.spec.name} was replaced")
 
     def _replaceable_children(self, kind: str) -> list[ChildProcess]:
         if kind or DEFAULT_KIND in self._specs:
             return self._children_of_kind(kind or DEFAULT_KIND)
         return list(self.children)
 
-    async def _add_replicas(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
+    def _add_replicas(self, kind: str, count: int) -> list[ChildProcess]:
         replicas = self._children_of_kind(kind)
         spec = replicas[0].spec if replicas else self._specs[kind]
         free_names = self._free_names(kind)
         new_specs = [self._replica_spec(spec, next(free_names)) for _ in range(count)]
-        added = [self._start_new_child(new_spec) for new_spec in new_specs]
-        for child in added:
-            await self._wait_until_ready(child)
-            progress(f"{child.spec.name} serves")
+        return [self._start_new_child(new_spec) for new_spec in new_specs]
 
     def _free_names(self, kind: str) -> Iterator[str]:
         """Yield names of processes that do not exist."""
@@ -242,9 +257,10 @@ class ProcessGroup:
 
     async def _wait_until_ready(self, child: ChildProcess) -> None:
         """Wait until a child serves. Removes a child that cannot start; raises
-        `ModelUnavailable`."""
+        `ModelUnavailable`. The caller does not hold the lock."""
         if reason := await self._wait_for_start(child):
-            await self._remove_failed(child, reason)
+            async with self._lock:
+                await self._remove_failed(child, reason)
 
     async def _wait_for_start(self, child: ChildProcess) -> str:
         """Wait until a child serves, and return "", or until it cannot start: return why."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from dynamo.core.fast_path import FastPath, SendToken, TextTable
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextOptions, TextReply
@@ -185,7 +187,10 @@ class Detokeniser(Reply):
         return self._reply.text(self._choice, rest) if rest else True
 
     def _finish(self, end: Finish, stop: str | int | None) -> None:
-        self._reply.finish(self._choice, TextFinish(end.reason, self._count_tokens(), stop))
+        text_end = TextFinish(end.reason, self._count_tokens(), stop)
+        if end.cached_tokens and self._choice == 0:
+            text_end = replace(text_end, cached_tokens=end.cached_tokens)
+        self._reply.finish(self._choice, text_end)
 
     def _convert_logprobs(self, logprobs: TokenLogprobs) -> DecodedTokenLogprob:
         read = self._vocabulary.get_token_bytes

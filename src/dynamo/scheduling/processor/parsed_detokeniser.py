@@ -93,5 +93,12 @@ class ParsedDetokeniser(Detokeniser):
 
     def _finish(self, end: Finish, stop: str | int | None) -> None:
         reason = "tool_calls" if self._reader.calls and end.reason == "stop" else end.reason
-        reply_end = TextFinish(reason, self._count_tokens(), stop, self._reasoning_tokens)
+        cached_tokens = (end.cached_tokens or 0) if self._choice == 0 else 0
+        reply_end = TextFinish(
+            reason,
+            self._count_tokens(),
+            stop,
+            self._reasoning_tokens,
+            cached_tokens=cached_tokens,
+        )
         self._reply.finish(self._choice, reply_end)

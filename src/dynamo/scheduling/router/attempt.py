@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from dynamo.core.clock import Clock
 from dynamo.core.fast_path import SendToken
 from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.placement_handle import Placement
@@ -121,6 +122,13 @@ class Attempt(Reply):
         send = self._tokens  # calling a slot directly is slower in CPython 3.11
         return send(ids, logprobs)
 
+    def text(self, part: TextPart) -> bool:
+        if self.first_token_s is None:
+            self._on_first_token()
+        if self._counts_tokens and self.placement is not None:
+            self.placement.emitted += 1
+        return self._reply.text(part)
+
     @property
     def token_log(self) -> array[int] | None:
         return self._reply.token_log
@@ -137,6 +145,8 @@ class Attempt(Reply):
 
     def finish(self, end: Finish) -> None:
         self.ended_by_token = end.stop_token is not None
+        if end.cached_tokens is not None:
+            self.cached_tokens = end.cached_tokens
         for listener in self._listeners:
             listener.on_finished(end)
         self._reply.finish(end)

@@ -1,0 +1,233 @@
+"""TextProcessor: the processor of a model without a tokenizer, whose workers take and give text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.context import Context
+from dynamo.core.errors import Unsupported
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
+from dynamo.core.settings.schema import SamplingSettings
+from dynamo.core.tasks import run_in_slices
+from dynamo.core.text import (
+    CallEnded,
+    ChatRequest,
+    CompletionRequest,
+    TextDelta,
+    TextFinish,
+    TextOptions,
+    TextPart,
+    TextReply,
+)
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    RequestGroup,
+    SamplingParams,
+    Started,
+    StopConditions,
+    TextParameters,
+)
+from dynamo.models.card import ModelCard
+from dynamo.scheduling.processor.chat_processor import CHOICES_PER_SLICE
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TextAnswerReply(Reply):
+    """Passes the parts of one choice on as they come."""
+
+    __slots__ = ("_called", "_choice", "_echo", "_offset", "_reply")
+
+    def __init__(self, choice: int, reply: TextReply, echo: str) -> None:
+        self._choice = choice
+        self._reply = reply
+        self._echo = echo
+        self._called = False
+        self._offset = 0
+
+    def begin(self, started: Started) -> None:
+        self._reply.begin(self._choice, started)
+        if self._echo:
+            self._reply.text(self._choice, self._echo)
+
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        del ids, logprobs
+        raise Unsupported("tokens came for a model whose tokenizer is not at hand")
+
+    def text(self, part: TextPart) -> bool:
+        if not isinstance(part, TextDelta):
+            self._called = self._called or isinstance(part, CallEnded)
+            return self._reply.event(self._choice, part)
+        logprobs = part.logprobs
+        if logprobs is None:
+            return self._reply.text(self._choice, part.text)
+        offset = self._offset
+        self._offset += len(part.text)
+        placed = [replace(logprob, offset=offset) for logprob in logprobs]
+        return self._reply.text(self._choice, part.text, placed)
+
+    def finish(self, end: Finish) -> None:
+        first = self._choice == 0  # the choices of a prompt share its tokens
+        text_end = TextFinish(
+            "tool_calls" if self._called and end.reason == "stop" else end.reason,
+            end.completion_tokens,
+            reasoning_tokens=end.reasoning_tokens,
+            prompt_tokens=end.prompt_tokens if first else 0,
+            cached_tokens=(end.cached_tokens or 0) if first else 0,
+        )
+        self._reply.finish(self._choice, text_end)
+
+
+class TextProcessor:
+    """Sends conversations and prompts as they are through `send`, with what the caller and the
+    configuration say of sampling. The other values are the server's own.
+
+    Routers count `TOKEN_BYTES` bytes of the text as a token, and find common beginnings of texts.
+    """
+
+    tool_format = "the server's own: it reads tool calls and reasoning"
+
+    def __init__(self, card: ModelCard, send: SendRequest, sampling: SamplingSettings) -> None:
+        self.card = card
+        self._send = send
+        self._stop_strings = tuple(filter(None, sampling.stop_tokens))
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        values = {name: getattr(sampling, name) for name in names}
+        self._defaults = {name: value for name, value in values.items() if value}
+
+    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+        """Continue a conversation until every choice is complete or the reader wants no more.
+        Raises `Unsupported` and the errors of the workers."""
+        conversation: dict[str, Any] = {"messages": request.messages}
+        values: dict[str, Any] = {}
+        if request.tools:
+            conversation = {"tools": request.tools} | conversation
+            if request.callable_tools is not None:
+                values["tool_choice"] = _tool_choice(request.callable_tools)
+            if not request.parallel_tool_calls:
+                values["parallel_tool_calls"] = False
+        if request.template_args:
+            values["chat_template_kwargs"] = request.template_args
+        if not request.add_generation_prompt:
+            values["add_generation_prompt"] = False
+        options = request.options
+        values |= self._sampling(options)
+        reply.prompt(0)
+        parameters = TextParameters(chat=True, values=values)
+        await self._send_choices(_pad(_encode(conversation)), parameters, options, context, reply)
+
+    async def complete(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> None:
+        """Continue a text; `echo` repeats it first. Otherwise like `chat`."""
+        send = await self.prepare_completion(request, context, reply)
+        await send()
+
+    async def prepare_completion(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> Callable[[], Any]:
+        """Check a completion, and return the function that sends it. Raises as `chat`."""
+        prompt, options = request.prompt, request.options
+        if not isinstance(prompt, str):
+            self._refuse("token ids as a prompt", "prompt")
+        parameters = TextParameters(chat=False, values=self._sampling(options))
+        echo = prompt if request.echo else ""
+        reply.prompt(0, (options.n - 1) * len(echo.encode()))
+        packed = _pad(_encode({"prompt": prompt}))
+        return partial(self._send_choices, packed, parameters, options, context, reply, echo)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
+    ) -> list[int]:
+        """Raise `Unsupported`."""
+        del prompt, add_special
+        self._refuse("/tokenize", "model")
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Raise `Unsupported`."""
+        del ids
+        self._refuse("/detokenize", "model")
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """Raise `Unsupported`."""
+        del ids
+        self._refuse("the texts of token ids", "model")
+
+    def _refuse(self, what: str, param: str) -> NoReturn:
+        raise Unsupported(
+            f"{what}: the tokenizer of {self.card.name} is not at hand, only its server",
+            hint="name the model's folder or file after the server's URL at the start",
+            param=param,
+        )
+
+    def _sampling(self, options: TextOptions) -> dict[str, Any]:
+        """Return what the caller and the configuration say of sampling, by OpenAI's names. Raises
+        `Unsupported` for what names tokens."""
+        if options.sampling.logit_bias:
+            self._refuse("logit_bias", "logit_bias")
+        if options.stop_token_ids:
+            self._refuse("stop_token_ids", "stop_token_ids")
+        values: dict[str, Any] = self._defaults | msgspec.to_builtins(options.sampling)
+        stop = (*options.stop, *self._stop_strings)
+        own_values = {
+            "max_tokens": options.max_tokens,
+            "stop": stop or None,
+            "min_tokens": options.min_tokens or None,
+            "ignore_eos": options.ignore_eos or None,
+            "skip_special_tokens": None if options.skip_special_tokens else False,
+            "include_stop_str_in_output": options.include_stop or None,
+        }
+        return values | {name: value for name, value in own_values.items() if value is not None}
+
+    async def _send_choices(
+        self,
+        prompt: bytes,
+        parameters: TextParameters,
+        options: TextOptions,
+        context: Context,
+        reply: TextReply,
+        echo: str = "",
+    ) -> None:
+        max_tokens = parameters.values.get("max_tokens")
+        stops = StopConditions() if max_tokens is None else StopConditions(max_tokens)
+        request = GenerateRequest(
+            request_id=context.request_id,
+            model=self.card.name,
+            token_ids=prompt,
+            sampling=SamplingParams(),
+            stops=stops,
+            top_logprobs=options.top_logprobs,
+            salt=options.salt,
+            priority=options.priority,
+            structured=options.structured,
+            text=parameters,
+        )
+        if options.n == 1:
+            await self._send(request, context, TextAnswerReply(0, reply, echo))
+            return
+        request = replace(request, group=RequestGroup(request))
+
+        async def send_choice(choice: int) -> None:
+            answer = TextAnswerReply(choice, reply, echo)
+            await self._send(replace(request, choice=choice), context, answer)
+
+        await run_in_slices(map(send_choice, range(options.n)), CHOICES_PER_SLICE)
+
+
+def _tool_choice(names: Sequence[str]) -> str | dict[str, Any]:
+    if not names:
+        return "none"
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
+def _pad(text: bytes) -> bytes:
+    """Fill JSON up to whole tokens."""
+    return text + b" " * (-len(text) % TOKEN_BYTES)
