@@ -25,6 +25,7 @@ from dynamo.application.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from dynamo.application.messages.body import MessagesBody
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
+from dynamo.application.responses.body import ResponsesBody
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
@@ -275,6 +276,7 @@ def http_page() -> str:
         ("chat/completions", ChatBody),
         ("completions", CompletionBody),
         ("messages", MessagesBody),
+        ("responses", ResponsesBody),
         ("embeddings", EmbeddingBody),
         ("score", ScoreBody),
         ("rerank", RerankBody),
@@ -289,11 +291,16 @@ def http_page() -> str:
     return "\n".join(parts)
 
 
+FILES_WITH_ROUTES = ("app.py", "responses/handler.py", "status.py", "routing.py")
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
     "/v1/messages": "continue a conversation in the format of Anthropic",
     "/v1/messages/count_tokens": "the number of tokens in the prompt of such a conversation",
+    "/v1/responses": "answer items by items, and store both; `stream: true` for events",
+    "/v1/responses/": "a stored response: its id follows, then maybe `/input_items` or `/cancel`",
+    "/v1/responses/input_tokens": "the number of tokens of such a request",
+    "/v1/responses/compact": "refused: responses cannot be compacted",
     "/v1/embeddings": "the vectors of texts or token ids, by an embedding model",
     "/v1/score": "the cosine of each pair of texts, as vLLM answers",
     "/v1/rerank": "the documents nearest to a query, as Cohere and Jina answer",
@@ -317,7 +324,7 @@ ROUTES = {
 def declared_routes() -> Iterator[tuple[str, str, str]]:
     """Yield (path, method, description) of every route in the application's tables."""
     folder = Path(dynamo.__path__[0]) / "application"
-    sources = [(folder / name).read_text() for name in ("app.py", "status.py", "routing.py")]
+    sources = [(folder / name).read_text() for name in FILES_WITH_ROUTES]
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if not isinstance(node, ast.Dict):
             continue

@@ -12,7 +12,7 @@ from dynamo.communication.http import HeaderCheck, Request, WebAccess
 from dynamo.core.errors import Unauthorized
 
 PREFLIGHT_HEADERS: Headers = (
-    ("access-control-allow-methods", "GET, POST, OPTIONS"),
+    ("access-control-allow-methods", "GET, POST, DELETE, OPTIONS"),
     ("access-control-max-age", "86400"),
 )
 EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, x-dynamo-prefill-worker, retry-after"
@@ -35,6 +35,10 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = {_digest(key) for key in keys}
         self.required = bool(keys)
+
+    def owner(self, request: Request) -> str:
+        """Return a digest of the caller's key; without keys, all callers are the same one."""
+        return _digest(caller_key(request)).hex() if self.required else ""
 
     def check(self, request: Request) -> None:
         """Raise `Unauthorized` unless the request carries a known key."""

@@ -17,6 +17,8 @@ from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.large_bodies import LargeBodies
 from dynamo.application.messages.errors import ANTHROPIC_ERRORS
 from dynamo.application.messages.handler import MessagesHandler
+from dynamo.application.responses.handler import ResponsesHandler
+from dynamo.application.responses.store import ResponseStore
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandler
@@ -24,7 +26,7 @@ from dynamo.application.tokenization import TokenizationHandler
 from dynamo.communication.http import LARGE_BODY_BYTES, Request, Response, WebAccess
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, ServerStopped
-from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.settings.schema import ResponsesSettings, ServerSettings
 from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
 
@@ -89,7 +91,7 @@ class Application:
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
     (workers, planes). `metrics_source` knows the metrics of the other processes, and `routing`
     answers /router/...; None leaves out what they answer.
-    `share_cache` is `engine.share_cache`.
+    `share_cache` is `engine.share_cache`. Without a `response_store`, responses are kept in memory.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Application:
         metrics_source: MetricsSource | None = None,
         routing: RoutingSource | None = None,
         share_cache: bool = False,
+        response_store: ResponseStore | None = None,
     ) -> None:
         self.metrics = FrontendMetrics(registry)
         self.generation = GenerationHandler(
@@ -139,7 +142,7 @@ class Application:
             metrics_source=metrics_source,
         )
         self._routes = RouteTable(
-            {**self._authenticated_routes(server, routing), **status.routes()}
+            {**self._authenticated_routes(server, routing, response_store), **status.routes()}
         )
 
     def update_settings(self, server: ServerSettings) -> None:
@@ -147,9 +150,20 @@ class Application:
         self.generation.update_settings(server)
         self._log_requests = server.log_requests
 
+    async def close(self, drain_s: float) -> None:
+        """Wait for responses in the background at most `drain_s`, then close their store."""
+        await self._responses.close(drain_s)
+
     def _authenticated_routes(
-        self, server: ServerSettings, routing: RoutingSource | None
+        self,
+        server: ServerSettings,
+        routing: RoutingSource | None,
+        response_store: ResponseStore | None,
     ) -> dict[str, dict[str, Route]]:
+        store = response_store or ResponseStore(None, ResponsesSettings(), self._clock.wall)
+        self._responses = ResponsesHandler(
+            self._gateway, self.generation, store, self._keys, self._clock, server.unknown_roles
+        )
         models = ModelsHandler(self._gateway)
         tokens = TokenizationHandler(
             self._gateway, server.unknown_roles, self.generation.concurrency
@@ -159,6 +173,7 @@ class Application:
             "/v1/chat/completions": {"POST": self.generation.chat},
             "/v1/completions": {"POST": self.generation.complete},
             "/v1/messages": {"POST": messages.create},
+            **self._responses.routes(),
         }
         self._generation_paths = frozenset(generation)
         embeddings = EmbeddingHandler(self._gateway, self.generation)

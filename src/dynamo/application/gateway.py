@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import InvalidRequest, ModelNotFound, ModelNotReady
+from dynamo.core.values import SamplingParams
 
 DEFAULT_MODEL = "default"
 RETRY_AFTER_S = 2.0
@@ -21,6 +22,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     `derived` models are built on other models. The name `default` prefers models that are not.
     `context_tokens` is 0 where the length is unknown; `created` is Unix time. `tool_format` is
     the family whose tool calls are read from answers, and why; empty where that is unknown.
+    `sampling` holds the values of requests without their own.
     """
 
     names: tuple[str, ...]
@@ -30,6 +32,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     owned_by: str = "dynamo"
     derived: bool = False
     tool_format: str = ""
+    sampling: SamplingParams = SamplingParams()
 
 
 class ServedEmbeddingModel(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ STATUS_BY_CODE = {
     "model_unavailable": 503,
     "no_workers": 503,
     "plane_away": 503,
+    "store_unavailable": 503,
     "worker_failed": 503,
     "instance_gone": 503,
     "worker_leaving": 503,

@@ -67,6 +67,10 @@ class NotFound(DynamoError, code="not_found"):
     """The route, endpoint or file does not exist."""
 
 
+class PreviousResponseNotFound(NotFound, code="previous_response_not_found"):
+    """The response that a request continues is not stored, or belongs to another API key."""
+
+
 class MethodNotAllowed(DynamoError, code="method_not_allowed"):
     """The route exists, the method does not."""
 
@@ -142,6 +146,10 @@ class TransferFailed(DynamoError, code="transfer_failed", retryable=True):
 
 class PlaneUnavailable(DynamoError, code="plane_away", retryable=True):
     """A server of a plane (etcd, NATS) cannot be reached now."""
+
+
+class StoreUnavailable(DynamoError, code="store_unavailable", retryable=True):
+    """The file of stored responses cannot be read or written."""
 
 
 class PoisonedRequest(DynamoError, code="poisoned_request"):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dynamo.application import Application, Gateway
 from dynamo.application.large_bodies import default_body_bytes
+from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
+from dynamo.application.responses.store import ResponseStore
 from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
@@ -19,6 +23,7 @@ from dynamo.services.service_models import ServiceModelWatcher
 from dynamo.services.shared_metrics import SharedPortMetrics
 
 log = logging.getLogger(__name__)
+
 
 MODELS_TIMEOUT_S = 10.0
 """A frontend that shares its port waits up to this long for the announced models to be open."""
@@ -35,18 +40,7 @@ class FrontendService:
         queries = RoutingQueries(runtime, routing)
         self._model_watcher = ModelWatcher(runtime, gateway, routing)
         server = runtime.settings.server
-        application = Application(
-            server,
-            gateway,
-            runtime.clock,
-            runtime.metrics,
-            reasons=lambda: runtime.health.reasons,
-            facts=self._health_facts,
-            metrics_source=SharedPortMetrics(runtime),
-            routing=queries,
-            share_cache=runtime.settings.engine.share_cache,
-        )
-        runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
+        application = self._open_application(gateway, queries)
         http = HttpServer(
             application.handle,
             HttpLimits.from_settings(server),
@@ -54,9 +48,9 @@ class FrontendService:
             on_error=application.on_error,
             check_headers=application.check_headers,
         )
+        host = server.http_host
         if not server.max_body_bytes:
             gateway.on_change(lambda: self._set_body_limit(http, gateway))
-        host = server.http_host
         self._model_watcher.start()
         EmbeddingModelWatcher(runtime, gateway).start()
         if runtime.supervisor:  # other frontends on this port may serve the models already
@@ -77,6 +71,24 @@ class FrontendService:
         )
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
 
+    def _open_application(self, gateway: Gateway, queries: RoutingQueries) -> Application:
+        runtime = self._runtime
+        application = Application(
+            runtime.settings.server,
+            gateway,
+            runtime.clock,
+            runtime.metrics,
+            reasons=lambda: runtime.health.reasons,
+            facts=self._health_facts,
+            metrics_source=SharedPortMetrics(runtime),
+            routing=queries,
+            share_cache=runtime.settings.engine.share_cache,
+            response_store=_response_store(runtime),
+        )
+        runtime.add_shutdown_hook(application.close)
+        runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
+        return application
+
     @staticmethod
     def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:
         http.budget.max_body_bytes = default_body_bytes(gateway.context_tokens)
@@ -96,3 +108,14 @@ class FrontendService:
             "planes": self._runtime.plane_status(),
             "instance": self._runtime.instance_id,
         }
+
+
+def _response_store(runtime: DistributedRuntime) -> ResponseStore:
+    """Return the store in the state folder of the deployment, which its frontends share."""
+
+    def path() -> Path:
+        deployment = deployment_of(runtime.settings)
+        deployment.create_folder()
+        return deployment.folder / RESPONSES_FILE
+
+    return ResponseStore(path, runtime.settings.responses, runtime.clock.wall)

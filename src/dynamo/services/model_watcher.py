@@ -157,6 +157,7 @@ class ModelWatcher:
             card.created,
             card.context_tokens,
             tool_format=processor.tool_format,
+            sampling=processor.default_sampling,
         )
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline

@@ -224,6 +224,7 @@ class ItemStreamReply(ItemReply):
         self._start_timer(SILENCE_S)
 
     def _begin_item(self, item: AnswerItem) -> None:
+        self._write(b"")  # the start comes first: writers number their events
         super()._begin_item(item)
         self._write(self._writer.encode_item_begun(item))
 

@@ -141,6 +141,20 @@ class ServerSettings(SettingsSection, frozen=True):
     )
 
 
+class ResponsesSettings(SettingsSection, frozen=True):
+    """Stored answers of /v1/responses, in the deployment's state folder."""
+
+    keep: float = setting(
+        30 * 86_400.0, "time after its last use when a response is deleted", unit="seconds", ge=1
+    )
+    max_bytes: int = setting(
+        256 << 20,
+        "size of all stored responses; beyond it those unused longest are deleted",
+        unit="bytes",
+        ge=1 << 20,
+    )
+
+
 class ModelSettings(SettingsSection, frozen=True):
     """The served model."""
 
@@ -275,6 +289,7 @@ class Settings(SettingsSection, frozen=True):
 
     version: int = setting(1, "version of this schema", ge=1, le=1)
     server: ServerSettings = ServerSettings()
+    responses: ResponsesSettings = ResponsesSettings()
     frontend: FrontendSettings = FrontendSettings()
     router: RouterSettings = RouterSettings()
     index: IndexSettings = IndexSettings()

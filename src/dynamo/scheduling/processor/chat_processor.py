@@ -22,6 +22,7 @@ from dynamo.core.values import (
     Finish,
     GenerateRequest,
     RequestGroup,
+    SamplingParams,
     Started,
     StopConditions,
 )
@@ -87,6 +88,11 @@ class ChatProcessor:
     def tool_format(self) -> str:
         """The family whose tool calls are read from answers, and why that one."""
         return self._answers.description
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """The sampling values of requests without their own."""
+        return self._defaults.sampling
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Continue a conversation until every choice is complete or the reader wants no more.

@@ -25,7 +25,7 @@ _NO_OVERRIDES = SamplingOverrides()
 
 
 class RequestDefaults:
-    """The defaults of one model."""
+    """The defaults of one model. `sampling` holds those of sampling."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class RequestDefaults:
             if value is not None:
                 self._default_values[name] = value
         self._default_values["top_k"] = max(0, self._default_values["top_k"])
-        self._default_sampling = SamplingParams(**self._default_values)
+        self.sampling = SamplingParams(**self._default_values)
         max_tokens = generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         self._max_tokens = configured.max_tokens or max_tokens
         self._context_tokens = context_tokens
@@ -50,7 +50,7 @@ class RequestDefaults:
     def resolve_sampling(self, overrides: SamplingOverrides) -> SamplingParams:
         """Return the defaults with all overrides that are not None. The default seed is random."""
         if overrides == _NO_OVERRIDES:
-            return replace(self._default_sampling, seed=self._random_bits(SEED_BITS))
+            return replace(self.sampling, seed=self._random_bits(SEED_BITS))
         values = self._default_values.copy()
         for name in overrides.__struct_fields__:
             value = getattr(overrides, name)

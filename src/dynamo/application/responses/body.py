@@ -1,0 +1,200 @@
+"""The body of /v1/responses and its translation to a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.gateway import DEFAULT_MODEL
+from dynamo.application.openai.body import decode_body
+from dynamo.application.openai.chat import ChatBody
+from dynamo.application.openai.generation_body import (
+    STRUCTURE_FIELDS,
+    GenerationBody,
+    Neutral,
+    UnsupportedFields,
+    check_size,
+)
+from dynamo.application.responses.input_items import PREVIOUS, ChatMessages, Item
+from dynamo.communication.http import Request
+from dynamo.core.errors import InvalidRequest, Unsupported
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_ECHOED_CHARS = 1024
+"""Limit of a text that the answer repeats, e.g. `prompt_cache_key`."""
+LOGPROBS = "message.output_text.logprobs"
+"""The item of `include` that asks for logprobs."""
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """The field `reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The field `text`."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(GenerationBody, kw_only=True):
+    """OpenAI's Responses request, with the additions of vLLM that chat has, too."""
+
+    model: str = DEFAULT_MODEL
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    text: TextFormat | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    n: Annotated[Any, Neutral(1)] = None
+    truncation: Annotated[Any, Neutral("disabled")] = None
+    conversation: Annotated[Any, Neutral()] = None
+    prompt: Annotated[Any, Neutral()] = None
+    context_management: Annotated[Any, Neutral([])] = None
+    moderation: Annotated[Any, Neutral()] = None
+
+
+_decoder = msgspec.json.Decoder(ResponsesBody)
+_unsupported = UnsupportedFields(ResponsesBody)
+_SHARED_FIELDS = tuple(
+    name for name in GenerationBody.__struct_fields__ if name not in {"n", "response_format"}
+)
+
+
+def read_responses_body(request: Request) -> ResponsesBody:
+    """Return the body of a request. Raises `InvalidRequest`, `Unsupported`."""
+    body = decode_body(_decoder, request)
+    _unsupported.check(body)
+    if body.input is None:
+        raise InvalidRequest("input: required, but missing", param="input")
+    metadata = body.metadata or {}
+    check_size("metadata", len(metadata), MAX_METADATA)
+    for key, value in metadata.items():
+        check_size("metadata", len(key), MAX_METADATA_KEY, "characters in a key")
+        check_size("metadata", len(value), MAX_METADATA_VALUE, "characters in a value")
+    for name in ("prompt_cache_key", "safety_identifier", "previous_response_id"):
+        text = getattr(body, name) or ""
+        check_size(name, len(text), MAX_ECHOED_CHARS, "characters")
+    if body.background:
+        if body.stream:
+            raise Unsupported(
+                "stream: a response in the background cannot be streamed",
+                hint="poll GET /v1/responses/ID, or leave background out",
+                param="stream",
+            )
+        if body.store is False:
+            raise InvalidRequest(
+                "background: needs store: true, by which the response is read", param="background"
+            )
+    return body
+
+
+def chat_messages(
+    instructions: str | None, context: Sequence[Item], items: Sequence[Item], *, text: bool
+) -> ChatMessages:
+    """Return the messages of a request: instructions, the items of earlier responses, its own.
+    `text`: the input is a text, no list."""
+    chat = ChatMessages()
+    if instructions is not None:
+        chat.add({"role": "system", "content": instructions}, "instructions")
+    own = ("input" if text else f"input[{index}]" for index in range(len(items)))
+    fields = [*repeat(PREVIOUS, len(context)), *own]
+    chat.add_items([*context, *items], iter(fields))
+    return chat
+
+
+def chat_body(body: ResponsesBody, messages: list[Item]) -> ChatBody:
+    """Return the chat request with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
+    shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
+    logprobs = bool(body.include and LOGPROBS in body.include) or bool(body.top_logprobs)
+    return ChatBody(
+        **shared,
+        response_format=_response_format(body),
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=logprobs,
+        top_logprobs=body.top_logprobs if logprobs else None,
+        tools=[_chat_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
+        or None,
+        tool_choice=_chat_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _response_format(body: ResponsesBody) -> Any:
+    if body.text is None or body.text.format is None:
+        return body.response_format
+    if any(getattr(body, name) is not None for name in STRUCTURE_FIELDS):
+        raise InvalidRequest(
+            "text.format: an answer has one form",
+            hint="leave out response_format, structured_outputs and guided_...",
+            param="text.format",
+        )
+    text_format = body.text.format
+    if text_format.get("type") != "json_schema":
+        return text_format
+    schema = {name: value for name, value in text_format.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _chat_tool(tool: Mapping[str, Any], field: str) -> Item:
+    """Return a flat tool as chat requests have it."""
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise Unsupported(
+            f"{field}.type: there is no built-in tool {str(kind)[:64]!r} here",
+            hint="send tools of type function, and run them yourself",
+            param=f"{field}.type",
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        return _named(choice)
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        if not isinstance(tools, list):
+            raise InvalidRequest("tool_choice.tools: expected a list", param="tool_choice.tools")
+        allowed = {"mode": choice.get("mode", "auto"), "tools": [_named(tool) for tool in tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    raise Unsupported(
+        f"tool_choice.type: {str(kind)[:64]!r} is not supported",
+        hint="send auto, none, required, or an object of type function or allowed_tools",
+        param="tool_choice.type",
+    )
+
+
+def _named(tool: Any) -> Item:
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return {"type": "function", "function": {"name": name}}

@@ -1,0 +1,186 @@
+"""The routes of /v1/responses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.application.access import ApiKeys
+from dynamo.application.exchange import Exchange
+from dynamo.application.gateway import Gateway
+from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.responses.background import BackgroundResponses
+from dynamo.application.responses.body import chat_body, chat_messages, read_responses_body
+from dynamo.application.responses.input_items import Item, read_input
+from dynamo.application.responses.response_object import new_response
+from dynamo.application.responses.store import ResponseStore
+from dynamo.application.responses.turn import Turn
+from dynamo.application.responses.writer import ResponseItemWriter
+from dynamo.application.routes import Route
+from dynamo.core.clock import Clock
+from dynamo.core.errors import InvalidRequest, NotFound, Unsupported
+
+PREFIX = "/v1/responses/"
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+
+
+class ResponsesHandler:
+    """Answers requests of the Responses API. Responses belong to the API key that made them."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        generation: GenerationHandler,
+        store: ResponseStore,
+        keys: ApiKeys,
+        clock: Clock,
+        unknown_roles: str,
+    ) -> None:
+        self._gateway = gateway
+        self._generation = generation
+        self._store = store
+        self._owner = keys.owner
+        self._clock = clock
+        self._unknown_roles = unknown_roles
+        self._background = BackgroundResponses(generation, store, clock)
+
+    def routes(self) -> dict[str, dict[str, Route]]:
+        """Return the routes by path and method."""
+        return {
+            "/v1/responses": {"POST": self.create},
+            "/v1/responses/input_tokens": {"POST": self.count_input_tokens},
+            "/v1/responses/compact": {"POST": self.refuse_compaction},
+            "/v1/responses/": {"GET": self.read, "DELETE": self.delete, "POST": self.cancel},
+        }
+
+    async def close(self, drain_s: float) -> None:
+        """Wait for responses in the background at most `drain_s`, then close the store."""
+        await self._background.close(drain_s)
+        await self._store.close()
+
+    async def create(self, exchange: Exchange) -> None:
+        """POST /v1/responses."""
+        turn = await self._read_turn(exchange)
+        if not turn.writer.response["background"]:
+            await turn.answer(self._generation, exchange, self._store)
+            return
+        exchange.model = self._gateway.find(turn.chat.model)[1].names[0]
+        await self._background.start(turn, exchange)
+        exchange.send_json(200, msgspec.json.encode(turn.writer.response))
+
+    async def count_input_tokens(self, exchange: Exchange) -> None:
+        """POST /v1/responses/input_tokens."""
+        turn = await self._read_turn(exchange)
+        model, served = self._gateway.find(turn.chat.model)
+        request = turn.chat_request(model, self._unknown_roles)
+        async with self._generation.concurrency.slot():
+            ids = await served.processor.tokenize(request)
+        answer = {"object": "response.input_tokens", "input_tokens": len(ids)}
+        exchange.send_json(200, msgspec.json.encode(answer))
+
+    async def refuse_compaction(self, exchange: Exchange) -> None:
+        """POST /v1/responses/compact."""
+        del exchange
+        raise Unsupported(
+            "responses cannot be compacted", hint="begin a new conversation with a summary"
+        )
+
+    async def read(self, exchange: Exchange) -> None:
+        """GET /v1/responses/ID and /v1/responses/ID/input_items."""
+        request = exchange.request
+        response_id, _, part = request.path.removeprefix(PREFIX).partition("/")
+        query = {name: values[-1] for name, values in parse_qs(request.query).items()}
+        answer: Item
+        if part == "input_items":
+            items = await self._store.load_input(self._owner(request), response_id)
+            answer = _page(items, query)
+        elif part:
+            raise NotFound(
+                f"there is no GET {request.path[:100]}", hint="did you mean input_items?"
+            )
+        elif query.get("stream", "false") != "false":
+            raise Unsupported(
+                "stream: stored responses are not streamed", hint="poll", param="stream"
+            )
+        else:
+            answer = await self._store.get(self._owner(request), response_id)
+        exchange.send_json(200, msgspec.json.encode(answer))
+
+    async def delete(self, exchange: Exchange) -> None:
+        """DELETE /v1/responses/ID."""
+        response_id = exchange.request.path.removeprefix(PREFIX)
+        await self._store.delete(self._owner(exchange.request), response_id)
+        self._background.cancel(response_id)
+        answer = {"id": response_id, "object": "response", "deleted": True}
+        exchange.send_json(200, msgspec.json.encode(answer))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """POST /v1/responses/ID/cancel."""
+        path = exchange.request.path
+        response_id, _, action = path.removeprefix(PREFIX).partition("/")
+        if action != "cancel":
+            raise NotFound(
+                f"there is no POST {path[:100]}", hint=f"did you mean {PREFIX}ID/cancel?"
+            )
+        response = await self._store.cancel(self._owner(exchange.request), response_id)
+        self._background.cancel(response_id)
+        exchange.send_json(200, msgspec.json.encode(response))
+
+    async def _read_turn(self, exchange: Exchange) -> Turn:
+        body = read_responses_body(exchange.request)
+        model, served = self._gateway.find(body.model)
+        owner = self._owner(exchange.request)
+        key = os.urandom(24).hex()
+        items = await self._resolve_references(owner, read_input(body.input or "", key))
+        context: list[Item] = []
+        if body.previous_response_id:
+            context = await self._store.load_context(owner, body.previous_response_id)
+        text = isinstance(body.input, str)
+        messages = chat_messages(body.instructions, context, items, text=text)
+        response = new_response(
+            body, f"resp_{key}", model, int(self._clock.wall()), served.sampling
+        )
+        writer = ResponseItemWriter(response, self._clock.wall)
+        return Turn(owner, items, messages, chat_body(body, messages.messages), writer)
+
+    async def _resolve_references(self, owner: str, items: list[Item]) -> list[Item]:
+        """Replace references by the items of stored responses. Raises `NotFound`."""
+        wanted = {item["id"] for item in items if item["type"] == "item_reference"}
+        if not wanted:
+            return items
+        stored = await self._store.find_items(owner, wanted)
+        for number, item in enumerate(items):
+            if item["type"] == "item_reference" and item["id"] not in stored:
+                raise NotFound(
+                    f"input[{number}].id: there is no stored item {item['id'][:100]!r}",
+                    hint="send the item itself; store: false keeps none",
+                    param=f"input[{number}].id",
+                )
+        return [stored.get(item["id"], item) for item in items]
+
+
+def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
+    """Return a page of items, the last ones first unless `order=asc`."""
+    order, limit_text = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE))
+    if order not in {"asc", "desc"}:
+        raise InvalidRequest("order: expected asc or desc", param="order")
+    if not limit_text.isascii() or not limit_text.isdigit() or not 1 <= int(limit_text) <= MAX_PAGE:
+        raise InvalidRequest(f"limit: expected 1 to {MAX_PAGE}", param="limit")
+    limit, after = int(limit_text), query.get("after")
+    ordered = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in ordered]
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after: there is no item {after[:100]!r}", param="after")
+    start = ids.index(after) + 1 if after is not None else 0
+    page = ordered[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(ordered),
+    }

@@ -1,0 +1,312 @@
+"""Stored responses: a SQLite file that the frontends of a deployment share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
+
+from dynamo.application.responses.input_items import PREVIOUS, Item
+from dynamo.core.errors import (
+    InvalidRequest,
+    NotFound,
+    PreviousResponseNotFound,
+    StoreUnavailable,
+    TooLarge,
+)
+from dynamo.core.settings.schema import ResponsesSettings
+
+if TYPE_CHECKING:
+    import sqlite3
+    from concurrent.futures import Executor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FILE_NAME = "responses.sqlite"
+SCHEMA_VERSION = 1
+MAX_RESPONSES = 100_000
+MAX_CONTEXT_BYTES = 32 << 20
+"""Limit of the input and output of all responses that a request continues."""
+PRUNE_AFTER_WRITES = 64
+PRUNE_AFTER_BYTES = 8 << 20
+LOST_AFTER_S = 30.0
+"""A running response whose process has not renewed it for so long has failed."""
+BUSY_TIMEOUT_S = 10.0
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS responses (
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, used_at REAL NOT NULL, running INTEGER NOT NULL,
+  bytes INTEGER NOT NULL, input BLOB NOT NULL, response BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, bytes);
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+_PRUNE = """
+DELETE FROM responses WHERE id IN (
+  SELECT id FROM (
+    SELECT id, used_at, sum(bytes) OVER newest AS total, row_number() OVER newest AS number
+    FROM responses WINDOW newest AS (ORDER BY used_at DESC, id))
+  WHERE total > ? OR number > ? OR used_at < ?)
+"""
+encode = msgspec.json.encode
+decode = msgspec.json.decode
+
+
+class ResponseStore:
+    """The responses in the file that `path` returns, opened by the first use; None: in memory.
+
+    Each response belongs to an `owner` (a digest of an API key) and is unknown to others. A thread
+    does all work. Every method raises `StoreUnavailable` if the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Callable[[], Path] | None,
+        settings: ResponsesSettings,
+        wall: Callable[[], float],
+    ) -> None:
+        self._path = path
+        self._keep_s = settings.keep
+        self._max_bytes = settings.max_bytes
+        self._wall = wall
+        self._thread: Executor | None = None
+        self._file: sqlite3.Connection | None = None
+        self._writes = self._written_bytes = 0
+
+    async def add(
+        self, owner: str, response: Item, items: Sequence[Item], *, running: bool = False
+    ) -> None:
+        """Store a response with its input. `running`: `finish` will follow."""
+        await self._run(self._add, owner, response, items, running)
+
+    async def finish(self, response: Item) -> None:
+        """Store the end of a running response, unless it was cancelled or deleted."""
+        await self._run(self._finish, response)
+
+    async def get(self, owner: str, response_id: str) -> Item:
+        """Return the object of a response. Raises `NotFound`."""
+        return await self._run(self._get, owner, response_id)
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Delete a response. Raises `NotFound`."""
+        await self._run(self._delete, owner, response_id)
+
+    async def cancel(self, owner: str, response_id: str) -> Item:
+        """Cancel a response in the background and return its object; one that has ended stays as
+        it is. Raises `NotFound`, `InvalidRequest`."""
+        return await self._run(self._cancel, owner, response_id)
+
+    async def renew(self, running: Sequence[str]) -> set[str]:
+        """Renew running responses. Returns those that are neither cancelled nor deleted."""
+        return await self._run(self._renew, running)
+
+    async def load_context(self, owner: str, response_id: str) -> list[Item]:
+        """Return the items of a response and of all that it continues, and renew them. Raises
+        `PreviousResponseNotFound`, `InvalidRequest`, `TooLarge`."""
+        return await self._run(self._load_context, owner, response_id)
+
+    async def load_input(self, owner: str, response_id: str) -> list[Item]:
+        """Return the items of which a response was generated. Raises as `get` and
+        `load_context`."""
+        return await self._run(self._load_input, owner, response_id)
+
+    async def find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
+        """Return the items of stored responses that have these ids, as far as there are any."""
+        return await self._run(self._find_items, owner, item_ids)
+
+    async def close(self) -> None:
+        """Close the file. A later use opens it again."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            await asyncio.get_running_loop().run_in_executor(thread, self._close)
+            thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._thread is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._thread = ThreadPoolExecutor(1, "responses")
+        call = partial(self._work, partial(work, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def _work(self, work: Callable[[], T]) -> T:
+        """Run `work` in the thread, in a transaction."""
+        import sqlite3
+
+        try:
+            if self._file is None:
+                self._file = self._open()
+            with self._file:
+                return work()
+        except (sqlite3.Error, OSError) as error:
+            self._close()
+            raise StoreUnavailable(
+                f"the store of responses cannot be used: {error}",
+                hint="send store: false, or free some space in the deployment's state folder",
+            ) from error
+
+    def _open(self) -> sqlite3.Connection:
+        import sqlite3
+
+        name = ":memory:"
+        if self._path is not None:
+            path = self._path()
+            path.touch(mode=0o600)
+            name = str(path)
+        file = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S)
+        (version,) = file.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            file.close()
+            raise StoreUnavailable(
+                f"{name} has version {version}, and this program reads {SCHEMA_VERSION}",
+                hint="delete the file, or run the program that wrote it",
+            )
+        file.execute("PRAGMA journal_mode = WAL")
+        file.execute("PRAGMA synchronous = NORMAL")
+        file.execute("PRAGMA cache_size = -1024")
+        if version == 0:
+            file.executescript(_SCHEMA)
+        self._file = file
+        self._prune()
+        return file
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    @property
+    def _rows(self) -> sqlite3.Connection:
+        if self._file is None:
+            raise RuntimeError("the store is not open")
+        return self._file
+
+    def _add(self, owner: str, response: Item, items: Sequence[Item], running: bool) -> None:
+        blobs = (encode(items), encode(response))
+        size = sum(map(len, blobs))
+        self._rows.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (response["id"], owner, self._wall(), running, size, *blobs),
+        )
+        self._writes += 1
+        self._written_bytes += size
+        if self._writes >= PRUNE_AFTER_WRITES or self._written_bytes >= PRUNE_AFTER_BYTES:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Delete responses that are too old, and those beyond the bounds."""
+        oldest = self._wall() - self._keep_s
+        self._rows.execute(_PRUNE, (self._max_bytes, MAX_RESPONSES, oldest))
+        self._writes = self._written_bytes = 0
+
+    def _finish(self, response: Item) -> None:
+        blob = encode(response)
+        self._rows.execute(
+            "UPDATE responses SET running = 0, used_at = ?, response = ?, "
+            "bytes = bytes - length(response) + ? WHERE id = ? AND running",
+            (self._wall(), blob, len(blob), response["id"]),
+        )
+
+    def _read(self, owner: str, response_id: str) -> tuple[list[Item], Item, int]:
+        """Return input, object and size of a response. Raises `NotFound`."""
+        row = self._rows.execute(
+            "SELECT input, response, bytes, running, used_at FROM responses "
+            "WHERE id = ? AND owner = ? AND used_at >= ?",
+            (response_id, owner, self._wall() - self._keep_s),
+        ).fetchone()
+        if row is None:
+            raise NotFound(
+                f"there is no stored response {response_id[:100]!r}",
+                hint="it may have expired, or belong to another API key; store: false keeps none",
+                param="response_id",
+            )
+        items, response = decode(row[0]), decode(row[1])
+        if row[3] and row[4] < self._wall() - LOST_AFTER_S:
+            message = "the process that generated the response has ended"
+            error = {"code": "server_error", "message": message}
+            response |= {"status": "failed", "error": error}
+            self._finish(response)
+        return items, response, row[2]
+
+    def _get(self, owner: str, response_id: str) -> Item:
+        return self._read(owner, response_id)[1]
+
+    def _delete(self, owner: str, response_id: str) -> None:
+        self._get(owner, response_id)
+        self._rows.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+    def _cancel(self, owner: str, response_id: str) -> Item:
+        response = self._get(owner, response_id)
+        if not response["background"]:
+            raise InvalidRequest(
+                "only a response with background: true can be cancelled",
+                hint="close the connection of the request instead",
+                param="response_id",
+            )
+        if response["status"] in {"queued", "in_progress"}:
+            response["status"] = "cancelled"
+            self._finish(response)
+        return response
+
+    def _renew(self, running: Sequence[str]) -> set[str]:
+        places = ", ".join("?" * len(running))
+        self._rows.execute(
+            f"UPDATE responses SET used_at = ? WHERE running AND id IN ({places})",  # noqa: S608
+            (self._wall(), *running),
+        )
+        query = f"SELECT id FROM responses WHERE running AND id IN ({places})"  # noqa: S608
+        return {response_id for (response_id,) in self._rows.execute(query, tuple(running))}
+
+    def _load_context(self, owner: str, response_id: str) -> list[Item]:
+        turns: list[tuple[list[Item], Item]] = []
+        size, previous = 0, response_id
+        while previous:
+            items, response, turn_bytes = self._read_previous(owner, previous)
+            turns.append((items, response))
+            size += turn_bytes
+            if size > MAX_CONTEXT_BYTES:
+                raise TooLarge(
+                    f"{PREVIOUS}: the conversation has more than {MAX_CONTEXT_BYTES:,} bytes",
+                    hint="start a new one",
+                    param=PREVIOUS,
+                )
+            previous = response[PREVIOUS]
+        now = self._wall()
+        renewed = ((now, response["id"]) for _, response in turns)
+        self._rows.executemany("UPDATE responses SET used_at = ? WHERE id = ?", renewed)
+        return [
+            item for items, response in reversed(turns) for item in (*items, *response["output"])
+        ]
+
+    def _read_previous(self, owner: str, response_id: str) -> tuple[list[Item], Item, int]:
+        try:
+            turn = self._read(owner, response_id)
+        except NotFound as error:
+            raise PreviousResponseNotFound(error.message, hint=error.hint, param=PREVIOUS) from None
+        if turn[1]["status"] in {"queued", "in_progress"}:
+            raise InvalidRequest(
+                f"{PREVIOUS}: {response_id!r} is still in progress",
+                hint="wait until it has ended",
+                param=PREVIOUS,
+            )
+        return turn
+
+    def _load_input(self, owner: str, response_id: str) -> list[Item]:
+        items, response, _ = self._read(owner, response_id)
+        previous = response[PREVIOUS]
+        return (self._load_context(owner, previous) if previous else []) + items
+
+    def _find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
+        stored: dict[str, Item] = {}
+        for response_id in {
+            f"resp_{item_id.split('_')[1]}" for item_id in item_ids if "_" in item_id
+        }:
+            with suppress(NotFound):
+                items, response, _ = self._read(owner, response_id)
+                stored |= {item["id"]: item for item in (*items, *response["output"])}
+        return {item_id: stored[item_id] for item_id in item_ids if item_id in stored}

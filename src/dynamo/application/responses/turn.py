@@ -1,0 +1,88 @@
+"""The generation of one response."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
+from dynamo.application.openai.chat import ChatBody, chat_request
+from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.responses.input_items import ChatMessages, Item
+from dynamo.application.responses.store import ResponseStore
+from dynamo.application.responses.writer import HeldReply, HeldStreamReply, ResponseItemWriter
+from dynamo.core.errors import DynamoError, StoreUnavailable
+from dynamo.core.text import ChatRequest
+
+log = logging.getLogger(__name__)
+
+
+class ResponseErrors(ErrorFormat):
+    """Ends a stream that fails with the failed response of `writer`."""
+
+    def __init__(self, writer: ResponseItemWriter) -> None:
+        self._writer = writer
+
+    def encode(self, error: DynamoError, request_id: str) -> bytes:
+        return OPENAI_ERRORS.encode(error, request_id)
+
+    def encode_event(self, error: DynamoError, request_id: str) -> bytes:
+        del request_id
+        self._writer.fail(error)
+        return self._writer.encode_last_event()
+
+
+class Turn(msgspec.Struct):
+    """A response that is generated for an `owner` of `items`, its own input."""
+
+    owner: str
+    items: list[Item]
+    messages: ChatMessages
+    chat: ChatBody
+    writer: ResponseItemWriter
+    reply: HeldReply | None = None
+
+    def chat_request(self, model: str, unknown_roles: str) -> ChatRequest:
+        """Return the request for a processor. Raises `InvalidRequest`, `Unsupported`."""
+        try:
+            return chat_request(self.chat, model, unknown_roles)
+        except DynamoError as error:
+            self.messages.rename_fields(error)
+            raise
+
+    async def generate(self, generation: GenerationHandler, exchange: Exchange) -> bool:
+        """Generate the response. Returns False if the client left before the end. Raises the errors
+        of `GenerationHandler.answer_chat`, with the names of the fields of a response."""
+        exchange.use_error_format(ResponseErrors(self.writer))
+        try:
+            await generation.answer_chat(exchange, self.chat, self._make_reply)
+        except DynamoError as error:
+            self.messages.rename_fields(error)
+            raise
+        return self.writer.end is not None
+
+    def _make_reply(
+        self, exchange: Exchange, _model: str, usage_counter: UsageCounter, timing: TokenTiming
+    ) -> HeldReply:
+        make = HeldStreamReply if exchange.streaming else HeldReply
+        self.reply = make(exchange, self.writer, usage_counter, timing)
+        return self.reply
+
+    async def answer(
+        self, generation: GenerationHandler, exchange: Exchange, store: ResponseStore
+    ) -> None:
+        """Generate the response, store it unless the client wants that not, then send its end."""
+        if not await self.generate(generation, exchange) or self.reply is None:
+            return
+        response = self.writer.response
+        if response["store"]:
+            try:
+                await store.add(self.owner, response, self.items)
+            except StoreUnavailable as error:
+                log.warning("response not stored", extra={"fields": {"error": error.message}})
+                response["store"] = False
+        self.reply.release()

@@ -1,0 +1,77 @@
+"""Bad requests to /v1/responses: the field that the error names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+async def client(site: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="k", max_retries=0) as client:
+        yield client
+    await site.application.close(0)
+
+
+IMAGE = {"type": "input_image", "image_url": "http://example.com/cat.png"}
+BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input", "required"),
+    ({"input": [3]}, "input[0]", "object"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role", "wizard"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "expected"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_image"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+        "input[0].call_id",
+        "no earlier message",
+    ),
+    (
+        {
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+            ]
+        },
+        "input[1].arguments",
+        "not JSON",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool name"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "weather"),
+    ({"tools": [WEATHER] * 129}, "tools", "129"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "x"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format", "json_schema"),
+    (
+        {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
+        "text.format",
+        "one form",
+    ),
+    ({"conversation": "conv_1"}, "conversation", "not supported"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
+    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"background": True, "stream": True}, "stream", "background"),
+    ({"background": True, "store": False}, "background", "store"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+    ({"metadata": {"k": "v" * 513}}, "metadata", "513"),
+    ({"previous_response_id": 7}, "previous_response_id", "str"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "text"), BAD_BODIES)
+async def test_bad_input_names_its_field_and_reaches_no_worker(
+    client: openai.AsyncOpenAI, site: Any, body: dict[str, Any], param: str, text: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.post(
+            "/responses", body={"model": "words", "input": "x"} | body, cast_to=object
+        )
+    assert (caught.value.param, caught.value.request_id is not None) == (param, True)
+    assert text in caught.value.message
+    assert not site.processor.requests
