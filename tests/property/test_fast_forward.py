@@ -10,9 +10,9 @@ from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.inference import fast_forward
-from dynamo.inference.tiers.simulated import SimulatedTier
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.simulated_tiers import SimulatedTier
 from dynamo.operations.replay.workers import ReplayWorkers
 
 Tiers = tuple[SimulatedTier, ...]

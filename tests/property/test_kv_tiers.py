@@ -6,6 +6,7 @@ import asyncio
 import errno
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit.inference_tiers.blocks import ManualClock
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
 from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
@@ -28,6 +30,7 @@ from dynamo.core.values import (
     StopConditions,
 )
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.memory.tier_control import PinRequest, pin_prompt, unpin
 from dynamo.inference.mock.engine import KV_BYTES_PER_TOKEN, make_mock_engine
 from dynamo.inference.tiers.disk import RETRY_S, DiskTier
 from dynamo.inference.tiers.disk_part import DiskPart
@@ -54,6 +57,8 @@ operations = st.one_of(
     st.tuples(st.just("clear"), st.sampled_from(["host", "disk", "all"])),
     st.tuples(st.just("fail"), st.sampled_from(["read", "write", "corrupt"])),
     st.tuples(st.just("mend")),
+    st.tuples(st.just("pin"), st.sampled_from(["host", "disk"]), prompts),
+    st.tuples(st.just("unpin")),
 )
 
 
@@ -136,7 +141,24 @@ class Tiered:
 
     async def answer(self, wanted: list[Prompt]) -> None:
         expected = [await answer(self.alone, prompt) for prompt in wanted]
+        pinned = self.pinned()
         assert await run_all(*(answer(self.engine, prompt) for prompt in wanted)) == expected
+        self.engine.publish_kv_events()
+        assert self.failing or pinned <= self.held, "a pinned block was evicted"
+
+    def pinned(self) -> set[tuple[str, int]]:
+        """The pinned blocks that are in their tier."""
+        assert self.engine.tiers is not None
+        pins = {tier.name: tier.pins or () for tier in self.engine.tiers.tiers}
+        return {(name, block) for name, block in self.held if block in pins.get(name, ())}
+
+    async def pin(self, name: str, prompt: Prompt) -> None:
+        with suppress(DynamoError):  # too short, or too many blocks are pinned
+            request = make_request(prompt)
+            pin_prompt(self.engine, PinRequest(name, request.token_ids, ttl_s=1e9))
+
+    async def unpin(self) -> None:
+        unpin([self.engine], "all")
 
     async def cancel(self, wanted: list[Prompt], turns: int) -> None:
         tasks = BackgroundTasks()
@@ -205,6 +227,35 @@ def test_answers_and_blocks_are_right_whatever_happens(steps: list[tuple[Any, ..
             await getattr(tiered, name)(*arguments)
             await tiered.settle()
             tiered.check()
+        await tiered.stop()
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        asyncio.run(run(folder, patch))
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_pinned_blocks_outlive_all_others(name: str) -> None:
+    async def run(folder: str, patch: pytest.MonkeyPatch) -> None:
+        tiered = Tiered(folder, patch)
+        await tiered.start()
+
+        async def fill() -> None:
+            for start in range(1, 8):
+                await tiered.answer([(start, 48, 1)])
+                await tiered.settle()
+                tiered.check()
+
+        await tiered.answer([(0, 41, 1)])
+        await tiered.pin(name, (0, 41, 1))
+        await tiered.settle()
+        pinned = tiered.pinned()
+        assert len(pinned) == 10
+        await fill()
+        assert pinned <= tiered.held
+        await tiered.answer([(0, 41, 1)])
+        await tiered.unpin()
+        await fill()
+        assert not pinned & tiered.held
         await tiered.stop()
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

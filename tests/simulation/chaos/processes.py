@@ -28,11 +28,11 @@ from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.tiers.kv_tiers import OpenedTiers
 from dynamo.inference.tiers.offload import TierHost
-from dynamo.inference.tiers.simulated import SimulatedTier, SimulatedTiers
 from dynamo.inference.tiers.tier import KvTier, TierBlock
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
+from dynamo.operations.replay.simulated_tiers import SimulatedTier, SimulatedTiers
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.distributed import DistributedRuntime

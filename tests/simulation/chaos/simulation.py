@@ -27,8 +27,8 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming, StepTiming
-from dynamo.inference.tiers.simulated import SimulatedTier
 from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
+from dynamo.operations.replay.simulated_tiers import SimulatedTier
 
 
 class ChaosResult(msgspec.Struct, frozen=True):

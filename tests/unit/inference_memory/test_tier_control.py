@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from tests.unit.inference_disaggregation.pair import make_request
+from tests.unit.inference_tiers.blocks import ManualClock
 
-from dynamo.cli.workers.kv import format_bytes, format_tiers_json, format_tiers_table
+from dynamo.cli.workers.kv import format_bytes, format_tiers_json, format_tiers_table, run
+from dynamo.cli.workers.pinned_prompt import describe_pin
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import NotFound, ProtocolError
+from dynamo.core.errors import ConfigError, InvalidRequest, NotFound, ProtocolError
 from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.inference.engine import BatchedEngine
@@ -22,6 +24,7 @@ from dynamo.inference.memory.tier_control import (
     KvAnswer,
     KvControl,
     KvRequest,
+    PinRequest,
     declare_tier_metrics,
     decode_kv_answer,
 )
@@ -98,6 +101,82 @@ async def test_a_tier_is_emptied_alone_or_with_all(engine: BatchedEngine) -> Non
     outgoing: Any = Outgoing()
     with pytest.raises(ProtocolError):
         await control.handle(b"x", outgoing)
+
+
+def pin_request(first: int, **fields: Any) -> KvRequest:
+    request = make_request(range(first, first + 24), prefill="", max_tokens=1)
+    return KvRequest(pin=PinRequest("host", request.token_ids, **fields))
+
+
+async def test_a_pinned_prompt_stays_in_host_memory_until_its_pin_ends(
+    engine: BatchedEngine,
+) -> None:
+    clock = ManualClock()
+    host = engine.tiers.tiers[0]  # type: ignore[union-attr]
+    assert host.pins is not None
+    host.pins._clock = clock
+    control = KvControl([engine], SystemClock())
+    answer = await call(control, pin_request(0, ttl_s=60.0))
+    (_, status) = answer.tiers
+    (pin,) = status.pins
+    assert (pin.pin, pin.blocks, pin.ttl_s, status.pinned_blocks) == (answer.pin, 6, 60.0, 6)
+    assert describe_pin(answer, "host").endswith("ends in 60 s")
+    clock.time_s += 59
+    assert (await call(control, pin_request(0))).pin == answer.pin  # now without end
+    clock.time_s += 2
+    assert len(host.pins) == 6
+    other = (await call(control, pin_request(100))).pin
+    assert len((await call(control, KvRequest())).tiers[1].pins) == 2
+    assert (await call(control, KvRequest(unpin=other))).unpinned == 1
+    assert (await call(control, KvRequest(unpin="all"))).unpinned == 1
+    assert (await call(control, KvRequest(unpin="all"))).unpinned == 0
+    with pytest.raises(NotFound, match="no pin"):
+        await call(control, KvRequest(unpin=other))
+    await call(control, pin_request(0, ttl_s=5.0))
+    clock.time_s += 6
+    assert not (await call(control, KvRequest())).tiers[1].pinned_blocks
+
+
+async def test_what_the_device_holds_goes_down_with_its_pin(engine: BatchedEngine) -> None:
+    host = engine.tiers.tiers[0]  # type: ignore[union-attr]
+    control = KvControl([engine], SystemClock())
+    await call(control, KvRequest("host"))
+    answer = await call(control, pin_request(0))  # the prompt that was computed last
+    async with asyncio.timeout(5):
+        while engine.tiers.storing:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+    assert host.blocks == (await call(control, KvRequest())).tiers[1].pins[0].held == 6
+    assert answer.pin
+
+
+async def test_a_prompt_that_cannot_be_pinned_is_refused(engine: BatchedEngine) -> None:
+    control, host = KvControl([engine], SystemClock()), engine.tiers.tiers[0]  # type: ignore[union-attr]
+    ids = make_request(range(3), prefill="", max_tokens=1).token_ids
+    with pytest.raises(InvalidRequest, match="has 3 tokens, and a block has 4"):
+        await call(control, KvRequest(pin=PinRequest("host", ids)))
+    with pytest.raises(NotFound, match="tier 'shared'") as caught:
+        await call(control, KvRequest(pin=PinRequest("shared", ids)))
+    assert "host" in caught.value.hint
+    assert host.pins is not None
+    host.pins.limit = 7
+    await call(control, pin_request(0))
+    with pytest.raises(InvalidRequest, match="12 blocks would be pinned, of which 6"):
+        await call(control, pin_request(100))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pin", "host"], "needs one prompt"),
+        (["pin", "host", "a", "--prompt-file", "b"], "needs one prompt"),
+        (["pin", "host", "a", "--ttl", "soon"], "--ttl soon: wanted a duration"),
+        (["pin", "host", "--prompt-file", "/nowhere/x"], "/nowhere/x cannot be read"),
+        (["unpin"], "`unpin` needs a target"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(words)
 
 
 async def test_metrics_are_summed_over_the_ranks(engine: BatchedEngine) -> None:

@@ -29,10 +29,10 @@ from dynamo.core.values import BOTH_ROLES, Tier
 if TYPE_CHECKING:
     from dynamo.core.settings.schema_engine import EngineSettings
     from dynamo.core.settings.schema_router import RouterSettings
-    from dynamo.inference.tiers.simulated import SimulatedTier
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.replay.request_log import ReplayLog
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
+    from dynamo.operations.replay.simulated_tiers import SimulatedTier
     from dynamo.operations.replay.trace import TraceConversation
     from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
     from dynamo.scheduling.admission import SloLimits
@@ -248,7 +248,7 @@ def _kv_transfer(
 
 def _tiers(args: argparse.Namespace) -> Sequence[SimulatedTier]:
     """Return the tiers below each engine's blocks, fastest first."""
-    from dynamo.inference.tiers.simulated import SimulatedTier
+    from dynamo.operations.replay.simulated_tiers import SimulatedTier
 
     sizes: Sequence[tuple[Tier, int, float]] = (
         ("host", args.host_blocks, args.host_gbps),

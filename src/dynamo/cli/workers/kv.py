@@ -1,10 +1,12 @@
-"""`dynamo kv`: show and empty the KV blocks of the workers, by tier."""
+"""`dynamo kv`: show and empty the KV blocks of the workers, by tier, and pin prompts."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,23 +19,32 @@ from dynamo.cli.workers.calls import (
     find_instances,
     open_command_runtime,
 )
+from dynamo.cli.workers.pinned_prompt import PromptText, describe_pin, encode_pin, read_prompt
 from dynamo.core.errors import ConfigError, DynamoError, NotFound
 
 if TYPE_CHECKING:
     from dynamo.core.settings import Settings
     from dynamo.inference.memory.tier_control import KvAnswer, TierStatus
 
-CLEAR = "clear"
+CLEAR, PIN, UNPIN = "clear", "pin", "unpin"
+WANTED = {
+    CLEAR: "dynamo kv clear host|disk|shared|all",
+    PIN: "dynamo kv pin host|disk TEXT, or --prompt-file FILE",
+    UNPIN: "dynamo kv unpin PIN|all",
+}
 TITLES = (
     *("WORKER", "TIER", "BLOCKS", "CAPACITY", "BYTES", "HITS", "STORED", "EVICTED"),
-    *("LOAD", "AGE", "PROBLEM"),
+    *("PINNED", "LOAD", "AGE", "PROBLEM"),
 )
 
 EXAMPLES = """\
   dynamo kv                             the tiers of every worker
   dynamo kv --worker worker-2 --json
   dynamo kv clear host                  forget the blocks in host memory
-  dynamo kv clear all --worker worker-2"""
+  dynamo kv clear all --worker worker-2
+  dynamo kv pin host --chat "You are a lawyer." --ttl 8h
+  dynamo kv pin disk --prompt-file contract.txt
+  dynamo kv unpin all"""
 
 
 def parser() -> Parser:
@@ -41,30 +52,47 @@ def parser() -> Parser:
     parser = Parser(
         "dynamo kv",
         "Show the KV blocks of each worker by tier: device, host memory, disk, shared store. Or "
-        "empty a tier. HITS are blocks that prompts reused; LOAD is the predicted time to load "
-        "one block; AGE is about how long a block stays.",
+        "empty a tier, or pin a prompt, whose blocks then stay in a tier. HITS are blocks that "
+        "prompts reused; PINNED are blocks that are not evicted, once they are there; LOAD is the "
+        "predicted time to load one block; AGE is about how long a block stays.",
         EXAMPLES,
-        usage="[clear host|disk|shared|all] [--worker WORKER] [--json] [FLAGS of dynamo run]",
+        usage="[clear TIER | pin host|disk TEXT | unpin PIN|all] [--worker WORKER] [--json] "
+        "[FLAGS of dynamo run]",
     )
-    parser.add_argument("action", nargs="?", choices=(CLEAR,), metavar=CLEAR, help="empty a tier")
-    parser.add_argument("tier", nargs="?", metavar="TIER", help="host, disk, shared or all")
-    parser.add_argument("--worker", metavar="WORKER", help="process or instance (default: all)")
-    parser.add_argument("--json", action="store_true", help="print a JSON array")
+    add = parser.add_argument
+    add("action", nargs="?", choices=tuple(WANTED), metavar="clear|pin|unpin", help="what to do")
+    add("target", nargs="?", metavar="TIER|PIN", help="host, disk, shared or all; or a pin")
+    add("text", nargs="?", metavar="TEXT", help="the prompt to pin, from its first word on")
+    add("--prompt-file", metavar="FILE", type=Path, help="the prompt to pin, as UTF-8 text")
+    add("--chat", action="store_true", help="the prompt is a system message, not a bare text")
+    add("--salt", default="", help="cache_salt of the requests whose blocks are pinned")
+    add(
+        "--ttl", metavar="TIME", default="0", help="end the pin after e.g. 90s, 8h (default: never)"
+    )
+    add("--worker", metavar="WORKER", help="process or instance (default: all)")
+    add("--json", action="store_true", help="print a JSON array")
     add_settings_flags(parser, shown=("runtime", "security"))
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the tiers, or empty one."""
+    """Print the tiers, empty one, or pin a prompt."""
     args = parser().parse(arguments)
-    if bool(args.action) != bool(args.tier):
-        raise ConfigError("`clear` needs a tier", hint="dynamo kv clear host|disk|shared|all")
+    if args.action and not args.target:
+        raise ConfigError(f"`{args.action}` needs a target", hint=WANTED[args.action])
+    prompt = read_prompt(args) if args.action == PIN else None
     settings = load_settings(args).settings
     url = find_discovery_url(settings)
-    answers = asyncio.run(_ask_workers(settings, url, args.worker or "", args.tier or ""))
-    if args.tier:
+    answers = asyncio.run(_ask_workers(settings, url, args, prompt))
+    if args.action == PIN:
         for worker, answer in answers.items():
-            print(f"{worker}: {answer.cleared} blocks of {args.tier} removed")
+            print(f"{worker}: {describe_pin(answer, args.target)}")
+    elif args.action == UNPIN:
+        for worker, answer in answers.items():
+            print(f"{worker}: {answer.unpinned} pins ended")
+    elif args.action == CLEAR:
+        for worker, answer in answers.items():
+            print(f"{worker}: {answer.cleared} blocks of {args.target} removed")
     elif args.json:
         print(format_tiers_json(answers))
     else:
@@ -73,13 +101,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _ask_workers(
-    settings: Settings, url: str, worker: str, clear: str
+    settings: Settings, url: str, args: argparse.Namespace, prompt: PromptText | None
 ) -> Mapping[str, KvAnswer]:
     """Call the workers, or one, and return their answers by instance id. Raises `NotFound` without
     a worker, and the last error if no worker answers."""
     from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvRequest, decode_kv_answer
 
-    payload = msgspec.msgpack.encode(KvRequest(clear))
+    worker, target = args.worker or "", args.target or ""
+    request = KvRequest(
+        clear=target if args.action == CLEAR else "", unpin=target if args.action == UNPIN else ""
+    )
     answers: dict[str, KvAnswer] = {}
     failure: DynamoError | None = None
     async with open_command_runtime(settings, url) as runtime:
@@ -88,6 +119,9 @@ async def _ask_workers(
             if worker and worker not in (name, name.rpartition("-")[0]):
                 continue
             try:
+                if prompt is not None:
+                    request = KvRequest(pin=await encode_pin(runtime, instances[name], prompt))
+                payload = msgspec.msgpack.encode(request)
                 answers[name] = decode_kv_answer(
                     await call_worker(runtime, instances[name], payload)
                 )
@@ -133,6 +167,7 @@ def _format_row(worker: str, tier: TierStatus) -> Sequence[str]:
         *map(str, counts),
         size,
         *map(str, totals),
+        str(tier.pinned_blocks),
         f"{tier.load_ms:.2g} ms" if tier.load_ms else "-",
         f"{tier.age_s:.0f} s",
         tier.problem or "-",

@@ -1,4 +1,4 @@
-"""The endpoint `kv` of a worker: the state of its KV blocks in each tier, and their removal."""
+"""The endpoint `kv` of a worker: the state of its KV blocks in each tier, removal and pins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import msgspec
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DECODE_ERRORS, NotFound, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError
+from dynamo.core.hashing import TOKEN_BYTES, root_identity
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.sequence import TokenContent
+from dynamo.inference.tiers.pins import BlockPins, PinnedPrompt
+from dynamo.inference.tiers.tier import KvTier
 from dynamo.telemetry.metrics import Registry
 
 KV_ENDPOINT = "kv"
@@ -20,10 +24,22 @@ CHANGES = {"loaded": "hits", "stored": "stored", "evicted": "evicted", "corrupt"
 """The fields of `TierStatus` by the label of the metric."""
 
 
+class PinRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt whose blocks a tier keeps for `ttl_s` seconds (0: without end)."""
+
+    tier: str
+    token_ids: bytes
+    salt: str = ""
+    ttl_s: float = 0.0
+
+
 class KvRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call of the endpoint. `clear`: the tier to empty first, or "all"."""
+    """A call of the endpoint, which acts first and then answers. `clear`: the tier to empty, or
+    "all". `unpin`: the pin to end, or "all"."""
 
     clear: str = ""
+    pin: PinRequest | None = None
+    unpin: str = ""
 
 
 class TierStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,7 +47,8 @@ class TierStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `hits`: blocks that prompts reused, which a tier below the device has loaded. `load_ms`: the
     predicted time to load one block. `age_s`: about how long a block stays; while nothing was
-    evicted, the time since the start. `problem` says why the tier holds nothing now.
+    evicted, the time since the start. `pins`: the pinned prompts, whose blocks are `pinned_blocks`
+    without those that they share. `problem` says why the tier holds nothing now.
     """
 
     tier: str
@@ -48,13 +65,18 @@ class TierStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     load_ms: float = 0.0
     age_s: float = 0.0
     problem: str = ""
+    pinned_blocks: int = 0
+    pins: list[PinnedPrompt] = []
 
 
 class KvAnswer(msgspec.Struct, frozen=True):
-    """The tiers of all engines of a worker, and how many blocks the call removed."""
+    """The tiers of all engines of a worker, how many blocks the call removed, and the pin that it
+    made or how many it ended."""
 
     tiers: list[TierStatus]
     cleared: int = 0
+    pin: str = ""
+    unpinned: int = 0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -91,13 +113,19 @@ class KvControl:
         return {(name,): working[name] / n for name, n in Counter(t.tier for t in tiers).items()}
 
     async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Serve one call. Raises `NotFound` for a tier that the worker does not have."""
+        """Serve one call. Raises `NotFound` for a tier or pin that the worker does not have, and
+        `InvalidRequest` for a prompt that cannot be pinned."""
         try:
             request = _decode(payload)
         except DECODE_ERRORS as error:
             raise ProtocolError(f"not a request for KV tiers: {error}") from error
-        cleared = sum(clear_tier(engine, request.clear) for engine in self._engines)
-        outgoing.send(_encode(KvAnswer(self.tiers(), cleared)))
+        engines, order, pin = self._engines, request.pin, ""
+        cleared = sum(clear_tier(engine, request.clear) for engine in engines)
+        if order is not None:
+            for engine in engines:
+                pin = pin_prompt(engine, order)
+        unpinned = unpin(engines, request.unpin) if request.unpin else 0
+        outgoing.send(_encode(KvAnswer(self.tiers(), cleared, pin, unpinned)))
 
     def tiers(self) -> list[TierStatus]:
         """Return the state of all tiers, the fastest first."""
@@ -116,7 +144,7 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
         return 0
     if tier == ALL_TIERS:
         return engine.clear_prefix_cache()
-    names = [] if engine.tiers is None else [below.name for below in engine.tiers.tiers]
+    names = [below.name for below in tiers_below(engine)]
     if engine.tiers is None or tier not in names:
         raise NotFound(
             f"this worker has no tier {tier!r} below the device",
@@ -124,6 +152,48 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
         )
     count = engine.tiers.clear(tier)
     engine.publish_kv_events()
+    return count
+
+
+def tiers_below(engine: BatchedEngine) -> Sequence[KvTier]:
+    """Return the tiers below the device, the fastest first."""
+    return () if engine.tiers is None else engine.tiers.tiers
+
+
+def pin_prompt(engine: BatchedEngine, order: PinRequest) -> str:
+    """Pin the full blocks of a prompt in a tier and return the pin's name. Raises `NotFound` if the
+    engine has no such tier that pins, and `InvalidRequest`."""
+    pinning = {tier.name: tier for tier in tiers_below(engine) if tier.pins is not None}
+    if engine.tiers is None or order.tier not in pinning:
+        raise NotFound(
+            f"this worker pins no prompts in a tier {order.tier!r}",
+            hint=f"it pins in: {', '.join(pinning) or 'none; --kv-host-size adds host memory'}",
+        )
+    block_tokens = engine.scheduler.pool.block_tokens
+    if len(order.token_ids) < TOKEN_BYTES * block_tokens:
+        raise InvalidRequest(
+            f"the prompt has {len(order.token_ids) // TOKEN_BYTES} tokens, and a block has "
+            f"{block_tokens}",
+            hint="pin a longer prompt: full blocks alone are kept",
+        )
+    if len(order.token_ids) % TOKEN_BYTES:
+        raise ProtocolError(f"{len(order.token_ids)} bytes are not ids of {TOKEN_BYTES} bytes")
+    content = TokenContent(order.token_ids, block_tokens, order.salt)
+    content.identity = root_identity(order.salt)
+    return engine.tiers.pin(pinning[order.tier], content, order.ttl_s)
+
+
+def unpin(engines: Sequence[BatchedEngine], name: str) -> int:
+    """End a pin in all tiers, or all pins, and return how many ended. Raises `NotFound` if there is
+    no such pin."""
+    count = 0
+    for engine in engines:
+        for tier in tiers_below(engine):
+            if tier.pins is not None:
+                names = list(tier.pins.prompts()) if name == ALL_TIERS else [name]
+                count += sum(map(tier.pins.remove, names))
+    if not count and name != ALL_TIERS:
+        raise NotFound(f"this worker has no pin {name!r}", hint="`dynamo kv --json` lists pins")
     return count
 
 
@@ -140,8 +210,8 @@ def _tiers_of(engine: BatchedEngine, rank: int, uptime_s: float) -> Iterator[Tie
         evicted=pool.evictions,
         age_s=_age_s(uptime_s, pool.cached, pool.evictions),
     )
-    for tier in () if engine.tiers is None else engine.tiers.tiers:
-        counters = tier.counters
+    for tier in tiers_below(engine):
+        counters, pins = tier.counters, tier.pins
         yield TierStatus(
             tier.name,
             tier.blocks,
@@ -157,7 +227,14 @@ def _tiers_of(engine: BatchedEngine, rank: int, uptime_s: float) -> Iterator[Tie
             load_ms=1000 * tier.predict_load_s(1),
             age_s=_age_s(uptime_s, tier.blocks, counters.evicted_blocks),
             problem=tier.problem,
+            pinned_blocks=0 if pins is None else len(pins),
+            pins=[] if pins is None else list(_describe_pins(tier, pins)),
         )
+
+
+def _describe_pins(tier: KvTier, pins: BlockPins) -> Iterator[PinnedPrompt]:
+    for pin, (hashes, ttl_s) in pins.prompts().items():
+        yield PinnedPrompt(pin, len(hashes), sum(map(tier.holds, hashes)), ttl_s)
 
 
 def _age_s(uptime_s: float, blocks: int, evicted: int) -> float:

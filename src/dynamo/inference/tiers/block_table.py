@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heappush, heappushpop
+from itertools import islice
 
 from dynamo.inference.tiers.object_store import ListedObject
 
@@ -120,13 +121,23 @@ class BlockTable:
             self.touch(slot)
 
     def oldest(self) -> Iterator[int]:
-        """Yield slots in order of use, the longest unused first. Do not change the table before
-        the next slot is wanted."""
+        """Yield slots in order of use, the longest unused first. Before the next slot is wanted, do
+        not change the table; only the yielded slot may be touched."""
         slot = self._oldest
         while slot != NONE:
             following = self._newer[slot]
             yield slot
             slot = following
+
+    def find_victim(self, busy: Container[int], pins: Container[int]) -> int:
+        """Return the slot unused for longest that is not `busy` and whose hash is not in `pins`, or
+        `NONE`. Pinned blocks on the way count as used now, so that the next search is short."""
+        for slot in islice(self.oldest(), self._count):
+            if slot not in busy:
+                if self.hashes[slot] not in pins:
+                    return slot
+                self.touch(slot)
+        return NONE
 
     def held_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (parent hash, hash) of all blocks, by slot, also while the table changes."""

@@ -31,6 +31,7 @@ from dynamo.inference.tiers.block_table import NONE, BlockTable
 from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, RawCodec
 from dynamo.inference.tiers.copy_pool import CopyPool
 from dynamo.inference.tiers.disk_part import DiskPart
+from dynamo.inference.tiers.pins import BlockPins
 from dynamo.inference.tiers.slot_index import IndexRecord
 from dynamo.inference.tiers.tier import MeasuredTier, TierBlock
 
@@ -65,11 +66,13 @@ class DiskTier(MeasuredTier):
     """Holds blocks of the layout of `region` on a local disk, the least recently used leave."""
 
     name: Tier = "disk"
+    pins: BlockPins
 
     def __init__(self, part: DiskPart, block_bytes: int, clock: Clock) -> None:
         estimate = LoadEstimate(INITIAL_LATENCY_S, INITIAL_BYTES_PER_S)
         super().__init__(block_bytes, clock, estimate)
         self.capacity_blocks = part.slots
+        self.pins = BlockPins(part.slots, clock)
         self.folder = part.folder
         self._part = part
         self._table = BlockTable()
@@ -254,13 +257,12 @@ class DiskTier(MeasuredTier):
         if self._used_slots < self.capacity_blocks:
             self._used_slots += 1
             return self._used_slots - 1
-        for slot in self._table.oldest():
-            if slot not in self._loading:
-                self._events.add_removed(self._table.hashes[slot])
-                self._table.remove(slot)
-                self.counters.evicted_blocks += 1
-                return slot
-        return NONE
+        slot = self._table.find_victim(self._loading, self.pins)
+        if slot != NONE:
+            self._events.add_removed(self._table.hashes[slot])
+            self._table.remove(slot)
+            self.counters.evicted_blocks += 1
+        return slot
 
     def _finish_writes(self, writes: Sequence[_Write], stored: Sequence[_Write]) -> None:
         slots = {item.slot for item in stored}

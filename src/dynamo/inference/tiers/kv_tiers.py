@@ -14,7 +14,7 @@ from dynamo.core.values import EngineInfo, KvEvent, TierLoad
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.kv_source import ArrivalCounters, KvSource
 from dynamo.inference.model_runner import StepPlan
-from dynamo.inference.sequence import EngineSequence
+from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.tiers.announcements import TierAnnouncements
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.offload import Offload, TierHost
@@ -123,6 +123,17 @@ class KvTiers:
                 hashes = tier.clear()
                 self._announcements.on_cleared(tier, hashes if name else ())
         return count
+
+    def pin(self, tier: KvTier, content: TokenContent, ttl_s: float) -> str:
+        """Keep the full blocks of a prompt in a tier that can pin, for `ttl_s` seconds (0: without
+        end). Blocks that the engine has go down now. Returns the pin. Raises `InvalidRequest`."""
+        full = len(content.tokens) // self._pool.block_tokens
+        content.ensure_hashes(full)
+        assert tier.pins is not None  # noqa: S101 - the caller has checked it
+        pin = tier.pins.add(content.hashes[:full], ttl_s)
+        hits = self._pool.match(content.hashes[:full], content.fingerprint)
+        self._offload.store(tier, hits[::-1])
+        return pin
 
     def is_prefetching(self, sequence: EngineSequence) -> bool:
         """Whether blocks of a waiting sequence come into host memory. Then it goes on waiting."""

@@ -37,6 +37,7 @@ class MemoryTier(KvTier):
         self.block_bytes = block_bytes
         self.capacity_blocks = resident.capacity
         self.resident = resident
+        self.pins = resident.pins
         self.counters = TierCounters()
         self._copies = copies
         self._source_generations = source_generations
@@ -49,7 +50,7 @@ class MemoryTier(KvTier):
         """Make the host tier in the slots of `region` from `first_slot` on."""
         slots = region.slots - first_slot
         return cls(
-            ResidentBlocks("host", slots, region.generations[first_slot:]),
+            ResidentBlocks("host", slots, clock, region.generations[first_slot:]),
             RegionCopies(region, first_slot, clock),
             block_bytes=region.slot_bytes,
             source_generations=region.generations,

@@ -158,6 +158,12 @@ class Offload:
             if writer.tier is tier:
                 writer.replace(())
 
+    def store(self, tier: KvTier, blocks: Sequence[Block]) -> None:
+        """Let cached blocks go down to a tier that lacks them."""
+        for writer in self._writers:
+            if writer.tier is tier:
+                writer.add(self._describe_missing(tier, blocks))
+
     def on_prompt(self, blocks: int) -> None:
         """Note that a prompt needs so many blocks: they are taken in one step."""
         self._peak = max(self._peak, blocks)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+from dynamo.core.clock import Clock
 from dynamo.core.hashing import IDENTITY_BYTES
 from dynamo.core.values import Tier
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.inference.tiers.block_table import NONE, BlockTable
+from dynamo.inference.tiers.pins import BlockPins
 from dynamo.inference.tiers.tier import TierBlock
 
 NO_TOKENS = bytes(IDENTITY_BYTES)
@@ -22,11 +24,14 @@ class ResidentBlocks:
     Reserved slots are being written; slots that are being loaded are not written before `end_load`.
     """
 
-    def __init__(self, tier: Tier, capacity: int, generations: memoryview | None = None) -> None:
+    def __init__(
+        self, tier: Tier, capacity: int, clock: Clock, generations: memoryview | None = None
+    ) -> None:
         """`generations`: numbers of the slots, if peers may read them."""
         self.capacity = capacity
         self.tier: Tier = tier
         self.events = KvEventBuffer(tier)
+        self.pins = BlockPins(capacity, clock)
         self.evicted_blocks = 0
         self._generations = generations
         self._table = BlockTable()
@@ -138,13 +143,13 @@ class ResidentBlocks:
         return True
 
     def _evict(self) -> bool:
-        """Drop the least recently used block that is not being loaded."""
-        for at in self._table.oldest():
-            if at not in self._loading:
-                self._drop(at)
-                self.evicted_blocks += 1
-                return True
-        return False
+        """Drop the least recently used block that is neither being loaded nor pinned."""
+        at = self._table.find_victim(self._loading, self.pins)
+        if at == NONE:
+            return False
+        self._drop(at)
+        self.evicted_blocks += 1
+        return True
 
     def _drop(self, at: int) -> None:
         self.events.add_removed(self._table.hashes[at])

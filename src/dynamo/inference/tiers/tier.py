@@ -12,6 +12,7 @@ from dynamo.communication.transfer.estimate import LoadEstimate
 from dynamo.core.clock import Clock
 from dynamo.core.values import KvEvent, Tier
 from dynamo.inference.block_pool import KvEventBuffer
+from dynamo.inference.tiers.pins import BlockPins
 
 SAMPLE_BLOCKS = 64
 """Blocks of the load by whose predicted time that of a block is known."""
@@ -57,6 +58,7 @@ class KvTier(ABC):
 
     `name` is the tier in KV events. `blocks` counts the blocks it holds, `capacity_blocks` those
     for which it has room. `problem` says why the tier holds nothing at present ("" if it works).
+    `pins`: the prompts whose blocks are not evicted; None: the tier cannot pin.
     `clears` counts how often it was emptied: what was on its way into the tier then is dropped.
     """
 
@@ -65,6 +67,7 @@ class KvTier(ABC):
     capacity_blocks: int
     counters: TierCounters
     clears: int = 0
+    pins: BlockPins | None = None
 
     @property
     @abstractmethod

@@ -29,8 +29,8 @@ from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.sequence import SequenceContent
-from dynamo.inference.tiers.simulated import SimulatedTiers
 from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.operations.replay.simulated_tiers import SimulatedTiers
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import (

@@ -20,7 +20,7 @@ from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.engine import KV_BYTES_PER_TOKEN
 from dynamo.inference.mock.timing import StepTiming
-from dynamo.inference.tiers.simulated import SimulatedTier
+from dynamo.operations.replay.simulated_tiers import SimulatedTier
 
 
 class ReplayGroup(msgspec.Struct, frozen=True):

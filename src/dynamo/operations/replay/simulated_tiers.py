@@ -60,7 +60,7 @@ class SimulatedTiers:
         clock, bytes_per_s = self._clock, tier.bytes_per_s
         links = CopyLink(clock, bytes_per_s), CopyLink(clock, bytes_per_s)
         contents: dict[int, bytes] = {}
-        parts = ResidentBlocks(tier.name, tier.blocks), *links, contents
+        parts = ResidentBlocks(tier.name, tier.blocks, clock), *links, contents
         if tier.name == "shared":
             self._shared = parts
         return parts
