@@ -1,9 +1,10 @@
 """CPU of a worker in front of another server (out=openai) per streamed token.
 
-    .venv/bin/python benchmarks/openai_server_cost.py [--streams 16] [--tokens 400] [--step-ms 10]
+    .venv/bin/python benchmarks/openai_server_cost.py [--text] [--streams 16] [--tokens 400]
 
-A process of its own plays vLLM: one event with a token id for every stream and step. Counted is the
-CPU of this process, which has the engine and encodes its replies as a worker does.
+A process of its own plays vLLM: one event with a token id for every stream and step (`--step-ms`).
+With `--text`, chat goes there as chat. Counted is the CPU of this process, which has the engine and
+encodes its replies as a worker does.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import asyncio
 import json
 import multiprocessing
 import time
+from functools import partial
+from typing import Any
 
 import uvloop
+from msgspec.structs import replace
 
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyEncoder, pack_ids
 from dynamo.core.context import Context
 from dynamo.core.tasks import run_all
-from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions, TextParameters
 from dynamo.inference.openai_server.engine import OpenAIServerEngine
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import load_tokenizer
@@ -42,15 +46,29 @@ EVENT = {
         }
     ],
 }
+CHAT_EVENT = EVENT | {
+    "object": "chat.completion.chunk",
+    "choices": [
+        {
+            "index": 0,
+            "delta": {"content": " token", "reasoning_content": None},
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": None,
+        }
+    ],
+}
 
 
-def play_vllm(port: multiprocessing.Queue[int], tokens: int, step_s: float) -> None:
+def play_vllm(
+    port: multiprocessing.Queue[int], tokens: int, step_s: float, event: dict[str, Any]
+) -> None:
     """Serve until the process is ended."""
     model = {"id": "m", "root": "m", "owned_by": "vllm", "max_model_len": 8192}
     models = json.dumps({"data": [model]}).encode()
-    data = b"data: " + json.dumps(EVENT).encode() + b"\n\n"
+    data = b"data: " + json.dumps(event).encode() + b"\n\n"
     part = b"%x\r\n%s\r\n" % (len(data), data)
-    last = json.loads(json.dumps(EVENT))
+    last = json.loads(json.dumps(event))
     last["choices"][0] |= {"finish_reason": "length"}
     tail = b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n"
     tail = b"%x\r\n%s\r\n0\r\n\r\n" % (len(tail), tail)
@@ -82,15 +100,20 @@ def play_vllm(port: multiprocessing.Queue[int], tokens: int, step_s: float) -> N
     asyncio.run(serve())
 
 
-async def measure(port: int, streams: int, tokens: int) -> None:
+async def measure(port: int, streams: int, tokens: int, *, text: bool) -> None:
     files = resolve_model_blocking("")
     http = HttpClient(f"http://127.0.0.1:{port}", {}, None)
-    engine = OpenAIServerEngine(http, lambda: load_tokenizer(files.tokenizer), SystemClock())
+    tokenizer = None if text else partial(load_tokenizer, files.tokenizer)
+    engine = OpenAIServerEngine(http, tokenizer, SystemClock())
     await engine.start()
     stops = StopConditions(max_tokens=tokens, ignore_eos=True)
     request = GenerateRequest(
         "r", "m", pack_ids(range(300, 600)), SamplingParams(temperature=0), stops
     )
+    if text:
+        prompt = b'{"messages": [{"role": "user", "content": "hi"}]}'
+        values = {"max_tokens": tokens}
+        request = replace(request, token_ids=prompt, text=TextParameters(chat=True, values=values))
     payloads = 0
 
     def send(payload: bytes) -> bool:
@@ -116,6 +139,7 @@ async def measure(port: int, streams: int, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", action="store_true", help="without the model's tokenizer")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=10.0)
@@ -123,11 +147,13 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     port: multiprocessing.Queue[int] = context.Queue()
     server = context.Process(
-        target=play_vllm, args=(port, args.tokens, args.step_ms / 1000), daemon=True
+        target=play_vllm,
+        args=(port, args.tokens, args.step_ms / 1000, CHAT_EVENT if args.text else EVENT),
+        daemon=True,
     )
     server.start()
     try:
-        uvloop.run(measure(port.get(timeout=60), args.streams, args.tokens))
+        uvloop.run(measure(port.get(timeout=60), args.streams, args.tokens, text=args.text))
     finally:
         server.terminate()
 

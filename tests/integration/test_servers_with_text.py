@@ -257,6 +257,19 @@ async def test_errors_of_the_server_are_ours(
                 await processor.chat(ChatRequest("m", MESSAGES), CONTEXT, RecordedText())
 
 
+async def test_a_stop_string_is_named() -> None:
+    async with served() as fake:
+        part = delta("a", "stop")
+        part["choices"][0]["stop_reason"] = "END"
+        fake.answers["/v1/chat/completions"] = (200, "", events(part) + DONE)
+        reply = RecordedText()
+        options = TextOptions(stop=("END",))
+        async with processor_at(fake) as processor:
+            await processor.chat(ChatRequest("m", MESSAGES, options), CONTEXT, reply)
+    assert msgspec.json.decode(fake.bodies[-1])["stop"] == ["END"]
+    assert [end.stop for end in reply.ends] == ["END"]
+
+
 async def test_the_callers_key_replaces_the_servers_key() -> None:
     async with served() as fake:
         fake.answers["/v1/chat/completions"] = (200, "", events(delta("x", "stop")) + DONE)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 REDACTED = "***"
+_SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|keys?|secret|password|credentials?)$")
 _URL_REST = re.compile(r"[^\s'\"]*")
 _CREDENTIALS = re.compile(r"(?:^|(?<=,))[^,]*@")
 
@@ -24,11 +25,15 @@ def redact_urls(text: str) -> str:
 
 
 def redact_credentials(value: Any) -> Any:
-    """Redact the URLs in a value of the settings: a text, or a list or mapping that holds texts."""
+    """Redact the URLs in a value of the settings: a text, or a list or mapping that holds texts. In
+    a mapping, such as the arguments of an engine, the value of a name like `hf_token` is hidden."""
     if isinstance(value, str):
         return redact_urls(value)
     if isinstance(value, Mapping):
-        return {key: redact_credentials(item) for key, item in value.items()}
+        return {
+            key: REDACTED if item and _SECRET_NAME.search(str(key)) else redact_credentials(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return type(value)(redact_credentials(item) for item in value)
     return value

@@ -170,8 +170,8 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `completion_tokens` counts the stop token, too, because the engine has generated it. `kv`: the
     hand-over of the KV to the engine that goes on, in the engine's own form; "" for none.
-    `cached_tokens`: told here by an engine that did not know them for `Started`. `prompt_tokens`,
-    `reasoning_tokens`: counts of an answer in text.
+    `cached_tokens`: told here by an engine that did not know them for `Started`. `stop_string`:
+    the text that ended an answer in text; `prompt_tokens`, `reasoning_tokens`: its counts.
     """
 
     reason: FinishReason
@@ -179,6 +179,7 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token: int | None = None
     kv: bytes = b""
     cached_tokens: int | None = None
+    stop_string: str = ""
     prompt_tokens: int = 0
     reasoning_tokens: int = 0
 

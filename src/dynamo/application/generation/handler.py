@@ -10,6 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from dynamo.application.access import caller_key
 from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
@@ -249,8 +250,7 @@ def _make_context(exchange: Exchange, timeout_s: float, *, passes_key: bool) -> 
     context = Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
     if not passes_key:
         return context
-    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    return replace(context, api_key=key.strip() if scheme.lower() == "bearer" else "")
+    return replace(context, api_key=caller_key(exchange.request))
 
 
 def _record_metrics(

@@ -93,6 +93,7 @@ class TextChoice(msgspec.Struct):
     text: str = ""
     delta: MessageDelta | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     logprobs: TextLogprobs | None = None
 
 
@@ -187,8 +188,11 @@ class TextAnswer(StreamedAnswer):
         super().__init__(0, reply, totals, _decode_chunk)
         self._wants_logprobs = request.top_logprobs is not None
         self._calls: set[int] = set()
+        self._stop_string = ""
 
     def _deliver_choice(self, choice: TextChoice) -> bool:
+        if isinstance(choice.stop_reason, str):
+            self._stop_string = choice.stop_reason
         for part in self._parts(choice):
             self.tokens_delivered += 1
             if not self._reply.text(part):
@@ -238,6 +242,7 @@ class TextAnswer(StreamedAnswer):
                 reason,
                 tokens,
                 cached_tokens=self.cached_tokens,
+                stop_string=self._stop_string,
                 prompt_tokens=usage.prompt_tokens,
                 reasoning_tokens=(details.reasoning_tokens or 0) if details is not None else 0,
             )

@@ -78,6 +78,7 @@ class TextAnswerReply(Reply):
         text_end = TextFinish(
             "tool_calls" if self._called and end.reason == "stop" else end.reason,
             end.completion_tokens,
+            end.stop_string or None,
             reasoning_tokens=end.reasoning_tokens,
             prompt_tokens=end.prompt_tokens if first else 0,
             cached_tokens=(end.cached_tokens or 0) if first else 0,
