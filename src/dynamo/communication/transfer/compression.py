@@ -1,4 +1,4 @@
-"""Compression of pulled blocks by zstd, where a link is so slow that it pays."""
+"""zstd for blocks in tiers, and for pulled blocks where a link is so slow that it pays."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class LinkCompression:
         self.bytes_per_s += LEARNING_RATE * (size / codec_s - self.bytes_per_s)
 
 
-def check_zstd() -> None:
-    """Raise `ConfigError` if blocks cannot be compressed here."""
+def check_zstd(setting: str) -> None:
+    """Raise `ConfigError` if blocks cannot be compressed here, as `setting` wants."""
     if find_spec("zstandard") is None:
         raise ConfigError(
-            "nixl.compression zstd needs the package zstandard",
-            hint=f"{install_command('zstd')}, or set nixl.compression to none",
-            param="nixl.compression",
+            f"{setting} zstd needs the package zstandard",
+            hint=f"{install_command('zstd')}, or set {setting} to none",
+            param=setting,
         )
 
 

@@ -52,7 +52,7 @@ class TcpTransfer(SocketTransfer):
     async def open(cls, url: str, setup: TransferSetup) -> Self:
         plane = cls(setup)
         if setup.options.compression == "zstd":
-            check_zstd()
+            check_zstd("nixl.compression")
             plane.compresses = True
         plane._host, plane._port = host, _ = parse_listen_url(url)
         plane.server_tls, plane.client_tls = await open_tls(url, host, setup.options)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from dynamo.communication.transfer.compression import check_zstd, compress, decompress
 from dynamo.communication.transfer.layout import cast_elements
-from dynamo.core.errors import ConfigError
-from dynamo.core.installation import install_command
+from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.inference.model_runner import BlockShape
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 RAW: Final = 0
 ZSTD: Final = 1
 INT8: Final = 2
-ZSTD_LEVEL: Final = 1
 INT8_MAX: Final = 127
 
 
@@ -70,27 +68,19 @@ class ZstdCodec(RawCodec):
 
     kind = ZSTD
 
-    def __init__(self, block_bytes: int) -> None:
-        import zstandard
-
-        super().__init__(block_bytes)
-        self._zstd: Any = zstandard
-
     def encode(self, block: memoryview) -> tuple[int, bytes | memoryview]:
-        data: bytes = self._zstd.ZstdCompressor(level=ZSTD_LEVEL).compress(block)
-        return (ZSTD, data) if len(data) < len(block) else (RAW, block)
+        data = compress(block)
+        return (RAW if data is block else ZSTD), data
 
     def decode(self, kind: int, data: memoryview, block: memoryview) -> None:
         if kind != ZSTD:
             return super().decode(kind, data, block)
+        if len(data) >= len(block):
+            raise CorruptBlock(f"zstd in {len(data)} bytes is no block")
         try:
-            size = self._zstd.frame_content_size(data)
-            if size != len(block):  # the decompressor would allocate it, whatever it is
-                raise CorruptBlock(f"zstd of {size} bytes is no block")
-            plain = self._zstd.ZstdDecompressor().decompress(data)
-        except self._zstd.ZstdError as error:
-            raise CorruptBlock(f"unreadable zstd: {error}") from error
-        return super().decode(RAW, memoryview(plain), block)
+            return decompress(data, block)
+        except TransferFailed as error:
+            raise CorruptBlock(error.message) from error
 
 
 class Int8Codec(RawCodec):
@@ -160,7 +150,7 @@ def open_codec(
     if name == "none":
         return RawCodec(block_bytes)
     if name == "zstd":
-        _check_zstandard(setting)
+        check_zstd(setting)
         return ZstdCodec(block_bytes)
     if shape is None or block_bytes % shape.group_bytes:
         raise ConfigError(
@@ -169,12 +159,3 @@ def open_codec(
             param=setting,
         )
     return Int8Codec(block_bytes, shape)
-
-
-def _check_zstandard(setting: str) -> None:
-    if find_spec("zstandard") is None:
-        raise ConfigError(
-            "zstd needs the package zstandard",
-            hint=f"{install_command('zstd')}, or set {setting} to none",
-            param=setting,
-        )

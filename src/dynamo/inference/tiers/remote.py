@@ -60,8 +60,7 @@ REFRESH_SHARE: Final = 0.01
 MAX_LISTED: Final = 16_384
 """Objects of other workers that a worker learns from one listing at most: the newest ones."""
 HEADERS_AT_ONCE: Final = 16
-DELETED_AT_ONCE: Final = 1000
-"""Objects that one call deletes, as many as S3 allows."""
+DELETED_AT_ONCE: Final = 1000  # the limit of S3
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -266,7 +265,7 @@ class RemoteTier(MeasuredTier):
                 return 0
             name = hashes[count - 1]
             if not await self._store.create(self._key(name), data):
-                await self._learn(name)
+                await self._learn(name, clears)
             elif clears == self.clears:
                 self._add(run[0].parent_hash, hashes[:count])
                 self.counters.stored_blocks += count
@@ -313,25 +312,28 @@ class RemoteTier(MeasuredTier):
         listing = Listing(self._table, self._learnt, MAX_LISTED)
         async for page in self._store.list_objects(self._folder):
             listing.add_page(page)
-        if clears != self.clears:
-            return
-        if self._max_store_bytes:
+        if self._max_store_bytes and clears == self.clears:
             surplus = await self._clock.offload(listing.oldest_above, self._max_store_bytes)
             listing.gone.update(surplus)
             await self._delete(surplus)
+        if clears != self.clears:  # the listing describes what was deleted meanwhile
+            return
         newest = [name for name in listing.newest() if name not in listing.gone]
         dropped = self._learnt.difference(newest, listing.gone)
         steps = chain(map(self._forget, listing.gone), map(self._drop, dropped))
         for number, _ in enumerate(steps, 1):
             if not number % HEADERS_AT_ONCE:
                 await asyncio.sleep(0)
+                if clears != self.clears:
+                    return
         unknown = [name for name in newest if name not in self._learnt]
         for first in range(0, len(unknown), HEADERS_AT_ONCE):
-            await run_all(*map(self._learn, unknown[first : first + HEADERS_AT_ONCE]))
+            if clears == self.clears:
+                names = unknown[first : first + HEADERS_AT_ONCE]
+                await run_all(*(self._learn(name, clears) for name in names))
 
-    async def _learn(self, name: int) -> None:
-        """Read which blocks an object has. Raises `StoreFailure`."""
-        clears = self.clears
+    async def _learn(self, name: int, clears: int) -> None:
+        """Read which blocks an object has, as after `clears` clears. Raises `StoreFailure`."""
         try:
             data = await self._store.get_start(self._key(name), MAX_HEADER_BYTES)
             run = RunObject.decode(data, name, self._seed)
