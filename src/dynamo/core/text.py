@@ -44,11 +44,16 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     structured: StructuredOutput | None = None
 
 
+CallMode = Literal["free", "strict", "required", "named"]
+
+
 class ChatRequest(msgspec.Struct, frozen=True):
     """A conversation to continue. `messages` have a role, a content (flattened to a string), and
     any further field that the chat template may read.
 
-    `callable_tools`: the names of `tools` that the answer may call; None: all of them.
+    `callable_tools`: the names of `tools` that the answer may call; None: all of them. `call_mode`:
+    "free", "strict" (calls have arguments by the schemas), "required" (the answer consists of such
+    calls), or "named" (of one call).
     """
 
     model: str
@@ -56,6 +61,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     options: TextOptions = TextOptions()
     tools: tuple[dict[str, Any], ...] = ()
     callable_tools: tuple[str, ...] | None = None
+    call_mode: CallMode = "free"
     parallel_tool_calls: bool = True
     template_args: dict[str, Any] = {}
     add_generation_prompt: bool = True

@@ -37,6 +37,7 @@ from dynamo.application.openai.response_encoder import (
     ResponseEncoder,
     ResponseTemplate,
 )
+from dynamo.application.openai.tools import names_one_function
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
@@ -99,7 +100,10 @@ class GenerationHandler:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
         shape = (body.n or 1, 1, include_usage(body))
-        make_reply = partial(self._make_openai_reply, self._chat_response, shape)
+        template = self._chat_response
+        if names_one_function(body.tool_choice):
+            template = replace(template, call_reason="stop")
+        make_reply = partial(self._make_openai_reply, template, shape)
         return self.answer_chat(exchange, body, make_reply)
 
     def answer_chat(

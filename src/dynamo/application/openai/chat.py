@@ -22,12 +22,13 @@ from dynamo.application.openai.response_encoder import ResponseTemplate
 from dynamo.application.openai.tools import check_tools
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest
-from dynamo.core.text import ChatRequest
+from dynamo.core.text import CallMode, ChatRequest
 
 MAX_TEMPLATE_ARGS = 64
 THINKING_OFF = {"enable_thinking": False, "thinking": False}
 """Arguments by which templates turn thinking off: Qwen's and GLM's, DeepSeek's and Kimi's. Other
 templates ignore both."""
+FREE: CallMode = "free"
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -85,14 +86,22 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         body.max_tokens if max_tokens is None else max_tokens,
         (body.top_logprobs or 0) if body.logprobs else None,
     )
+    names, call_mode = None, FREE
+    if body.tools or body.tool_choice:
+        names, call_mode = check_tools(body.tools, body.tool_choice)
+        if options.structured is not None and call_mode in ("required", "named"):
+            raise InvalidRequest(
+                "tool_choice: a call is forced, so that the answer has no other form",
+                hint="leave response_format out, or set tool_choice to auto",
+                param="tool_choice",
+            )
     return ChatRequest(
         model=model,
         messages=messages,
         options=options,
         tools=tuple(body.tools) if body.tools else (),
-        callable_tools=(
-            check_tools(body.tools, body.tool_choice) if body.tools or body.tool_choice else None
-        ),
+        callable_tools=names,
+        call_mode=call_mode,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_args=template_args,
         add_generation_prompt=body.add_generation_prompt is not False,

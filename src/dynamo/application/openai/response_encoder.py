@@ -73,7 +73,8 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     `before_text`, `after_text`: JSON around a text in an event. `first_delta`: the delta of the
     event before the first text (b"": there is no such event). `empty_delta`: that of the last one.
     `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice. The model's
-    reasoning is written into each of `reasoning_fields`.
+    reasoning is written into each of `reasoning_fields`. Answers with tool calls finish with
+    `call_reason`.
     """
 
     id_prefix: str
@@ -86,6 +87,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     make_text_field: Callable[[str], dict[str, Any]]
     make_logprobs: Callable[[Sequence[DecodedTokenLogprob]], Any]
     reasoning_fields: Sequence[str] = REASONING_FIELDS
+    call_reason: str = "tool_calls"
 
 
 class ResponseEncoder:
@@ -152,12 +154,19 @@ class ResponseEncoder:
     def encode_finish_chunk(self, choice: int, end: TextFinish) -> bytes:
         """Return the last event of a choice."""
         chunk = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
-        delta, reason, stop = self._template.empty_delta, _encode(end.reason), _encode(end.stop)
+        delta, reason, stop = (
+            self._template.empty_delta,
+            _encode(self._finish_reason(end)),
+            _encode(end.stop),
+        )
         return self._chunk_start + chunk % (choice, delta, reason, stop, self._chunk_end)
 
     def encode_usage_chunk(self, usage: UsageCounter) -> bytes:
         """Return the event that contains only the usage."""
         return self._chunk_start + b'],"usage":%b}\n\n' % _encode(usage.to_dict())
+
+    def _finish_reason(self, end: TextFinish) -> str:
+        return self._template.call_reason if end.reason == "tool_calls" else end.reason
 
     def _make_fields(self, text: str, parts: AnswerParts | None) -> dict[str, Any]:
         fields = self._template.make_text_field(text)
@@ -183,7 +192,7 @@ class ResponseEncoder:
                 "index": index,
                 **self._make_fields(text, parts.get(index)),
                 "logprobs": None if tokens is None else template.make_logprobs(tokens),
-                "finish_reason": end.reason,
+                "finish_reason": self._finish_reason(end),
                 "stop_reason": end.stop,
             }
             for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))

@@ -59,11 +59,17 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
 
 def _tool_options(request: ChatRequest) -> dict[str, Any]:
     names, options = request.callable_tools, dict[str, Any]()
+    required = request.call_mode == "required"
     if names == ():
         options["tool_choice"] = "none"
     elif names is not None:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
-        options["tool_choice"] = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        mode = "required" if required else "auto"
+        options["tool_choice"] = {"type": "allowed_tools", "mode": mode, "tools": tools}
+        if request.call_mode == "named":
+            options["tool_choice"] = tools[0]
+    elif required:
+        options["tool_choice"] = "required"
     if not request.parallel_tool_calls:
         options["parallel_tool_calls"] = False
     return options

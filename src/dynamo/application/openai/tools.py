@@ -8,6 +8,7 @@ from typing import Any
 
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported, nearest_name_hint
+from dynamo.core.text import CallMode
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
@@ -15,13 +16,13 @@ _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
 
 def check_tools(
     tools: Sequence[Any] | None, choice: str | dict[str, Any] | None
-) -> tuple[str, ...] | None:
-    """Check both fields. Returns the names of the tools that may be called; None: all of them.
-    Raises `InvalidRequest` and `Unsupported`."""
+) -> tuple[tuple[str, ...] | None, CallMode]:
+    """Check both fields. Returns the names of the tools that may be called, None for all of them,
+    and whether calls are forced. Raises `InvalidRequest` and `Unsupported`."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
-        return None
+        return None, "free"
     check_size("tools", len(tools), MAX_TOOLS)
     names: dict[str, int] = {}
     for index, tool in enumerate(tools):
@@ -33,7 +34,15 @@ def check_tools(
                 param=f"tools[{index}].function.name",
             )
         names[name] = index
-    return _callable_names(choice, tuple(names))
+    callable_names, mode = _read_choice(choice, tuple(names))
+    if mode == "free" and any(tool["function"].get("strict") is True for tool in tools):
+        mode = "strict"
+    return callable_names, mode
+
+
+def names_one_function(choice: str | dict[str, Any] | None) -> bool:
+    """Return whether a `tool_choice` names the function to call."""
+    return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _function_name(tool: Any, field: str) -> str:
@@ -67,29 +76,33 @@ def _function_name(tool: Any, field: str) -> str:
     return name
 
 
-def _callable_names(
+def _read_choice(
     choice: str | dict[str, Any] | None, names: tuple[str, ...]
-) -> tuple[str, ...] | None:
+) -> tuple[tuple[str, ...] | None, CallMode]:
     if choice is None or choice == "auto":
-        return None
+        return None, "free"
     if choice == "none":
-        return ()
+        return (), "free"
     if choice == "required":
-        raise _forced_call_error("required")
+        return None, "required"
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        _check_known(_choice_name(choice), names)
-        raise _forced_call_error("a named function")
+        name = _choice_name(choice)
+        _check_known(name, names)
+        return (name,), "named"
     if kind == "allowed_tools" and isinstance(choice, dict):
         allowed = choice.get("allowed_tools")
         fields = allowed if isinstance(allowed, dict) else choice
-        if fields.get("mode", "auto") != "auto":
-            raise _forced_call_error("allowed_tools with mode required")
-        tools = fields.get("tools")
-        allowed_names = [_choice_name(tool) for tool in tools] if isinstance(tools, list) else []
+        mode, tools = fields.get("mode", "auto"), fields.get("tools")
+        allowed_names = tuple(map(_choice_name, tools if isinstance(tools, list) else ()))
         for name in allowed_names:
             _check_known(name, names)
-        return tuple(allowed_names)
+        if mode not in ("auto", "required") or (mode == "required" and not allowed_names):
+            raise InvalidRequest(
+                "tool_choice.allowed_tools: expected mode auto or required, and tools",
+                param="tool_choice",
+            )
+        return allowed_names, "required" if mode == "required" else "free"
     raise InvalidRequest(
         "tool_choice: expected auto, none, required, or an object of type function or "
         "allowed_tools",
@@ -112,11 +125,3 @@ def _check_known(name: str, names: Sequence[str]) -> None:
             hint=nearest_name_hint(name, names),
             param="tool_choice",
         )
-
-
-def _forced_call_error(choice: str) -> Unsupported:
-    return Unsupported(
-        f"tool_choice: {choice} is not supported yet",
-        hint="auto lets the model choose; none forbids calls",
-        param="tool_choice",
-    )

@@ -63,6 +63,12 @@ class MarkerAlphabet:
             literal = literal.replace(content, char)
         return literal
 
+    def split(self, text: str) -> list[str | int]:
+        """Return the parts of a text: the ids of tokens that belong to markers, and letters."""
+        ids = {char: token for token, char in self.chars.items()}
+        parts = _MARKS.sub(lambda match: f"\0{match[0]}\0", self.mark(text)).split("\0")
+        return [ids.get(part, part) for part in parts if part]
+
     def literal(self, text: str) -> str:
         """Return text with the letters of its special tokens."""
         if text.isascii():

@@ -25,6 +25,7 @@ FAMILIES = (
         layout=(tagged.CALL_END, tagged.FUNCTION_END, tagged.PARAMETER, tagged.PARAMETER_END),
         stops=("<|im_end|>", "<|endoftext|>"),
         templates=("<function=",),
+        write_calls=tagged.function_layout,
     ),
     Family(
         "glm",
@@ -37,6 +38,7 @@ FAMILIES = (
         ),
         stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
         templates=("<arg_key>",),
+        write_calls=tagged.keyed_layout,
     ),
     Family(
         "kimi",
@@ -56,6 +58,7 @@ FAMILIES = (
         templates=(kimi.SECTION, kimi.OPEN),
         opened=("<|open|>think<|sep|>",),
         id_pattern=r"functions\.[a-zA-Z0-9_.\-]+:\d+",
+        write_calls=kimi.call_layout,
     ),
     Family(
         "deepseek",
@@ -72,6 +75,7 @@ FAMILIES = (
         ),
         stops=("<｜end▁of▁sentence｜>",),
         templates=(deepseek.SEPARATOR, deepseek.DSML),
+        write_calls=deepseek.call_layout,
     ),
     Family(
         "gpt-oss",
@@ -82,6 +86,8 @@ FAMILIES = (
         stops=(harmony.CALL, harmony.RETURN),
         templates=("<|channel|>",),
         first=harmony.read_messages,
+        answer_start=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+        write_calls=harmony.call_layout,
     ),
     Family(
         "gemma4",
@@ -92,6 +98,7 @@ FAMILIES = (
         stops=("<|tool_response>", "<turn|>"),
         templates=(gemma.CALL,),
         opened=("<|channel>thought",),
+        write_calls=gemma.call_layout,
     ),
     Family(
         "mistral",
@@ -106,6 +113,7 @@ FAMILIES = (
         templates=(mistral.CALLS,),
         id_pattern=r"[a-zA-Z0-9]{9}",
         id_chars=9,
+        write_calls=mistral.call_layout,
     ),
     Family(
         "llama",
@@ -117,6 +125,7 @@ FAMILIES = (
         ),
         stops=("<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>", "<|end_of_text|>"),
         templates=("<|start_header_id|>", "<|header_start|>", "<|python_tag|>", "<|python_start|>"),
+        write_calls=llama.call_layout,
     ),
     Family(
         "qwen3-hermes",
@@ -126,6 +135,7 @@ FAMILIES = (
         layout=(tagged.CALL_END,),
         stops=("<|im_end|>", "<|endoftext|>"),
         templates=(tagged.CALL,),
+        write_calls=tagged.hermes_layout,
     ),
 )
 """The families in the order in which chat templates are tried."""

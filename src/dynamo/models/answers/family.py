@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from dynamo.models.answers.call_grammar import WriteCalls
 from dynamo.models.answers.scanner import Scanner, WaitingBool
 from dynamo.models.answers.writer import AnswerWriter
 
@@ -26,6 +27,8 @@ class Family(msgspec.Struct, frozen=True):
     - `opened`: ends of prompts behind which reasoning has begun, besides the opening markers.
     - `id_pattern`: ids of calls that the model writes and that are kept. `id_chars`: the length of
       new ids; 0: they are `call_` and random characters.
+    - `answer_start`: what stands before text where `first` reads headers.
+    - `write_calls`: the layout of calls in grammars that force them.
     - `first`: how the answer begins, from the end of the prompt; None: by its opening markers.
     """
 
@@ -41,6 +44,8 @@ class Family(msgspec.Struct, frozen=True):
     id_pattern: str = ""
     id_chars: int = 0
     first: ReadFormat | None = None
+    answer_start: str = ""
+    write_calls: WriteCalls | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from random import Random
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.codec import pack_ids
+from dynamo.core.errors import Unsupported
 from dynamo.core.fast_path import TokenTexts
 from dynamo.core.text import ChatRequest
+from dynamo.core.values import StructuredOutput
+from dynamo.models.answers.call_grammar import CallGrammar, calls_expression, closed
 from dynamo.models.answers.families import FALLBACK, choose_family, make_format
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.card import ModelCard
@@ -21,6 +28,8 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 CALL_ID_CHARS = 24
+ANY_ARGUMENTS = {"additionalProperties": True}
+"""The schema of functions that are not strict."""
 
 
 class AnswerParsing:
@@ -40,6 +49,8 @@ class AnswerParsing:
         self.description = f"{family.name}: {reason}"
         self._format = make_format(family, template, tokenizer.added_tokens, named=bool(name))
         self._family = family
+        self._template = template
+        self._answer_start = tokenizer.encode(family.answer_start) if family.answer_start else b""
         self._rng = rng
         search = self._format.search
         self.token_texts = TokenTexts(
@@ -58,20 +69,82 @@ class AnswerParsing:
 
     def prepare(self, request: ChatRequest, prompt_end: str) -> Callable[[], AnswerReader]:
         """Return a function that makes the reader of one choice."""
-        names = request.callable_tools
-        tools: dict[str, Any] = {}
-        for tool in request.tools:
-            function = tool["function"]
-            if names is None or function["name"] in names:
-                tools[function["name"]] = function.get("parameters") or {}
         return partial(
             AnswerReader,
             self._format,
-            tools,
+            _callable_tools(request),
             self._make_call_id,
             prompt_end=prompt_end,
             one_call=not request.parallel_tool_calls,
         )
+
+    def argument_forms(self, request: ChatRequest) -> Iterator[tuple[StructuredOutput, str]]:
+        """Yield the form of the arguments of each function whose calls are constrained, with the
+        place of its schema in the request."""
+        names = request.callable_tools
+        for index, tool in enumerate(request.tools if request.call_mode != "free" else ()):
+            function = tool["function"]
+            if names is not None and function["name"] not in names:
+                continue
+            if request.call_mode != "strict" or function.get("strict") is True:
+                schema = msgspec.json.encode(closed(function.get("parameters"))).decode()
+                form = StructuredOutput("json_schema", schema)
+                yield form, f"tools[{index}].function.parameters"
+
+    def constrain(self, request: ChatRequest, prompt_end: str) -> StructuredOutput | None:
+        """Return the form of an answer that is read: calls, the form of the request, or either. The
+        form begins behind the reasoning. Raises `Unsupported`."""
+        form, tools = request.options.structured, _callable_tools(request)
+        if tools and (request.call_mode != "free" or form is not None):
+            form = self._call_form(request, tools, form)
+        if form is not None and form.kind != "calls" and self._answer_start:
+            return replace(form, reasoning_end=self._answer_start)
+        if form is None or not self._format.openings:
+            return form
+        inside = self._format.begins_in_reasoning(prompt_end)
+        tokens = {char: token for token, char in self.chars.items()}
+        pairs = [tuple(map(self._format.alphabet.mark, pair)) for pair in self._family.reasoning]
+        for opening, closing in pairs:
+            if opening in tokens and closing in tokens:
+                start = b"" if inside else pack_ids([tokens[opening]])
+                return replace(
+                    form, reasoning_start=start, reasoning_end=pack_ids([tokens[closing]])
+                )
+        if inside:
+            raise Unsupported(
+                "response_format: the model's reasoning does not end in a token of its own",
+                param="response_format",
+            )
+        return form
+
+    def _call_form(
+        self, request: ChatRequest, tools: dict[str, Any], form: StructuredOutput | None
+    ) -> StructuredOutput:
+        write_calls, mode = self._family.write_calls, request.call_mode
+        if write_calls is None:
+            raise Unsupported(
+                f"tool_choice: no grammar of calls is known for the format {self._family.name!r}",
+                param="tool_choice",
+            )
+        grammar = CallGrammar(self._format.alphabet, self._template)
+        layout = write_calls(grammar)
+        if mode in ("strict", "free"):
+            strict = _strict_names(request)
+            tools = {name: tools[name] if name in strict else ANY_ARGUMENTS for name in tools}
+        one_call = mode == "named" or not request.parallel_tool_calls
+        start = calls_expression(grammar, layout, tools, one_call=one_call)
+        if form is not None:
+            start = f"{start} | {_form_expression(grammar, form)}"
+        elif mode == "strict":
+            if not self._family.calls:
+                raise Unsupported(
+                    f"strict: calls in the format {self._family.name!r} have no marker to begin at",
+                    hint="leave strict out, or force a call by tool_choice",
+                    param="tools",
+                )
+            text = grammar.text_without(tuple(self._family.calls))
+            start = f"{text} ({start} {text}){'?' if one_call else '*'}"
+        return StructuredOutput("calls", grammar.write(start))
 
     def _make_call_id(self, written: str) -> str:
         """Return the id that the model wrote, if its family writes such ids, else a new one."""
@@ -81,3 +154,32 @@ class AnswerParsing:
         letters = string.ascii_letters + string.digits
         chars = self._rng.choices(letters, k=family.id_chars or CALL_ID_CHARS)
         return "".join(chars) if family.id_chars else "call_" + "".join(chars)
+
+
+def _callable_tools(request: ChatRequest) -> dict[str, Any]:
+    """Return the schemas of the parameters of the functions that an answer may call, by name."""
+    names = request.callable_tools
+    functions = [tool["function"] for tool in request.tools]
+    return {
+        function["name"]: function.get("parameters") or {}
+        for function in functions
+        if names is None or function["name"] in names
+    }
+
+
+def _strict_names(request: ChatRequest) -> set[str]:
+    functions = (tool["function"] for tool in request.tools)
+    return {function["name"] for function in functions if function.get("strict") is True}
+
+
+def _form_expression(grammar: CallGrammar, form: StructuredOutput) -> str:
+    """Return the expression of a form that an answer may have instead of calls."""
+    if form.kind in ("json_schema", "json_object"):
+        return grammar.json(msgspec.json.decode(form.value or '{"type": "object"}'))
+    if form.kind == "choice":
+        return " | ".join(map(grammar.literal, msgspec.json.decode(form.value)))
+    raise Unsupported(
+        f"structured_outputs.{form.kind}: not together with tools",
+        hint='set tool_choice to "none", or use a JSON schema',
+        param="structured_outputs",
+    )

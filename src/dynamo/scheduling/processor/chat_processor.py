@@ -98,7 +98,11 @@ class ChatProcessor:
         """Continue a conversation until every choice is complete or the reader wants no more.
         Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
         ids = self._prompt_encoder.encode_chat(request)
-        if not isinstance(ids, bytes) or request.options.structured is not None:
+        if (
+            not isinstance(ids, bytes)
+            or request.options.structured is not None
+            or request.call_mode != "free"
+        ):
             return self._chat_when_ready(ids, request, context, reply)
         if request.tools or self._answers.always:
             return self._send_parsed(ids, request, context, reply)
@@ -167,6 +171,9 @@ class ChatProcessor:
     ) -> None:
         prompt = ids if isinstance(ids, bytes) else await ids
         await self._check_form(request.options)
+        for form, field in self._answers.argument_forms(request):
+            if self._grammar_checker is not None:
+                await self._grammar_checker.check(form, field)
         if request.tools or self._answers.always:
             await self._send_parsed(prompt, request, context, reply)
             return
@@ -178,7 +185,10 @@ class ChatProcessor:
     ) -> Awaitable[None]:
         options = request.options
         max_tokens = self._accept(prompt, options, reply)
-        make_reader = self._answers.prepare(request, self._decode_end(prompt))
+        prompt_end = self._decode_end(prompt)
+        make_reader = self._answers.prepare(request, prompt_end)
+        if options.structured is not None or request.call_mode != "free":
+            options = replace(options, structured=self._answers.constrain(request, prompt_end))
         return self._send_choices(
             prompt, max_tokens, options, context, reply, make_reader=make_reader
         )

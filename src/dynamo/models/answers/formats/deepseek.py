@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import stream_arguments
 from dynamo.models.answers.scanner import Scanner, WaitingBool
 from dynamo.models.answers.values import STRING, TaggedArguments, read_value
@@ -73,3 +77,32 @@ def read_invoke(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if tag:
         arguments.close()
     return bool(tag)
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout that the chat template shows: JSON between tokens, or DSML tags."""
+    literal, template = grammar.literal, grammar.template
+    if DSML not in template and (SEPARATOR in template or grammar.has_token(SEPARATOR)):
+        before, after = literal(CALLS_BEGIN), literal(CALLS_END)
+        return CallLayout(_json_call, before, literal("\n") + "?", after)
+    section = next((name for name in SECTIONS if name in template), SECTIONS[0])
+    after = literal(section.replace("<", "</", 1))
+    return CallLayout(_invoke, literal(f"{section}\n"), "", after)
+
+
+def _json_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    if "```json" in grammar.template:
+        head = f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n"
+        return grammar.json_call(head, schema, f"\n```{CALL_END}")
+    return grammar.json_call(f"{CALL_BEGIN}{name}{SEPARATOR}", schema, CALL_END)
+
+
+def _invoke(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    kind = int(INVOKES[1] in grammar.template)
+
+    def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
+        string = "true" if types == STRING else "false"
+        return f'{PARAMETERS[kind]}{key}" string="{string}">', f"{PARAMETER_ENDS[kind]}\n"
+
+    head = f'{INVOKES[kind]}{name}">\n'
+    return grammar.tagged_call(head, schema, tags, f"{INVOKE_ENDS[kind]}\n")

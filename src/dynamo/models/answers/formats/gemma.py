@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.core.errors import InvalidRequest
+from dynamo.models.answers.call_grammar import CallGrammar, CallLayout, properties
 from dynamo.models.answers.json_scanner import MAX_SCALAR_CHARS
 from dynamo.models.answers.scanner import Scanner, WaitingBool, marker_set
 from dynamo.models.answers.values import value_to_json
@@ -99,3 +104,61 @@ def _read_value(scan: Scanner, writer: AnswerWriter, depth: int) -> WaitingBool:
         return False
     writer.arguments(value_to_json(text, _UNTYPED, writer.is_clean))
     return True
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of calls in Gemma's notation."""
+    del grammar
+    return CallLayout(_call)
+
+
+def _call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    head = grammar.literal(f"{CALL}call:{name}")
+    return f"{head} {_object(grammar, schema)} {grammar.literal(CALL_END)}"
+
+
+def _value(grammar: CallGrammar, schema: Any) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    options = schema.get("enum") if isinstance(schema, Mapping) else None
+    quote = grammar.literal(QUOTE)
+    if isinstance(options, list):
+        texts = [
+            f"{quote} {grammar.literal(option)} {quote}"
+            if isinstance(option, str)
+            else grammar.json({"const": option})
+            for option in options
+        ]
+        return f"({' | '.join(texts)})"
+    if kind == "string":
+        return f"{quote} {grammar.text_until(QUOTE)}"
+    if kind == "object":
+        return _object(grammar, schema)
+    if kind == "array":
+        value = grammar.rule(_value(grammar, schema.get("items") or {"type": "string"}))
+        least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        rest = f'("," {value}){{{max(0, least - 1)},{most and most - 1}}}'
+        return f'"[" {value} {rest} "]"' if least else f'"[" ({value} {rest})? "]"'
+    if kind in ("integer", "number", "boolean", "null"):
+        return grammar.json(schema)
+    raise InvalidRequest(
+        "tools: calls in the format gemma4 can only be forced for parameters with a plain type",
+        hint="give each parameter and item a `type` instead of $ref, anyOf or a list of types",
+        param="tools",
+    )
+
+
+def _object(grammar: CallGrammar, schema: Mapping[str, Any]) -> str:
+    """Return the expression of an object: required members, then optional ones, in order."""
+    members = {
+        key: f"{grammar.literal(f'{key}:')} {_value(grammar, value)}"
+        for key, value in properties(schema).items()
+    }
+    required = [key for key in members if key in (schema.get("required") or ())]
+    optional = [members[key] for key in members if key not in required]
+    text = ' "," '.join(members[key] for key in required)
+    if required:
+        text = " ".join((text, *(f'("," {member})?' for member in optional)))
+    else:
+        for member in reversed(optional):
+            text = f'({member} ("," {text})?)?' if text else f"({member})?"
+    return f'"{{" {text} "}}"'

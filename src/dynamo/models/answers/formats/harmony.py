@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+from dynamo.models.answers.call_grammar import ANY_TEXT, CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import stream_arguments
 from dynamo.models.answers.scanner import Scanner, WaitingBool, marker_set
 from dynamo.models.answers.writer import AnswerWriter
@@ -83,3 +86,15 @@ def _read_body(scan: Scanner, writer: AnswerWriter, header: str) -> WaitingBool:
 
 def _ignore(text: str) -> None:
     del text
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of one call, behind an analysis or not: a call ends the answer."""
+    head = grammar.literal(f"{CHANNEL}analysis{MESSAGE}")
+    tail = grammar.literal(f"{END}{START}assistant")
+    return CallLayout(_call, f"({head} {grammar.rule(ANY_TEXT, name='T')} {tail})?", None)
+
+
+def _call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    head = f"{CHANNEL}commentary to={PREFIX}{name} {CONSTRAIN}json{MESSAGE}"
+    return grammar.json_call(head, schema, CALL)

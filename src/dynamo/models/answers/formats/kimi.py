@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from dynamo.models.answers.call_grammar import SMALL_NUMBER, CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import stream_arguments
 from dynamo.models.answers.scanner import Scanner, WaitingBool
-from dynamo.models.answers.values import TaggedArguments, read_value
+from dynamo.models.answers.values import STRING, TaggedArguments, read_value
 from dynamo.models.answers.writer import AnswerWriter
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -101,3 +104,28 @@ def _read_k3_call(scan: Scanner, writer: AnswerWriter, name: str) -> WaitingBool
 
 def _attributes(tag: str) -> dict[str, str]:
     return {name: html.unescape(value) for name, value in _ATTRIBUTE.findall(tag)}
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of K2, or of K3 where the template or the vocabulary has its elements."""
+    literal = grammar.literal
+    if SECTION in grammar.template or grammar.has_token(SECTION):
+        return CallLayout(_k2_call, literal(SECTION), "", literal(SECTION_END))
+    before, after = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"
+    return CallLayout(_k3_call, literal(before), "", literal(after))
+
+
+def _k2_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    rest = grammar.json_call(ARGUMENTS, schema, CALL_END)
+    return f"{grammar.literal(f'{CALL}functions.{name}:')} {SMALL_NUMBER} {rest}"
+
+
+def _k3_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
+        kind = "string" if types == STRING else min(types - STRING, default="object")
+        head = f'{OPEN}argument key="{html.escape(key)}" type="{kind}"{SEPARATOR}'
+        return head, f"{CLOSE}argument{SEPARATOR}"
+
+    rest = grammar.tagged_call(f'"{SEPARATOR}', schema, tags, f"{CLOSE}call{SEPARATOR}")
+    head = f'{OPEN}call tool="{name}" index="'
+    return f"{grammar.literal(head)} {SMALL_NUMBER} {rest}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import read_call_object
 from dynamo.models.answers.scanner import SPACE, Scanner, WaitingBool, WaitingText
 from dynamo.models.answers.values import python_to_json, value_to_json
@@ -108,3 +111,12 @@ def _keyword_arguments(text: str, writer: AnswerWriter) -> str | None:
             value = value_to_json(value, _UNTYPED, writer.is_clean)
         pairs.append(f"{json_string(keyword.arg)}: {value}")
     return "{" + ", ".join(pairs) + "}"
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of JSON objects, which Llama 4 writes, too."""
+    return CallLayout(_object_call, between=grammar.literal("; "))
+
+
+def _object_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    return grammar.json_call(f'{{"name": "{name}", "parameters": ', schema, "}")

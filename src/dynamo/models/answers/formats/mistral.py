@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import read_call_object, stream_arguments
 from dynamo.models.answers.scanner import Scanner, WaitingBool
 from dynamo.models.answers.writer import AnswerWriter
@@ -42,3 +46,19 @@ def _read_named_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
         return False
     writer.close_call()
     return True
+
+
+def call_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of v11 and later where the vocabulary has its marker, else of v3."""
+    if grammar.has_token(ARGUMENTS):
+        return CallLayout(_named_call)
+    literal = grammar.literal
+    return CallLayout(_listed_call, literal(f"{CALLS} ["), literal(", "), literal("]"))
+
+
+def _named_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    return grammar.json_call(f"{CALLS}{name}{ARGUMENTS}", schema, "")
+
+
+def _listed_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    return grammar.json_call(f'{{"name": "{name}", "arguments": ', schema, "}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import read_call_object
 from dynamo.models.answers.scanner import Scanner, WaitingBool
 from dynamo.models.answers.values import TaggedArguments, read_value
@@ -81,3 +83,40 @@ def _read_keyed_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if tag:
         arguments.close()
     return bool(tag)
+
+
+def hermes_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of `<tool_call>` with JSON."""
+    return CallLayout(_hermes_call, between=grammar.literal("\n"))
+
+
+def function_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of `<function=` tags (Qwen)."""
+    return CallLayout(_function_call, between=grammar.literal("\n"))
+
+
+def keyed_layout(grammar: CallGrammar) -> CallLayout:
+    """Return the layout of keys and values (GLM)."""
+    return CallLayout(_keyed_call, between=grammar.literal("\n"))
+
+
+def _hermes_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    head = f'{CALL}\n{{"name": "{name}", "arguments": '
+    return grammar.json_call(head, schema, f"}}\n{CALL_END}")
+
+
+def _function_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
+        del types
+        return f"{PARAMETER}{key}>\n", f"\n{PARAMETER_END}\n"
+
+    head = f"{CALL}\n{FUNCTION}{name}>\n"
+    return grammar.tagged_call(head, schema, tags, f"{FUNCTION_END}\n{CALL_END}")
+
+
+def _keyed_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
+        del types
+        return f"{KEY}{key}{KEY_END}\n{VALUE}", f"{VALUE_END}\n"
+
+    return grammar.tagged_call(f"{CALL}{name}\n", schema, tags, CALL_END)
