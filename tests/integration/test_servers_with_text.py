@@ -297,3 +297,21 @@ async def test_the_card_tells_the_name_and_context_of_the_server() -> None:
             )
         assert (model.names, model.context_tokens, model.tokenizer) == (("m",), 512, None)
         await engine.stop()
+
+
+async def test_configured_sampling_goes_to_the_server_unless_the_caller_says_other() -> None:
+    sent: list[Any] = []
+
+    async def send(request: Any, *_: object) -> None:
+        sent.append(request.text.values)
+
+    configured = SamplingSettings(temperature=0.0, max_tokens=7, stop_tokens=("END",))
+    processor = TextProcessor(card(), send, configured)
+    options = TextOptions(max_tokens=3, stop=("X",))
+    for request in (ChatRequest("m", MESSAGES), ChatRequest("m", MESSAGES, options)):
+        await processor.chat(request, CONTEXT, RecordedText())
+    assert sent == [
+        {"temperature": 0.0, "max_tokens": 7, "stop": ("END",)},
+        {"temperature": 0.0, "max_tokens": 3, "stop": ("X", "END")},
+    ]
+    assert processor.default_sampling.temperature == 0.0

@@ -58,7 +58,7 @@ async def encode_pin(
     path = f"{instance.namespace}.{instance.component}.files"
     files = await runtime.endpoint(path).client()
     try:
-        file = await ensure_file(runtime, files, card.tokenizer)
+        file = await ensure_file(runtime, files, card.tokenizer_file)
     finally:
         await files.close()
     tokenizer = await asyncio.to_thread(load_tokenizer, file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,6 +37,8 @@ from dynamo.core.values import (
 from dynamo.models.card import ModelCard
 from dynamo.scheduling.processor.chat_processor import CHOICES_PER_SLICE
 
+OPENAI_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
+"""The values that answers show where neither caller nor configuration names one."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -101,7 +103,9 @@ class TextProcessor:
         self._stop_strings = tuple(filter(None, sampling.stop_tokens))
         names = ("temperature", "top_p", "top_k", "max_tokens")
         values = {name: getattr(sampling, name) for name in names}
-        self._defaults = {name: value for name, value in values.items() if value}
+        self._defaults = {name: value for name, value in values.items() if value is not None}
+        shown = {name: value for name, value in self._defaults.items() if name != "max_tokens"}
+        self.default_sampling = replace(OPENAI_SAMPLING, **shown)
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         """Continue a conversation until every choice is complete or the reader wants no more.
@@ -144,9 +148,7 @@ class TextProcessor:
         packed = _pad(_encode({"prompt": prompt}))
         return partial(self._send_choices, packed, parameters, options, context, reply, echo)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
-    ) -> list[int]:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
         """Raise `Unsupported`."""
         del prompt, add_special
         self._refuse("/tokenize", "model")
