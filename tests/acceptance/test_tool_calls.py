@@ -76,6 +76,43 @@ def test_the_client_s_helper_puts_streams_together_as_whole_answers(
     assert calls
 
 
+def test_responses_have_the_calls_text_and_reasoning_of_chat(
+    family: tuple[openai.OpenAI, list[RecordedOutput]],
+) -> None:
+    client, outputs = family
+    for output in outputs:
+        prompt = f"[{output.id}]"
+        extra: Any = {"chat_template_kwargs": {"generation_prompt": output.generation_prompt or ""}}
+        chat = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": prompt}],
+            tools=output.tools,  # type: ignore[arg-type]
+            max_tokens=4000,
+            extra_body=extra,
+        ).choices[0]
+        fields: Any = {
+            "model": "default",
+            "input": prompt,
+            "tools": [{"type": "function", **tool["function"]} for tool in output.tools],
+            "max_output_tokens": 4000,
+            "extra_body": extra,
+        }
+        whole = client.responses.create(**fields)
+        *_, last = client.responses.create(**fields, stream=True)
+        functions: Any = [call.function for call in chat.message.tool_calls or []]
+        for response in (whole, last.response):  # type: ignore[union-attr]
+            calls = [item for item in response.output if item.type == "function_call"]
+            assert [(call.name, call.arguments) for call in calls] == [
+                (function.name, function.arguments) for function in functions
+            ]
+            assert response.output_text == (chat.message.content or "")
+            reasoning = [item.content for item in response.output if item.type == "reasoning"]
+            texts = [part.text for parts in reasoning for part in parts or []]
+            assert "".join(texts) == (getattr(chat.message, "reasoning_content", None) or "")
+            cut = chat.finish_reason == "length"
+            assert response.status == ("incomplete" if cut else "completed")
+
+
 def test_a_wrong_choice_is_an_error_with_a_request_id(
     family: tuple[openai.OpenAI, list[RecordedOutput]],
 ) -> None:
