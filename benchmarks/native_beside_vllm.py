@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 SIZES = (1, 8, 32)
 
 
-def start_vllm(folder: str, vllm: str) -> Server:
+def start_vllm(folder: str, vllm: str, *more: str) -> Server:
     """Start vLLM's OpenAI server on this machine's CPU."""
     port = free_port()
     env = os.environ | {
@@ -53,6 +53,7 @@ def start_vllm(folder: str, vllm: str) -> Server:
         "smol",
         "--max-model-len",
         "8192",
+        *more,
     ]
     child = subprocess.Popen(
         command,

@@ -77,7 +77,13 @@ def answers(
 
 
 def start_ours(
-    model_dir: str, workers: int, speedup: float, router: str, *more: str, engine: str = "mock"
+    model_dir: str,
+    workers: int,
+    speedup: float,
+    router: str,
+    *more: str,
+    engine: str = "mock",
+    timeout_s: float = 90,
 ) -> Server:
     """Start `dynamo run` with mock workers. Every process that is not a worker counts
     as frontend."""
@@ -100,7 +106,7 @@ def start_ours(
         command += ["--speedup-ratio", str(speedup)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
-    answers(url, "smol", [child])
+    answers(url, "smol", [child], timeout_s)
     by_role = processes(url)
     serving = [pid for role in by_role if role.endswith("worker") for pid in by_role[role]]
     others = [pid for role in by_role if not role.endswith("worker") for pid in by_role[role]]

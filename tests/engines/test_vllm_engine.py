@@ -48,6 +48,7 @@ async def make_engine(model: Path, **settings: Any) -> VllmEngine:
     """Return an engine of few blocks that is not started yet."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two that wait for each other spin
     files = await resolve_model(str(model), with_weights=True)
     engine = EngineSettings(kind="vllm", max_num_seqs=16, args=ARGUMENTS, **settings)
     card = files.build_card(block_tokens=16)

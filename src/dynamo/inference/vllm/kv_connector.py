@@ -55,7 +55,8 @@ def decode_params(kv: bytes) -> dict[str, Any]:
 
 
 class VllmKvConnector(KvConnector):
-    """The NixlConnector of one engine. `generate` is that of the engine."""
+    """The NixlConnector of one engine. `generate` is that of the engine. `loads`: prompts whose KV
+    this engine has loaded."""
 
     kind = "vllm-nixl"
     lease_s = LEASE_S
@@ -65,6 +66,7 @@ class VllmKvConnector(KvConnector):
         self._tasks = tasks
         self._llm: Any = None
         self.failures: Counter[str] = Counter()
+        self.loads = 0
 
     def on_started(self, llm: Any) -> None:
         """Take over the started AsyncLLM."""
@@ -96,10 +98,12 @@ class VllmKvConnector(KvConnector):
             self._tasks.start(notify(request_id, params), "release of KV")
 
     def on_statistics(self, statistics: Mapping[str, Any] | None) -> None:
-        """Count the failed loads of one step."""
-        for name in FAILURES if statistics else ():
-            values = statistics.get(name) or ()  # type: ignore[union-attr]
-            if count := values if isinstance(values, int) else len(values):
+        """Count the loads of one step, and those that failed."""
+        if not statistics:
+            return
+        self.loads += len(statistics.get("transfer_duration") or ())
+        for name in FAILURES:
+            if count := len(statistics.get(name) or ()):
                 self.failures[f"vllm {name.removeprefix('num_failed_')}"] += count
 
     async def load(self, outputs: Any) -> AsyncIterator[Any]:

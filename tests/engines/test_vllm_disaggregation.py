@@ -1,0 +1,139 @@
+"""Two vLLM engines with NixlConnector: one computes prompts, the other one loads their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+from tests.engines.test_vllm_engine import make_engine, owned_processes
+
+from dynamo.core.codec import pack_ids
+from dynamo.core.errors import InvalidRequest
+from dynamo.core.values import GenerateRequest
+from dynamo.inference.vllm.engine import VllmEngine
+from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
+from dynamo.testing.conformance.engines import (
+    ENGINE_CONTEXT,
+    OrderCheckingReply,
+    generate_reply,
+    make_request,
+    settle,
+)
+
+PROMPTS = 20
+TOKENS = 12
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def prefill(engine_model: Path) -> AsyncIterator[VllmEngine]:
+    engine = await make_engine(engine_model, role="prefill")
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def decode(engine_model: Path, prefill: VllmEngine) -> AsyncIterator[VllmEngine]:
+    engine = await make_engine(engine_model, role="decode")
+    await engine.start()
+    yield engine
+    await engine.stop()
+    assert not owned_processes(engine)
+
+
+def connector(engine: VllmEngine) -> VllmKvConnector:
+    assert engine.kv_connector is not None
+    return engine.kv_connector
+
+
+def prompt(number: int) -> GenerateRequest:
+    """Return a request with a prompt of its own that ends within a block."""
+    random = Random(number)
+    ids = [random.randrange(100, 40_000) for _ in range(70 + 7 * number)]
+    request = make_request(tokens=TOKENS)
+    return replace(request, request_id=f"p{number}", token_ids=pack_ids(ids))
+
+
+async def ids_alone(decode: VllmEngine, request: GenerateRequest) -> list[int]:
+    """Return the answer that the engine computes without another one."""
+    salted = replace(request, kv=b"", salt=f"alone {request.request_id}")
+    return (await generate_reply(decode, salted)).ids
+
+
+async def ids_of(decode: VllmEngine, request: GenerateRequest, kv: bytes) -> list[int]:
+    return (await generate_reply(decode, replace(request, kv=kv))).ids
+
+
+async def test_answers_are_those_of_one_engine(prefill: VllmEngine, decode: VllmEngine) -> None:
+    for number in range(PROMPTS):
+        request = prompt(number)
+        kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
+        assert await ids_of(decode, request, kv) == await ids_alone(decode, request)
+    assert connector(decode).loads == PROMPTS
+    assert not connector(decode).failures
+
+
+async def test_an_unknown_engine_is_not_needed(prefill: VllmEngine, decode: VllmEngine) -> None:
+    request, failures = prompt(30), connector(decode).failures.total()
+    kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
+    wrong = encode_params(decode_params(kv) | {"remote_engine_id": "unknown"})
+    assert await ids_of(decode, request, wrong) == await ids_alone(decode, request)
+    await settle(lambda: connector(decode).failures.total() > failures)
+    assert connector(decode).failures.total() > failures
+
+
+async def test_a_cancelled_load_returns_at_once_and_leaves_a_well_engine(
+    prefill: VllmEngine, decode: VllmEngine
+) -> None:
+    for turn in range(6):
+        request = prompt(40 + turn)
+        kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
+        reply = OrderCheckingReply()
+        task = asyncio.create_task(decode.generate(replace(request, kv=kv), ENGINE_CONTEXT, reply))
+        for _ in range(turn * 3):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert await ids_alone(decode, prompt(50)) == await ids_alone(prefill, prompt(50))
+    await settle(lambda: not decode.ranks[0]._running)
+    assert decode.ranks[0]._running == 0
+
+
+async def test_released_kv_frees_the_blocks_of_the_other_engine(
+    prefill: VllmEngine, decode: VllmEngine
+) -> None:
+    """Hold more prompts than the prefill engine has blocks for, one after the other."""
+    for number in range(8):
+        kv = await connector(prefill).prefill(replace(prompt(95), salt=str(number)), ENGINE_CONTEXT)
+        connector(decode).release(kv)
+
+
+async def test_a_client_cannot_name_kv_itself(decode: VllmEngine) -> None:
+    extra = {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}}
+    with pytest.raises(InvalidRequest, match="kv_transfer_params are set by dynamo"):
+        await generate_reply(decode, replace(prompt(60), extra=extra))
+
+
+async def test_a_killed_prefill_engine_is_not_needed(
+    prefill: VllmEngine, decode: VllmEngine
+) -> None:
+    request = prompt(70)
+    kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
+    for process in owned_processes(prefill):
+        os.kill(process, signal.SIGKILL)
+    while owned_processes(prefill):
+        await asyncio.sleep(0.05)
+    failures = connector(decode).failures.total()
+    assert await ids_of(decode, request, kv) == await ids_alone(decode, request)
+    assert connector(decode).failures.total() > failures
+    assert decode.failure is None
