@@ -45,10 +45,10 @@ def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
     many = load(
         server, folder, "-c", str(STREAMS), *sizes, "--seed", str(seed), "--pid", f"all={pids}"
     )
-    one = load(server, folder, "-c", "1", "--isl", "32", "--osl", "8", "--requests", "40")
+    single = load(server, folder, "-c", "1", "--isl", "32", "--osl", "8", "--requests", "40")
     return {
         "cpu_us_per_token": many["processes"]["all"]["us_per_token"],
-        "ttft_ms": one["ttft_ms"]["p50"],
+        "ttft_ms": single["ttft_ms"]["p50"],
         "tokens_per_s": many["tokens_per_s"],
     }
 

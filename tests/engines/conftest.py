@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MODEL_VARIABLE = "DYNAMO_TEST_ENGINE_MODEL"
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1800.0
 FOLDER = Path(__file__).parent
 
 

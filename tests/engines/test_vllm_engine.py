@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,24 @@ ARGUMENTS = {
 }
 
 
-async def make_engine(model: Path, **settings: Any) -> VllmEngine:
+async def make_engine(
+    model: Path, arguments: Mapping[str, Any] | None = None, **settings: Any
+) -> VllmEngine:
     """Return an engine of few blocks that is not started yet."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two that wait for each other spin
     files = await resolve_model(str(model), with_weights=True)
-    engine = EngineSettings(kind="vllm", max_num_seqs=16, args=ARGUMENTS, **settings)
+    engine = EngineSettings(
+        kind="vllm", max_num_seqs=16, args=ARGUMENTS | (arguments or {}), **settings
+    )
     card = files.build_card(block_tokens=16)
     return VllmEngine(EngineInputs(Settings(engine=engine), card, files, SystemClock()))
 
 
 def owned_processes(engine: VllmEngine) -> list[int]:
     """Return the processes that the engine has started and that are not gone."""
-    return list(find_processes("=".join(engine._processes._variable).encode()))
+    return list(find_processes("=".join(engine.processes._variable).encode()))
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -90,8 +94,8 @@ class TestVllm(EngineConformance):
         assert reply.end.completion_tokens == count + 1
 
     async def test_structured_output_is_obeyed(self, engine: VllmEngine) -> None:
-        tokenizer = load_tokenizer(engine._inputs.card.tokenizer)
-        stops = StopConditions(max_tokens=60, stop_token_ids=engine._inputs.card.eos_token_ids)
+        tokenizer = load_tokenizer(engine.inputs.card.tokenizer)
+        stops = StopConditions(max_tokens=60, stop_token_ids=engine.inputs.card.eos_token_ids)
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
         schema["additionalProperties"] = False
         for structured, check in (

@@ -20,6 +20,7 @@ from tests.conftest import Deployment
 ARGUMENTS = ("dtype=float32", "enforce_eager=true", "block_size=32", "num_gpu_blocks_override=256")
 STREAMS = 8
 MAX_TOKENS = 24
+KILLS = int(os.environ.get("DYNAMO_TEST_ENGINE_KILLS", "2"))
 READY_S = 280.0
 
 
@@ -28,6 +29,7 @@ def environ(runtime_environ: dict[str, str]) -> dict[str, str]:
     return runtime_environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
     }
 
 
@@ -136,20 +138,26 @@ def stream_texts(client: openai.OpenAI, on_text: Any = None) -> list[str]:
     return texts
 
 
-def test_a_killed_engine_core_fails_no_request(
-    deployment: Deployment, client: openai.OpenAI
+@pytest.mark.parametrize("number", [signal.SIGKILL] * KILLS + [signal.SIGSTOP])
+def test_an_engine_core_that_ends_or_hangs_fails_no_request(
+    deployment: Deployment, client: openai.OpenAI, number: signal.Signals
 ) -> None:
     workers = wait_for_workers(deployment)
     expected = stream_texts(client)
+    stopped: list[int] = []
 
-    def kill_one(texts: list[str]) -> None:
+    def send(texts: list[str]) -> None:
         while not all(texts):
             time.sleep(0.05)
-        below = descendants(workers[0]).items()
-        os.kill(next(pid for pid, name in below if "EngineCore" in name), signal.SIGKILL)
+        below = descendants(workers[0])
+        os.kill(next(pid for pid, name in below.items() if "EngineCore" in name), number)
+        stopped.extend(below)
 
-    assert stream_texts(client, kill_one) == expected
-    assert workers[0] not in wait_for_workers(deployment)
+    assert stream_texts(client, send) == expected
+    while workers[0] in wait_for_workers(deployment):
+        time.sleep(1)
+    while any(map(lives, stopped)):
+        time.sleep(0.1)
 
 
 def test_no_process_of_an_engine_outlives_its_worker(deployment: Deployment) -> None:

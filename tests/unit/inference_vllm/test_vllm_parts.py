@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,17 @@ from msgspec.structs import replace
 from tests.support.external_inputs import make_inputs
 
 from dynamo.core.codec import pack_ids
+from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed
-from dynamo.core.values import Finish, Started, TokenLogprobs
+from dynamo.core.reply import Reply
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 from dynamo.inference.external import EngineKvView
+from dynamo.inference.external.engine import EngineAnswer
 from dynamo.inference.vllm.engine import VllmEngine
-from dynamo.inference.vllm.rank import VllmRank
-from dynamo.inference.vllm.requests import OutputForwarder, make_seed
+from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
+from dynamo.inference.vllm.rank import HUNG_S, VllmRank
+from dynamo.inference.vllm.requests import forward_output, make_seed
 from dynamo.inference.vllm.startup import start_error
 from dynamo.testing.conformance.engines import make_request
 from dynamo.testing.fakes import CollectedReply
@@ -29,9 +35,9 @@ def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> A
 
 def test_a_stop_token_is_reported_and_not_sent() -> None:
     reply = CollectedReply()
-    forwarder = OutputForwarder(reply, 40, None)
-    assert forwarder.forward(output([5, 6]))
-    assert not forwarder.forward(output([7, 2], "stop"))
+    answer = EngineAnswer(reply, 40)
+    assert forward_output(output([5, 6]), answer, None)
+    assert not forward_output(output([7, 2], "stop"), answer, None)
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
     assert reply.ids == [5, 6, 7]
     assert reply.end == Finish("stop", 4, 2)
@@ -39,15 +45,15 @@ def test_a_stop_token_is_reported_and_not_sent() -> None:
 
 def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
     reply = CollectedReply()
-    assert not OutputForwarder(reply, 40, None).forward(output([2], "stop"))
+    assert not forward_output(output([2], "stop"), EngineAnswer(reply, 40), None)
     assert (reply.ids, reply.end) == ([], Finish("stop", 1, 2))
-    assert reply.started is not None
+    assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_gives_up_fails(reason: str) -> None:
     with pytest.raises(WorkerFailed, match=reason):
-        OutputForwarder(CollectedReply(), 40, None).forward(output([5], reason))
+        forward_output(output([5], reason), EngineAnswer(CollectedReply(), 40), None)
 
 
 def test_logprobs_are_sorted_by_rank_and_cut() -> None:
@@ -57,25 +63,37 @@ def test_logprobs_are_sorted_by_rank_and_cut() -> None:
         6: SimpleNamespace(logprob=-1.0, rank=2),
     }
     reply = CollectedReply()
-    OutputForwarder(reply, 40, 2).forward(output([8], None, [position]))
+    forward_output(output([8], None, [position]), EngineAnswer(reply, 40), 2)
     assert reply.extras == [[TokenLogprobs(8, -3.0, ((5, -0.5), (6, -1.0)))]]
 
 
 def test_an_idle_rank_is_idle_whatever_its_last_statistics_said() -> None:
     rank = VllmRank(EngineKvView(16, 32))
     rank.total_blocks = 100
-    request = make_request()
-    first, second = (rank.on_request(number, request, 40) for number in range(2))
+    for number in range(2):
+        rank.on_request(number, 40)
     statistics = SimpleNamespace(num_running_reqs=1, kv_cache_usage=0.25)
     rank.on_statistics(statistics, None)
     rank.on_first_token(0)
     load = rank.report_load()
     assert (load.running, load.waiting, load.prefill_tokens) == (1, 1, 40)
     assert (load.active_blocks, load.steps) == (25, 1)
-    rank.on_request_ended(0, first, 0)
-    rank.on_request_ended(1, second, None)
+    for number in range(2):
+        rank.on_request_ended(number)
     load = rank.report_load()
     assert (load.running, load.waiting, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
+
+
+def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
+    rank = VllmRank(EngineKvView(16, 32))
+    assert not rank.hangs(0.0)
+    assert not rank.hangs(1000.0)
+    rank.on_request(0, 40)
+    assert not rank.hangs(1000.0 + HUNG_S)
+    assert rank.hangs(1001.0 + HUNG_S)
+    rank.on_statistics(None, None)
+    assert not rank.hangs(1002.0 + HUNG_S)
+    assert rank.hangs(1003.0 + 2 * HUNG_S)
 
 
 def test_a_failed_start_names_the_setting_with_its_value() -> None:
@@ -103,3 +121,114 @@ async def test_an_engine_argument_sets_the_number_of_ranks(
     with pytest.raises(ModelUnavailable, match="no vLLM here"):
         await engine.start()
     assert len(engine.ranks) == 2
+
+
+class FakeOutputs:
+    """Outputs of a request, each sent by `put`. `closed`: vLLM has aborted the request."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.put = self._queue.put_nowait
+        self.closed = False
+
+    def __aiter__(self) -> FakeOutputs:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+async def refuse(*_: Any) -> None:
+    raise AssertionError("no request is expected")
+
+
+async def test_a_load_is_aborted_only_after_its_first_output() -> None:
+    async with BackgroundTasks() as tasks:
+        outputs = FakeOutputs()
+        loading = VllmKvConnector(refuse, tasks).load(outputs)
+        task = tasks.start(anext(loading))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not outputs.closed
+        outputs.put("first")
+        while not outputs.closed:
+            await asyncio.sleep(0)
+
+
+async def test_a_load_passes_outputs_and_errors_on() -> None:
+    async with BackgroundTasks() as tasks:
+        outputs = FakeOutputs()
+        for item in ("first", "second", None):
+            outputs.put(item)
+        connector = VllmKvConnector(refuse, tasks)
+        assert [item async for item in connector.load(outputs)] == ["first", "second"]
+        assert outputs.closed
+        for items in ((ValueError("no"),), ("first", ValueError("no"))):
+            outputs = FakeOutputs()
+            for item in items:
+                outputs.put(item)
+            with pytest.raises(ValueError, match="no"):
+                [item async for item in connector.load(outputs)]
+
+
+async def test_a_prompt_for_another_engine_is_one_greedy_token() -> None:
+    sent: list[GenerateRequest] = []
+
+    async def generate(request: GenerateRequest, context: Context, reply: Reply) -> None:
+        sent.append(request)
+        reply.begin(Started())
+        reply.tokens((3,))
+        kv = encode_params({"remote_block_ids": [[1]]}) if len(sent) == 1 else b""
+        reply.finish(Finish("length", 1, kv=kv))
+
+    async with BackgroundTasks() as tasks:
+        connector = VllmKvConnector(generate, tasks)
+        request = replace(make_request(), top_logprobs=2, extra={"n": 1})
+        kv = await connector.prefill(request, Context("r"))
+        assert decode_params(kv) == {"remote_block_ids": [[1]]}
+        (once,) = sent
+        assert decode_params(once.kv)["do_remote_decode"] is True
+        assert (once.stops.max_tokens, once.sampling.temperature) == (1, 0.0)
+        assert (once.top_logprobs, once.extra) == (None, {})
+        with pytest.raises(WorkerFailed, match="does not tell where its KV is"):
+            await connector.prefill(request, Context("r"))
+
+
+async def test_the_statistics_of_vllm_count_loads() -> None:
+    async with BackgroundTasks() as tasks:
+        connector = VllmKvConnector(refuse, tasks)
+        connector.on_statistics(None)
+        connector.on_statistics({"transfer_duration": [0.1], "num_failed_transfers": []})
+        connector.on_statistics({"num_failed_transfers": [1, 1], "num_failed_handshakes": [1]})
+        assert connector.loads == 1
+        assert connector.failures == {"vllm transfers": 2, "vllm handshakes": 1}
+
+
+async def test_kv_is_released_where_vllm_can() -> None:
+    released: list[tuple[str, Any]] = []
+
+    async def notify(request_id: str, params: Any) -> None:
+        released.append((request_id, params))
+
+    async with BackgroundTasks() as tasks:
+        connector = VllmKvConnector(refuse, tasks)
+        kv = encode_params({"remote_request_id": "a"})
+        connector.on_started(SimpleNamespace())
+        connector.release(kv)
+        connector.on_started(SimpleNamespace(notify_kv_transfer_request_rejected=notify))
+        connector.release(kv)
+        await tasks.join()
+    assert released == [("released-a", {"remote_request_id": "a"})]

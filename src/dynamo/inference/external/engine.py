@@ -7,7 +7,7 @@ from abc import abstractmethod
 from asyncio import to_thread
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -118,11 +118,23 @@ class ExternalRank(ViewedRank):
         )
 
 
+class Computation(NamedTuple):
+    """A request with its prompt `ids` and its context, on the rank with this index. `number`: its
+    own in the engine."""
+
+    request: GenerateRequest
+    context: Context
+    ids: list[int]
+    rank: int
+    number: int
+
+
 class ExternalEngine(Engine):
     """A foreign engine in this process, with its workers in others. A subclass starts it, has it
     compute single requests, and stops it. `title` is its name in messages."""
 
     title: str
+    rank_type: type[ExternalRank] = ExternalRank
 
     def __init__(self, inputs: EngineInputs) -> None:
         self.inputs = inputs
@@ -141,11 +153,9 @@ class ExternalEngine(Engine):
         """Start the engine and set its ranks. Raises `ModelUnavailable` or `ConfigError`."""
 
     @abstractmethod
-    async def compute(
-        self, request: GenerateRequest, ids: list[int], rank: int, number: int, answer: EngineAnswer
-    ) -> None:
-        """Compute one request on a rank. `number` is its own. A cancellation aborts it. Raises
-        `InvalidRequest` or `WorkerFailed`."""
+    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
+        """Compute one request. A cancellation aborts it. Raises `InvalidRequest` or
+        `WorkerFailed`."""
 
     @abstractmethod
     async def close_engine(self) -> None:
@@ -156,7 +166,7 @@ class ExternalEngine(Engine):
         if not await to_thread(path.is_dir):
             raise ModelUnavailable(
                 f"{self.title} reads folders with a config.json and safetensors; {path} is none",
-                hint="name such a folder, or use --engine.kind native",
+                hint="`dynamo export FOLDER MODEL` writes one from a GGUF file",
             )
         await self.processes.open()
         try:
@@ -171,7 +181,7 @@ class ExternalEngine(Engine):
 
     def set_ranks(self, views: Sequence[EngineKvView]) -> None:
         """Set one rank for each view."""
-        self._ranks = tuple(map(ExternalRank, views))
+        self._ranks = tuple(map(self.rank_type, views))
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
@@ -190,7 +200,7 @@ class ExternalEngine(Engine):
             answer.begin()
         try:
             with Interruptible(self._calls):
-                await self.compute(request, ids, index, number, answer)
+                await self.compute(Computation(request, context, ids, index, number), answer)
         finally:
             rank.on_request_ended(number)
             self._totals.generated_tokens += answer.tokens

@@ -24,7 +24,7 @@ from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.packages import argument_names
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
-from dynamo.inference.external.engine import EngineAnswer, ExternalEngine
+from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
 from dynamo.inference.external.engine_thread import EngineThread, ThreadStream
 from dynamo.inference.external.startup import starting
 from dynamo.inference.sglang.requests import (
@@ -127,9 +127,8 @@ class SglangEngine(ExternalEngine):
             features=tuple(features),
         )
 
-    async def compute(
-        self, request: GenerateRequest, ids: list[int], rank: int, number: int, answer: EngineAnswer
-    ) -> None:
+    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
+        request, _, ids, rank, number = computation
         rid = f"{request.request_id}/{number}"
         if self._mode == "prefill":
             self._prefill(request, ids, rank, rid, answer)

@@ -14,7 +14,7 @@ from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.external import EngineKvView, PolledEventReader
-from dynamo.inference.external.engine import EngineAnswer, ExternalEngine
+from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
 from dynamo.inference.external.startup import starting
 from dynamo.inference.trtllm.requests import (
     TrtllmTranslator,
@@ -84,9 +84,8 @@ class TrtllmEngine(ExternalEngine):
             features=tuple(features),
         )
 
-    async def compute(
-        self, request: GenerateRequest, ids: list[int], rank: int, number: int, answer: EngineAnswer
-    ) -> None:
+    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
+        request, _, ids, rank, number = computation
         prefills = self._role == "prefill"
         params = self._translator.sampling_params(
             request, 1 if prefills else self.max_tokens(request, len(ids))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.core.values import GenerateRequest, Load
-from dynamo.inference.external import EngineKvView, Prediction, ViewedRank
+from dynamo.core.values import Load
+from dynamo.inference.external import EngineKvView
+from dynamo.inference.external.engine import ExternalRank
+
+HUNG_S = 120.0
+"""A rank that has requests and makes no step for this time hangs. Routers avoid it long before."""
 
 
-class VllmRank(ViewedRank):
+class VllmRank(ExternalRank):
     """A rank of an AsyncLLM. vLLM reports only while it computes, so that an idle rank is known by
     the requests that it was given."""
 
@@ -16,35 +20,25 @@ class VllmRank(ViewedRank):
         super().__init__(view)
         self.preemptions = 0
         self.gaps = self.slow_gaps = 0
-        self._prompts: dict[int, int] = {}
         self._running = 0
         self._usage = 0.0
+        self._last_steps = -1
+        self._last_progress_s = 0.0
 
-    @property
-    def requests(self) -> int:
-        """The number of requests that the rank was given and has not completed."""
-        return len(self._prompts)
-
-    def on_request(self, number: int, request: GenerateRequest, prompt_tokens: int) -> Prediction:
-        """Count a request by a number of its own, and predict its cached tokens."""
-        self._prompts[number] = prompt_tokens
-        return self.view.drift.on_submitted(request.token_ids, request.salt)
+    def hangs(self, now: float) -> bool:
+        """Whether the rank hangs at the time `now`. Call this often."""
+        if self.steps != self._last_steps or not self.requests:
+            self._last_steps, self._last_progress_s = self.steps, now
+        return now - self._last_progress_s > HUNG_S
 
     def on_first_token(self, number: int) -> None:
         """Count the prompt of a request as computed."""
-        self._prompts[number] = 0
+        self._prompts.pop(number, None)
 
     def on_gap(self, *, slow: bool) -> None:
         """Count a time between two outputs of a request whose router steers these times."""
         self.gaps += 1
         self.slow_gaps += slow
-
-    def on_request_ended(
-        self, number: int, prediction: Prediction, cached_tokens: int | None
-    ) -> None:
-        """Forget a request. `cached_tokens` None: it ended before its first token."""
-        del self._prompts[number]
-        self.view.drift.on_ended(prediction, cached_tokens)
 
     def on_statistics(self, scheduler: Any, iteration: Any) -> None:
         """Take over vLLM's statistics of one step; each may be None."""

@@ -7,48 +7,30 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.codec import unpack_ids
 from dynamo.core.errors import (
     InvalidRequest,
     WorkerFailed,
     nearest_name_hint,
 )
-from dynamo.core.reply import Reply
-from dynamo.core.values import (
-    Finish,
-    GenerateRequest,
-    Started,
-    StructuredOutput,
-    TokenLogprobs,
-)
-from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
+from dynamo.inference.external.engine import EngineAnswer
 from dynamo.inference.vllm.kv_connector import decode_params, encode_params
 
 
 class RequestTranslator:
-    """Makes vLLM's prompts and SamplingParams. Ids beyond the vocabulary are refused here, since an
-    engine that computes one may die."""
+    """Makes vLLM's SamplingParams."""
 
-    def __init__(self, context_tokens: int, vocab_size: int) -> None:
+    def __init__(self) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-        self._context_tokens = context_tokens
-        self._vocab_size = vocab_size
         self._params = SamplingParams
         self._structured = StructuredOutputsParams
         self._delta = RequestOutputKind.DELTA
         self._extra_names = {field.name for field in msgspec.structs.fields(SamplingParams)}
 
-    def prompt_ids(self, request: GenerateRequest) -> list[int]:
-        """Return the prompt's ids. Raises `InvalidRequest`."""
-        ids = list(unpack_ids(request.token_ids))
-        check_prompt(ids, self._context_tokens, self._vocab_size)
-        return ids
-
-    def sampling_params(self, request: GenerateRequest, prompt_tokens: int) -> Any:
+    def sampling_params(self, request: GenerateRequest, max_tokens: int) -> Any:
         """Return vLLM's SamplingParams. Raises `InvalidRequest`."""
         sampling, stops = request.sampling, request.stops
-        max_tokens = min(stops.max_tokens, self._context_tokens - prompt_tokens)
         structured = request.structured
         try:
             return self._params(
@@ -102,56 +84,38 @@ def make_seed(request: GenerateRequest) -> int:
     return (request.sampling.seed + request.choice + (request.resumed << 20)) % (1 << 63)
 
 
-class OutputForwarder:
-    """Passes vLLM's outputs of one request to its reply."""
-
-    def __init__(self, reply: Reply, prompt_tokens: int, top_logprobs: int | None) -> None:
-        self._reply = reply
-        self._prompt_tokens = prompt_tokens
-        self._top_logprobs = top_logprobs
-        self.begun = False
-        self.tokens = 0
-        self.cached_tokens: int | None = None
-
-    def begin(self, cached_tokens: int = 0) -> None:
-        """Begin the reply, unless it has begun."""
-        if not self.begun:
-            self.begun = True
-            self._reply.begin(
-                Started(cached_tokens=cached_tokens, prompt_tokens=self._prompt_tokens)
-            )
-
-    def forward(self, output: Any) -> bool:
-        """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises
-        `WorkerFailed` if vLLM ended the request."""
-        part = output.outputs[0]
-        ids, reason = part.token_ids, part.finish_reason
-        if ids and not self.tokens:
-            self.cached_tokens = output.num_cached_tokens or 0
-            self.begin(self.cached_tokens)
-        self.tokens += len(ids)
-        stop_token: int | None = None
-        if reason == "stop" and ids:
-            stop_token, ids = ids[-1], ids[:-1]
-        if ids and not self._reply.tokens(ids, self._logprobs(ids, part.logprobs)):
+def forward_output(output: Any, answer: EngineAnswer, top_logprobs: int | None) -> bool:
+    """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises
+    `WorkerFailed` if vLLM ended the request."""
+    part = output.outputs[0]
+    ids, reason = part.token_ids, part.finish_reason
+    stop_token: int | None = None
+    if reason == "stop" and ids:
+        stop_token, ids = ids[-1], ids[:-1]
+    if ids:
+        logprobs = _read_logprobs(ids, part.logprobs, top_logprobs)
+        if not answer.send(ids, logprobs, output.num_cached_tokens or 0):
             return False
-        if reason is None:
-            return True
-        if reason not in ("stop", "length"):
-            raise WorkerFailed(f"vLLM ended the request: {reason}")
-        self.begin()
-        params = getattr(output, "kv_transfer_params", None)
-        kv = encode_params(params) if params else b""
-        self._reply.finish(Finish(reason, self.tokens, stop_token, kv))
-        return False
+    if reason is None:
+        return True
+    if reason not in ("stop", "length"):
+        raise WorkerFailed(f"vLLM ended the request: {reason}")
+    if answer.cached_tokens is None and stop_token is not None:
+        answer.cached_tokens = output.num_cached_tokens or 0
+        answer.begin(answer.cached_tokens)
+    params = getattr(output, "kv_transfer_params", None)
+    answer.finish(reason, stop_token, encode_params(params) if params else b"")
+    return False
 
-    def _logprobs(self, ids: Sequence[int], positions: Any) -> list[TokenLogprobs] | None:
-        top = self._top_logprobs
-        if top is None or positions is None:
-            return None
-        result = []
-        for token, position in zip(ids, positions, strict=False):
-            ranked = sorted(position.items(), key=lambda entry: entry[1].rank or 0)
-            best = tuple((other, logprob.logprob) for other, logprob in ranked[:top])
-            result.append(TokenLogprobs(token, position[token].logprob, best))
-        return result
+
+def _read_logprobs(
+    ids: Sequence[int], positions: Any, top: int | None
+) -> list[TokenLogprobs] | None:
+    if top is None or positions is None:
+        return None
+    result = []
+    for token, position in zip(ids, positions, strict=False):
+        ranked = sorted(position.items(), key=lambda entry: entry[1].rank or 0)
+        best = tuple((other, logprob.logprob) for other, logprob in ranked[:top])
+        result.append(TokenLogprobs(token, position[token].logprob, best))
+    return result
