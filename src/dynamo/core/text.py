@@ -38,6 +38,7 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     include_stop: bool = False
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     sampling: SamplingOverrides = SamplingOverrides()
     salt: str = ""
     priority: int = 0
@@ -95,6 +96,22 @@ class TextDelta(msgspec.Struct, frozen=True, tag="text"):
 
     text: str
     logprobs: tuple[DecodedTokenLogprob, ...] | None = None
+
+
+class DecodedPromptToken(msgspec.Struct, frozen=True):
+    """A token of a prompt, with its string and bytes. `offset` counts the characters before it.
+
+    `logprob` is None for the first token. `rank` is 1 for the most probable one. `top` holds (id,
+    string, bytes, logprob) of the best tokens.
+    """
+
+    token_id: int
+    token: str
+    raw: bytes
+    offset: int
+    logprob: float | None = None
+    rank: int = 0
+    top: tuple[tuple[int, str, bytes, float], ...] = ()
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning"):
@@ -182,6 +199,11 @@ class TextReply(ABC):
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:
         """The choice is complete."""
+
+    def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
+        """Take the tokens of the prompt with their logprobs, before the choice ends. Only requests
+        with `TextOptions.prompt_logprobs` have them."""
+        del choice, tokens
 
     def open_fast_path(
         self, choice: int, text_table: TextTable, token_log: TokenLog | None

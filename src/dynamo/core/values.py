@@ -95,6 +95,7 @@ class RequestGroup:
             and request.model == base.model
             and request.resumed == base.resumed
             and request.top_logprobs == base.top_logprobs
+            and request.prompt_logprobs == base.prompt_logprobs
             and request.adapter == base.adapter
             and request.structured == base.structured
             and request.kv == base.kv
@@ -109,6 +110,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     - `resumed`: how many of the last `token_ids` an earlier attempt generated. Sampling and
       penalties count output positions from there. `stops` counts only tokens still to generate.
     - `top_logprobs`: None = no logprobs, 0 = only those of the chosen tokens.
+    - `prompt_logprobs`: how many logprobs of each prompt token come with `Finish`; None: none. Such
+      a prompt is computed anew, because cached tokens have no logits.
     - `rank`: the data-parallel rank of the worker that the router chose.
     - `prefill`: id of the instance that computes the prompt. Empty: the worker itself does.
     - `kv_from`: name of the draining worker that wrote the last `resumed` tokens, and has the KV of
@@ -144,6 +147,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     kv: bytes = b""
     extra: dict[str, Any] = {}
     text: TextParameters | None = None
+    prompt_logprobs: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +155,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptTokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural-log probability of a prompt token after those before it. `rank`: 1 for the most
+    probable token. `top` holds (id, logprob), best first."""
+
+    token: int
+    logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -172,6 +186,7 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     hand-over of the KV to the engine that goes on, in the engine's own form; "" for none.
     `cached_tokens`: told here by an engine that did not know them for `Started`. `stop_string`:
     the text that ended an answer in text; `prompt_tokens`, `reasoning_tokens`: its counts.
+    `prompt_logprobs`: those of the second prompt token and on, where the request wants them.
     """
 
     reason: FinishReason
@@ -182,6 +197,7 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_string: str = ""
     prompt_tokens: int = 0
     reasoning_tokens: int = 0
+    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
 
 BOTH_ROLES = ("prefill", "decode")
@@ -195,7 +211,16 @@ def worker_role(name: str) -> str:
     return "worker" if name == "both" else f"{name}_worker"
 
 
-Feature = Literal["logprobs", "logit_bias", "structured", "calls", "adapters", "extra", "text"]
+Feature = Literal[
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "structured",
+    "calls",
+    "adapters",
+    "extra",
+    "text",
+]
 """A property of an engine that a request may need. "calls": grammars of tool calls. "extra",
 "text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
@@ -233,6 +258,8 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
     required: list[Feature] = []
     if request.top_logprobs is not None:
         required.append("logprobs")
+    if request.prompt_logprobs is not None:
+        required.append("prompt_logprobs")
     if request.sampling.logit_bias:
         required.append("logit_bias")
     if request.structured is not None:

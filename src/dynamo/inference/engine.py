@@ -16,7 +16,6 @@ from dynamo.core.values import (
     GRAMMAR_FEATURES,
     EngineInfo,
     EngineTotals,
-    Finish,
     GenerateRequest,
     KvEvent,
     Load,
@@ -118,7 +117,7 @@ class BatchedEngine(Engine):
                 return
             if self.failure is not None:
                 raise WorkerFailed(self.failure.message)
-        if request.prefill or request.kv_from:
+        if (request.prefill or request.kv_from) and not sequence.wants_prompt_logprobs:
             self._disaggregate(sequence, reply)
         if request.itl_slo_ms:
             self.token_gaps.target_s = request.itl_slo_ms * 1e-3
@@ -357,15 +356,15 @@ class BatchedEngine(Engine):
         if grammar is not None and not sequence.feed_grammar():
             self.end_sequence(sequence, grammar.failure())
         elif token in sequence.stop_ids and sequence.length > sequence.min_length:
-            reply.finish(Finish("stop", output_tokens, token))
+            reply.finish(sequence.make_finish("stop", token))
             self.end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
             self.end_sequence(sequence)
         elif grammar is not None and grammar.finished and not sequence.prefill_only:
-            reply.finish(Finish("stop", output_tokens))
+            reply.finish(sequence.make_finish("stop"))
             self.end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
-            reply.finish(Finish("length", output_tokens))
+            reply.finish(sequence.make_finish("length"))
             self.end_sequence(sequence)
 
     def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:

@@ -23,13 +23,14 @@ from dynamo.core.hashing import (
     root_hash,
     root_identity,
 )
+from dynamo.core.values import Finish
 
 if TYPE_CHECKING:
     import asyncio
 
     from dynamo.core.context import Context
     from dynamo.core.reply import Reply
-    from dynamo.core.values import GenerateRequest
+    from dynamo.core.values import FinishReason, GenerateRequest, PromptTokenLogprob
     from dynamo.inference.block import Block
     from dynamo.inference.kv_source import KvSource
     from dynamo.models.grammar.matcher import GrammarMatcher
@@ -227,6 +228,7 @@ class EngineSequence:
     - `prefill_only`: another worker pulls the blocks of its prompt and writes the answer.
     - `request_state`: set by the engine before the sequence enters the scheduler, which does not
       read it.
+    - `prompt_logprobs`: those of the prompt tokens that the runner has computed, if wanted.
     - `runner_state`: private data of the `ModelRunner`, kept between steps.
     """
 
@@ -253,6 +255,7 @@ class EngineSequence:
     prefill_only: bool = False
     grammar: GrammarMatcher | None = None
     runner_state: Any = None
+    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.length = self.min_length = self.prompt_tokens
@@ -265,9 +268,19 @@ class EngineSequence:
         return self.length - self.prompt_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the whole prompt must be computed, because cached tokens have no logits."""
+        return self.request is not None and self.request.prompt_logprobs is not None
+
+    @property
     def banned_ids(self) -> frozenset[int]:
         """Stop ids that must not be sampled now, because `min_tokens` is not reached."""
         return self.stop_ids if self.length < self.min_length else frozenset()
+
+    def make_finish(self, reason: FinishReason, stop_token: int | None = None) -> Finish:
+        """Return the end of the answer."""
+        prompt_logprobs = tuple(self.prompt_logprobs)
+        return Finish(reason, self.output_tokens, stop_token, prompt_logprobs=prompt_logprobs)
 
     def feed_grammar(self) -> bool:
         """Let the grammar read the new tokens of the answer, with those of earlier attempts.

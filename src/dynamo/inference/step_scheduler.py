@@ -278,7 +278,7 @@ class StepScheduler:
             if sequence.sources and self.arriving.has_prompt(sequence, full):
                 index += 1
                 continue
-            if pool.prefix_caching:
+            if pool.prefix_caching and not sequence.wants_prompt_logprobs:
                 hits = pool.match(content.hashes[:full], content.fingerprint)
             have = len(hits)
             if self.tiers and have < full and self.arriving.is_loading(content.hashes[have]):
@@ -289,7 +289,7 @@ class StepScheduler:
                 return
             if 0 < full == len(hits):
                 sequence.sources = ()
-            elif self.tiers is not None:
+            elif self.tiers is not None and not sequence.wants_prompt_logprobs:
                 sequence.sources = self.tiers.sources_for(sequence, len(hits), full)
             if not (sequence.sources or self._budget):
                 return

@@ -162,7 +162,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(web_search_options={}), "web_search_options"),
     (CHAT, chat(best_of=2), "best_of"),
     (CHAT, chat(use_beam_search=True), "use_beam_search"),
-    (CHAT, chat(prompt_logprobs=1), "prompt_logprobs"),
     (CHAT, chat(return_token_ids=True), "return_token_ids"),
     (CHAT, chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids"),
     (CHAT, chat(continue_final_message=True), "continue_final_message"),
@@ -183,7 +182,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (TEXT, {"model": "words", "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": "words", "prompt": "a", "best_of": 2}, "best_of"),
     (TEXT, {"model": "words", "prompt": "a", "echo": "yes"}, "echo"),
-    (TEXT, {"model": "words", "prompt": "a", "echo": True, "logprobs": 0}, "echo"),
+    (TEXT, {"model": "words", "prompt": "a", "echo": True, "logprobs": 0, "stream": True}, "echo"),
     (TEXT, {"model": "words", "prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
 ]
 

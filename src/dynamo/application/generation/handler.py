@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,6 +18,10 @@ from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER, Deadlines, parse_timeout_header
+from dynamo.application.generation.prompt_logprobs import (
+    PromptLogprobsOptions,
+    PromptLogprobsReply,
+)
 from dynamo.application.generation.replies import (
     HttpReply,
     OffsetReply,
@@ -62,6 +67,16 @@ ReplyFactory = Callable[[Exchange, str, UsageCounter, TokenTiming], HttpReply]
 """Makes the reply of an exchange; its second argument is the model's name in the answer."""
 
 
+class AnswerShape(NamedTuple):
+    """The parts of an answer in OpenAI's format: choices of a prompt, prompts, whether a stream
+    ends with usage, and the logprobs of the prompt."""
+
+    per_prompt: int
+    prompts: int
+    include_usage: bool
+    prompt_logprobs: PromptLogprobsOptions | None
+
+
 class GenerationHandler:
     """Answers chats and completions of OpenAI, and by `answer_chat` the chats of other APIs."""
 
@@ -99,7 +114,10 @@ class GenerationHandler:
     def chat(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
-        shape = (body.n or 1, 1, include_usage(body))
+        prompt = None
+        if body.prompt_logprobs is not None:
+            prompt = PromptLogprobsOptions(field=body.prompt_logprobs, place="response")
+        shape = AnswerShape(body.n or 1, 1, include_usage(body), prompt)
         template = self._chat_response
         if names_one_function(body.tool_choice):
             template = replace(template, call_reason="stop")
@@ -145,30 +163,35 @@ class GenerationHandler:
         exchange.streaming = bool(body.stream)
         call = partial(_complete_all, served, requests)
         counts = (requests[0].options.n, len(requests))
-        shape = (*counts, include_usage(body))
+        prompt = None
+        if requests[0].options.prompt_logprobs is not None:
+            echo = body.logprobs if body.echo else None
+            prompt = PromptLogprobsOptions(echo, body.prompt_logprobs)
+        shape = AnswerShape(*counts, include_usage(body), prompt)
         make_reply = partial(self._make_openai_reply, COMPLETION_RESPONSE, shape)
         return self._generate(exchange, model, call, make_reply, counts)
 
     def _make_openai_reply(
         self,
         template: ResponseTemplate,
-        shape: tuple[int, int, bool],
+        shape: AnswerShape,
         exchange: Exchange,
         model: str,
         usage_counter: UsageCounter,
         timing: TokenTiming,
     ) -> HttpReply:
-        """`shape`: choices of a prompt, number of prompts, whether the stream ends with usage."""
-        per_prompt, prompts, usage = shape
+        usage = shape.include_usage
         created = int(self._clock.wall())
         encoder = ResponseEncoder(
             template, exchange.request_id, model, created, include_usage=usage
         )
-        choices = per_prompt * prompts
+        choices = shape.per_prompt * shape.prompts
+        parts = (exchange, encoder, usage_counter, timing)
+        if shape.prompt_logprobs is not None:
+            return PromptLogprobsReply(shape.prompt_logprobs, *parts, choices=choices)
         if not exchange.streaming:
-            return UnaryReply(exchange, encoder, usage_counter, timing, choices=choices)
-        parts = (exchange, encoder, usage_counter, timing, self._json_strings)
-        return StreamReply(*parts, choices=choices, include_usage=usage)
+            return UnaryReply(*parts, choices=choices)
+        return StreamReply(*parts, self._json_strings, choices=choices, include_usage=usage)
 
     async def _generate(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,13 @@ from dynamo.communication.http import BodyHold, Response
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.text import AnswerEvent, DecodedTokenLogprob, TextFinish, TextReply
+from dynamo.core.text import (
+    AnswerEvent,
+    DecodedPromptToken,
+    DecodedTokenLogprob,
+    TextFinish,
+    TextReply,
+)
 from dynamo.core.values import Started
 
 TokenLogprobs = Sequence[DecodedTokenLogprob]
@@ -81,7 +88,7 @@ class HttpReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._usage_counter.on_started(choice, started)
 
-    def count_logprobs(self, logprobs: TokenLogprobs) -> None:
+    def count_logprobs(self, logprobs: TokenLogprobs | Sequence[DecodedPromptToken]) -> None:
         """Count the logprobs that are held until the answer ends. Raises `TooLarge`."""
         self._logprob_count += sum(1 + len(token.top) for token in logprobs)
         if self._logprob_count > MAX_LOGPROBS:
@@ -287,12 +294,15 @@ class UnaryReply(HttpReply):
         self.remaining_choices -= 1
         if self.remaining_choices:
             return
-        texts = ["".join(parts) for parts in self._texts]
-        ends = [end for end in self._ends if end is not None]
+        answer = self._make_answer([end for end in self._ends if end is not None])
         usage = self._usage_counter
-        body = self._encoder.encode_response(texts, self._logprobs, ends, usage, self._parts)
         headers = worker_headers(usage.worker, usage.prefill_worker)
-        self._exchange.send_json(200, body, headers)
+        self._exchange.send_json(200, msgspec.json.encode(answer), headers)
+
+    def _make_answer(self, ends: Sequence[TextFinish]) -> dict[str, Any]:
+        texts = ["".join(parts) for parts in self._texts]
+        usage = self._usage_counter
+        return self._encoder.make_response(texts, self._logprobs, ends, usage, self._parts)
 
 
 class OffsetReply(TextReply):
@@ -312,6 +322,9 @@ class OffsetReply(TextReply):
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         return self._reply.text(self._offset + choice, delta, logprobs)
+
+    def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
+        self._reply.prompt_logprobs(self._offset + choice, tokens)
 
     def finish(self, choice: int, end: TextFinish) -> None:
         self._reply.finish(self._offset + choice, end)

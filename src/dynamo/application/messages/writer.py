@@ -124,7 +124,7 @@ def _sign(thinking: str) -> str:
 def _usage_fields(usage: UsageCounter) -> dict[str, Any]:
     """Return Anthropic's usage. Its input tokens are those that were not cached."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,

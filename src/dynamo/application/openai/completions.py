@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.generation_body import (
@@ -67,11 +68,14 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
         )
     echo = bool(body.echo)
     if echo and body.logprobs is not None:
-        raise Unsupported(
-            "echo: logprobs of the prompt are not supported yet",
-            hint="leave echo or logprobs out",
-            param="echo",
-        )
+        if body.stream:
+            raise Unsupported(
+                "echo: logprobs of the prompt are not sent in a stream",
+                hint="leave stream, echo or logprobs out",
+                param="echo",
+            )
+        top = max(body.logprobs, body.prompt_logprobs or 0)
+        options = replace(options, prompt_logprobs=top)
     return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
 
 

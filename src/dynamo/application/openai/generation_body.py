@@ -75,6 +75,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     user: str | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -89,7 +90,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bad_words: Annotated[Any, Neutral([])] = None
     logits_processors: Annotated[Any, Neutral([])] = None
     truncate_prompt_tokens: Annotated[Any, Neutral()] = None
-    prompt_logprobs: Annotated[Any, Neutral()] = None
     return_token_ids: Annotated[Any, Neutral(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
 
@@ -153,11 +153,20 @@ def text_options(
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
+        prompt_logprobs=None if body.prompt_logprobs is None else _prompt_logprobs(body),
         sampling=_sampling(body),
         salt=body.cache_salt or "",
         priority=body.priority or 0,
         structured=structured,
     )
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    if body.stream:
+        raise Unsupported(
+            "prompt_logprobs: not in a stream", hint="leave stream out", param="prompt_logprobs"
+        )
+    return body.prompt_logprobs
 
 
 def include_usage(body: GenerationBody) -> bool:

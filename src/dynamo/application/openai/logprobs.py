@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from dynamo.core.text import DecodedTokenLogprob
+from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -33,9 +34,9 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """`choices[].logprobs` of a completion: parallel lists; offsets count characters."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 def chat_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> ChatLogprobs:
@@ -66,6 +67,28 @@ def completion_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> CompletionLogp
             for name, token in zip(names, tokens, strict=True)
         ],
     )
+
+
+def prompt_logprobs_field(
+    tokens: Sequence[DecodedPromptToken], top: int
+) -> list[dict[int, dict[str, Any]] | None]:
+    """Return vLLM's `prompt_logprobs`: the first is null, the others have an object by token id."""
+    entries: list[dict[int, dict[str, Any]] | None] = []
+    for token in tokens:
+        own = {token.token_id: (token.token, token.logprob, token.rank)}
+        best = {
+            other: (text, logprob, rank)
+            for rank, (other, text, _, logprob) in enumerate(token.top[:top], 1)
+        }
+        entries.append(
+            None
+            if token.logprob is None
+            else {
+                token_id: {"logprob": logprob, "rank": rank, "decoded_token": text}
+                for token_id, (text, logprob, rank) in (own | best).items()
+            }
+        )
+    return entries
 
 
 def _token_string(text: str, raw: bytes) -> str:

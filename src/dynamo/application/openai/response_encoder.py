@@ -177,15 +177,16 @@ class ResponseEncoder:
                 message["content"] = text or None
         return fields
 
-    def encode_response(
+    def make_response(
         self,
         texts: Sequence[str],
         logprobs: Sequence[Sequence[DecodedTokenLogprob] | None],
         ends: Sequence[TextFinish],
         usage: UsageCounter,
         parts: Mapping[int, AnswerParts],
-    ) -> bytes:
-        """Return the complete answer. `parts`: reasoning and calls of the choices that have any."""
+    ) -> dict[str, Any]:
+        """Return the complete answer as a value. `parts`: reasoning and calls of the choices that
+        have any."""
         template = self._template
         choices = [
             {
@@ -197,7 +198,7 @@ class ResponseEncoder:
             }
             for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
         ]
-        response = {
+        return {
             "id": self._response_id,
             "object": template.response_object,
             "created": self._created,
@@ -205,4 +206,3 @@ class ResponseEncoder:
             "choices": choices,
             "usage": usage.to_dict(),
         }
-        return _encode(response)

@@ -83,7 +83,7 @@ def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRe
         body = msgspec.convert({**value, "model": model}, ChatBody)
     except msgspec.ValidationError as error:
         raise invalid_field_error(str(error)) from None
-    if body.logprobs:
+    if body.logprobs or body.prompt_logprobs is not None:
         raise Unsupported("logprobs are not passed between services yet", param="logprobs")
     return chat_request(body, model, unknown_roles)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_engine import EngineSettings
-from dynamo.core.values import EngineInfo
+from dynamo.core.values import OWN_FEATURES, EngineInfo
 from dynamo.inference.native.kv_storage import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def plan_engine_info(
         max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         vocab_size=config.vocab_size,
         prefix_caching=settings.prefix_caching,
+        features=(*OWN_FEATURES, "prompt_logprobs"),
     )
 
 

@@ -14,6 +14,8 @@ import msgspec
 from dynamo.inference.native.array_backend import Array, ArrayBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.models.checkpoint.weights import ModelWeights
@@ -46,9 +48,11 @@ class LlamaModel:
             _prepare_layer(weights, backend, index) for index in range(config.num_layers)
         ]
 
-    def forward(self, batch: RaggedBatch) -> Floats:
+    def forward(
+        self, batch: RaggedBatch, read_rows: Callable[[Array], None] | None = None
+    ) -> Floats:
         """Return the logits of the sampled rows, [samples, vocabulary]. The next call overwrites
-        them."""
+        them. `read_rows` may read all rows of the last layer, [rows, hidden], by `project`."""
         backend, eps = self._backend, self._norm_eps
         backend.begin_step(batch)
         rows = backend.embed(self._embedding)
@@ -56,9 +60,16 @@ class LlamaModel:
             qkv = backend.linear(backend.rms_norm(rows, eps), layer.qkv, "qkv")
             backend.add_linear(rows, backend.attend(qkv, index), layer.out)
             backend.add_gated_mlp(rows, backend.rms_norm(rows, eps), layer.mlp)
+        if read_rows is not None:
+            read_rows(rows)
         if not len(batch.sampled_rows):
             return backend.to_numpy(rows[:0])
-        last = backend.rms_norm(backend.select_sampled_rows(rows), eps)
+        return self.project(backend.select_sampled_rows(rows))
+
+    def project(self, rows: Array) -> Floats:
+        """Return the logits of rows of the last layer. The next call overwrites them."""
+        backend = self._backend
+        last = backend.rms_norm(rows, self._norm_eps)
         backend.scale(last, self._final_norm)
         return backend.to_numpy(backend.linear(last, self._lm_head, "logits"))
 

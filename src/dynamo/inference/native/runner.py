@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.inference.engine_registry import EngineInputs
+    from dynamo.inference.native.array_backend import Array
+    from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.models.checkpoint.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -125,7 +127,8 @@ class NativeRunner(ModelRunner):
                 sequence.runner_state = None
         chunks = [self._prepare_chunk(chunk) for chunk in plan.chunks]
         with np.errstate(over="ignore"):
-            logits = self._model.forward(make_ragged_batch(chunks, self._threads))
+            batch = make_ragged_batch(chunks, self._threads)
+            logits = self._model.forward(batch, self._prompt_reader(plan, batch))
             for chunk in plan.chunks:
                 self._kv_storage.save_blocks(
                     chunk.sequence.runner_state, chunk.save_blocks, chunk.start + chunk.count
@@ -134,6 +137,18 @@ class NativeRunner(ModelRunner):
                 logits, [chunk.sequence for chunk in plan.chunks if chunk.samples]
             )
         return StepResult(tokens, logprobs)
+
+    def _prompt_reader(self, plan: StepPlan, batch: RaggedBatch) -> Callable[[Array], None] | None:
+        """Return what reads the logprobs of prompts in this step; None where none are wanted."""
+        if not plan.new_tokens:
+            return None
+        chunks = [chunk for chunk in plan.chunks if chunk.sequence.wants_prompt_logprobs]
+        if not chunks:
+            return None
+        from dynamo.inference.native.prompt_logprobs import read_prompt_logprobs
+
+        project = self._model.project
+        return lambda rows: read_prompt_logprobs(chunks, batch, rows, project)
 
     def _prepare_chunk(self, chunk: StepChunk) -> SlotChunk:
         """Assign a slot to the chunk's sequence and load the KV before the chunk."""

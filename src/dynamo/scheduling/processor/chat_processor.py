@@ -13,7 +13,7 @@ from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import SendRequest
+from dynamo.core.reply import Reply, SendRequest
 from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
@@ -35,6 +35,10 @@ from dynamo.scheduling.processor.answer_parsing import AnswerParsing
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.parsed_detokeniser import ParsedDetokeniser
 from dynamo.scheduling.processor.prompt_encoder import EncodedPrompt, PromptEncoder
+from dynamo.scheduling.processor.prompt_logprobs import (
+    PromptLogprobsReader,
+    check_prompt_logprobs,
+)
 from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
@@ -236,13 +240,15 @@ class ChatProcessor:
             sampling=self._defaults.resolve_sampling(options.sampling),
             stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
             top_logprobs=options.top_logprobs,
+            prompt_logprobs=options.prompt_logprobs,
             salt=options.salt,
             priority=options.priority,
             structured=options.structured,
         )
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
-        if options.n == 1 and max_tokens and make_reader is None:
+        prompt_logprobs = options.prompt_logprobs
+        if options.n == 1 and max_tokens and make_reader is None and prompt_logprobs is None:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
             return self._send(request, context, choice)
         choices = [
@@ -253,11 +259,42 @@ class ChatProcessor:
             )
             for choice in range(options.n)
         ]
+        if prompt_logprobs is not None:
+            return self._read_prompt(request, context, choices, reply, echo)
         if not max_tokens:
             return _finish_without_tokens(choices)
         if options.n == 1:
             return self._send(request, context, choices[0])
         return self._fan_out(request, context, choices)
+
+    def _read_prompt(
+        self,
+        request: GenerateRequest,
+        context: Context,
+        choices: Sequence[Detokeniser],
+        reply: TextReply,
+        echo: str,
+    ) -> Awaitable[None]:
+        """Send a request for logprobs of its prompt. An engine generates at least one token, which
+        is dropped if none is wanted."""
+        check_prompt_logprobs(len(request.token_ids) // TOKEN_BYTES, request.prompt_logprobs or 0)
+        has_answer = request.stops.max_tokens > 0
+        readers = [
+            PromptLogprobsReader(
+                choice,
+                request.token_ids,
+                echo,
+                partial(reply.prompt_logprobs, number),
+                self._vocabulary,
+                has_answer=has_answer,
+            )
+            for number, choice in enumerate(choices)
+        ]
+        if not has_answer:
+            request = replace(request, stops=StopConditions(1, ignore_eos=True))
+        if len(readers) == 1:
+            return self._send(request, context, readers[0])
+        return self._fan_out(request, context, readers)
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:
         for token_id in (min(ids), max(ids)) if ids else ():
@@ -268,12 +305,12 @@ class ChatProcessor:
                 )
 
     async def _fan_out(
-        self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]
+        self, request: GenerateRequest, context: Context, choices: Sequence[Reply]
     ) -> None:
         """Send each choice as a separate request. The first failure cancels the others."""
         request = replace(request, group=RequestGroup(request))
 
-        async def send_choice(number: int, choice: Detokeniser) -> None:
+        async def send_choice(number: int, choice: Reply) -> None:
             await self._send(replace(request, choice=number), context, choice)
 
         work = (send_choice(number, choice) for number, choice in enumerate(choices))

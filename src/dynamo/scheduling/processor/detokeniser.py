@@ -71,7 +71,7 @@ class Detokeniser(Reply):
         self._min_tokens = options.min_tokens
         self._echo = echo
         self._token_count = 0
-        self._text_offset = 0  # characters decoded by `_decode_token`
+        self._text_offset = len(echo)  # and the characters decoded by `_decode_token`
         self._fast_path: FastPath | None = None
         self._nothing_pending = True
         self._pending_text: list[tuple[str, list[DecodedTokenLogprob] | None]] = []

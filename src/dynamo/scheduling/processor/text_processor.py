@@ -175,6 +175,8 @@ class TextProcessor:
         `Unsupported` for what names tokens."""
         if options.sampling.logit_bias:
             self._refuse("logit_bias", "logit_bias")
+        if options.prompt_logprobs is not None:
+            self._refuse("logprobs of the prompt", "prompt_logprobs")
         if options.stop_token_ids:
             self._refuse("stop_token_ids", "stop_token_ids")
         values: dict[str, Any] = self._defaults | msgspec.to_builtins(options.sampling)

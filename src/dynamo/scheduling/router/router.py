@@ -79,6 +79,7 @@ class WorkerRouter:
         tried = set(context.avoid)
         if (
             request.top_logprobs is not None
+            or request.prompt_logprobs is not None
             or request.structured is not None
             or request.adapter
             or request.extra

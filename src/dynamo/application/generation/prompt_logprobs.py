@@ -1,0 +1,87 @@
+"""The answer of a request that asked for the logprobs of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.application.generation.replies import UnaryReply
+from dynamo.application.openai.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    prompt_logprobs_field,
+)
+from dynamo.core.errors import Unsupported
+from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob, TextFinish
+
+
+class PromptLogprobsOptions(msgspec.Struct, frozen=True):
+    """The logprobs of a prompt in an answer; None: none.
+
+    - `echo`: this many of each token, before those of the echoed answer
+    - `field`: this many of each token in `prompt_logprobs`, which is a field of each choice or of
+      the whole response
+    """
+
+    echo: int | None = None
+    field: int | None = None
+    place: Literal["choice", "response"] = "choice"
+
+
+class PromptLogprobsReply(UnaryReply):
+    """Adds the logprobs of prompts to the answer."""
+
+    def __init__(self, options: PromptLogprobsOptions, *args: Any, choices: int) -> None:
+        super().__init__(*args, choices=choices)
+        self._options = options
+        self._prompts: dict[int, Sequence[DecodedPromptToken]] = {}
+
+    def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
+        self._prompts[choice] = tokens
+        self.count_logprobs(tokens)
+
+    def _make_answer(self, ends: Sequence[TextFinish]) -> dict[str, Any]:
+        answer, options = super()._make_answer(ends), self._options
+        for choice in answer["choices"]:
+            tokens = self._prompts.get(choice["index"])
+            if tokens is None:
+                raise Unsupported(
+                    "prompt_logprobs: the service that answers has no logprobs of prompts",
+                    hint="leave it out",
+                    param="prompt_logprobs",
+                )
+            if options.echo is not None:
+                choice["logprobs"] = _prepend(tokens, options.echo, choice["logprobs"])
+            if options.field is not None:
+                place = choice if options.place == "choice" else answer
+                place["prompt_logprobs"] = prompt_logprobs_field(tokens, options.field)
+        return answer
+
+
+def _prepend(
+    prompt: Sequence[DecodedPromptToken], top: int, answer: CompletionLogprobs | None
+) -> CompletionLogprobs:
+    """Return the logprobs of the prompt and of the answer. The first token has none."""
+    first, *rest = prompt
+    known = completion_logprobs(
+        [
+            DecodedTokenLogprob(
+                token.token,
+                token.raw,
+                token.logprob or 0.0,
+                tuple((text, raw, logprob) for _, text, raw, logprob in token.top[:top]),
+                token.offset,
+            )
+            for token in rest
+        ]
+    )
+    answer = answer or completion_logprobs(())
+    [name] = completion_logprobs([DecodedTokenLogprob(first.token, first.raw, 0.0)]).tokens
+    return CompletionLogprobs(
+        [first.offset, *known.text_offset, *answer.text_offset],
+        [None, *known.token_logprobs, *answer.token_logprobs],
+        [name, *known.tokens, *answer.tokens],
+        [None, *known.top_logprobs, *answer.top_logprobs],
+    )
