@@ -51,6 +51,10 @@ def test_a_waiting_prompt_whose_blocks_arrive_is_admitted_in_time() -> None:
     check(8, 100, 1, 110, 6, "kv", (*HOST, *STORES))
 
 
+def test_a_router_learns_of_an_eviction_when_its_step_has_ended() -> None:
+    check(356, 150, 1, 100, 7, "kv", (*HOST, *STORES))
+
+
 def check(
     seed: int, answer: int, workers: int, blocks: int, seqs: int, mode: str, tiers: Tiers
 ) -> None:

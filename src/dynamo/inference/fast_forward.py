@@ -59,8 +59,7 @@ class FastForward:
         seqs = plan.decode_seqs
         self._step_ends = self._runner.decode_end_times(seqs, plan.decode_context + seqs, steps)
         self._last_step, self._delivered_steps = steps, 0
-        if self._scheduler.tiers is not None:
-            self._scheduler.advance(0, [()] * seqs, next_planned=True)
+        self._plan_next()
         self._completion = asyncio.get_running_loop().create_future()
         self._set_timer()
         self._active.add(self)
@@ -109,9 +108,17 @@ class FastForward:
         self.delivered_step_ends = self._step_ends[self._delivered_steps : until]
         self._delivered_steps = until
         sampled = self._runner.decode_tokens(self._scheduler.running, steps)
-        self._scheduler.advance(steps, sampled, next_planned=until < self._last_step)
+        self._scheduler.advance(steps, sampled)
         self._deliver(steps, sampled)
         self.delivered_step_ends = ()
+        if until < self._last_step:
+            self._plan_next()
+
+    def _plan_next(self) -> None:
+        """Give the next step its blocks where tiers can see them. The events of the steps before
+        are published already, as without skipping."""
+        if self._scheduler.tiers is not None:
+            self._scheduler.advance(0, [()] * len(self._scheduler.running), next_planned=True)
 
 
 class SimulationHooks(msgspec.Struct, frozen=True):
