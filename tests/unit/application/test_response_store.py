@@ -227,3 +227,15 @@ async def test_what_is_stored_is_what_was_sent(open_store: Open) -> None:
     sent = response("1", metadata={"k": "ü\u2028"}, temperature=0.7)
     await store.add("ann", sent, items("1"))
     assert msgspec.json.encode(await store.get("ann", "resp_1")) == msgspec.json.encode(sent)
+
+
+async def test_processes_open_and_close_the_file_at_the_same_time(open_store: Open) -> None:
+    async def use(number: int) -> None:
+        store = open_store()
+        await store.add("ann", response(str(number)), items(str(number)))
+        await store.close()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(16):
+            group.create_task(use(number))
+    assert await open_store().get("ann", "resp_15")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+import fcntl
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -140,7 +141,8 @@ class ResponseStore:
 
         try:
             if self._file is None:
-                self._file = self._open()
+                with self._alone():
+                    self._file = self._open()
             with self._file:
                 return work()
         except (sqlite3.Error, OSError) as error:
@@ -159,9 +161,17 @@ class ResponseStore:
             path.touch(mode=0o600)
             name = str(path)
         file = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S)
+        try:
+            self._prepare(file, name)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _prepare(self, file: sqlite3.Connection, name: str) -> None:
+        """Check the version, create what is missing, and delete what has expired."""
         (version,) = file.execute("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
-            file.close()
             raise StoreUnavailable(
                 f"{name} has version {version}, and this program reads {SCHEMA_VERSION}",
                 hint="delete the file, or run the program that wrote it",
@@ -169,16 +179,28 @@ class ResponseStore:
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = NORMAL")
         file.execute("PRAGMA cache_size = -1024")
+        file.execute("PRAGMA secure_delete = ON")
         if version == 0:
             file.executescript(_SCHEMA)
-        self._file = file
-        self._prune()
-        return file
+        with file:
+            self._prune(file)
 
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            with self._alone():
+                file.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold a lock between processes: the first to open a file and the last to close it need it
+        alone, and SQLite's own waiting does not cover that."""
+        if self._path is None:
+            yield
+            return
+        with self._path().with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     @property
     def _rows(self) -> sqlite3.Connection:
@@ -196,12 +218,12 @@ class ResponseStore:
         self._writes += 1
         self._written_bytes += size
         if self._writes >= PRUNE_AFTER_WRITES or self._written_bytes >= PRUNE_AFTER_BYTES:
-            self._prune()
+            self._prune(self._rows)
 
-    def _prune(self) -> None:
+    def _prune(self, file: sqlite3.Connection) -> None:
         """Delete responses that are too old, and those beyond the bounds."""
         oldest = self._wall() - self._keep_s
-        self._rows.execute(_PRUNE, (self._max_bytes, MAX_RESPONSES, oldest))
+        file.execute(_PRUNE, (self._max_bytes, MAX_RESPONSES, oldest))
         self._writes = self._written_bytes = 0
 
     def _finish(self, response: Item) -> None:
