@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +19,7 @@ def check(root: Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.timeout(600)  # 15 s of CPU
 def test_the_project_keeps_its_rules_of_wording() -> None:
     assert check(ROOT) == (0, "")
 
