@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.conformance.planes import join_events
-
-from dynamo.testing.conformance.events import EventsConformance, JoinEvents
+from tests.conformance.suites.events import EventsConformance, JoinEvents
 
 
 class TestMemory(EventsConformance):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.conformance.suites.requests import echo_handler
 from tests.conformance.test_planes_secret import (
     CONTEXT,
     SECRET,
@@ -27,7 +28,6 @@ from dynamo.communication.requests import open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.communication.transports import MAX_UNPROVEN_LINKS
 from dynamo.core.errors import InstanceGone
-from dynamo.testing.conformance.requests import echo_handler
 
 NESTED = b"\x91" * 5000
 

@@ -1,5 +1,4 @@
 """Conformance tests for every transfer backend."""
-# ruff: noqa: S101
 
 from __future__ import annotations
 
