@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -19,38 +17,19 @@ from dynamo.cli.inputs.batch_file import (
     plan_batch,
     read_pending_lines,
 )
-from dynamo.cli.parsing import EXIT_INTERRUPTED, served_model_names
+from dynamo.cli.inputs.temporary import run_in_deployment
+from dynamo.cli.parsing import EXIT_INTERRUPTED
 from dynamo.cli.progress_bar import ProgressBar, render_bar
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo_client import DynamoAPIError, DynamoClient, DynamoConfig, DynamoTimeoutError
 
-RETRIES = 6
-RETRY_DELAY_S = 0.25
-
 
 def run_batch(settings: Settings, options: BatchOptions) -> int:
     """Answer all lines by a deployment. Returns 1 if a line failed, 130 if interrupted."""
     plan = plan_batch(options.source, options.output)
-    run = BatchRun(plan, options, _client_config(settings))
-    if not plan.pending_lines:
-        run.print_summary()
-        return 0
-
-    from dynamo.services.deployment.temporary import (
-        run_with_temporary_deployment,
-        temporary_settings,
-    )
-    from dynamo.services.model_download import make_preparation
-    from dynamo.telemetry.logs import configure_logging
-    from dynamo.telemetry.stderr import unblock_stderr
-
-    settings = temporary_settings(settings, "temporary")
-    served_model_names(settings)
-    logs = ProgressBar(unblock_stderr())
-    configure_logging(settings.logging.level, settings.logging.format, "supervisor", logs)
-    prepare = make_preparation([settings], logs)
-    code = run_with_temporary_deployment(settings, partial(run.send_all, logs), prepare, logs)
+    run = BatchRun(plan, options)
+    code = run_in_deployment(settings, "temporary", run.send_all) if plan.pending_lines else 0
     run.print_summary()
     return code or run.exit_code
 
@@ -58,10 +37,9 @@ def run_batch(settings: Settings, options: BatchOptions) -> int:
 class BatchRun:
     """A pass over the lines that have no answer yet."""
 
-    def __init__(self, plan: BatchPlan, options: BatchOptions, config: DynamoConfig) -> None:
+    def __init__(self, plan: BatchPlan, options: BatchOptions) -> None:
         self._plan = plan
         self._options = options
-        self._config = config
         self._started_s = time.monotonic()
         self.answered = self.failed = 0
         self.prompt_tokens = self.completion_tokens = 0
@@ -73,12 +51,12 @@ class BatchRun:
             return EXIT_INTERRUPTED
         return 1 if self.failed else 0
 
-    async def send_all(self, bar: ProgressBar, url: str) -> int:
-        """Send the pending lines to the deployment at `url`."""
+    async def send_all(self, bar: ProgressBar, config: DynamoConfig) -> int:
+        """Send the pending lines to the deployment of `config`."""
         self._started_s = time.monotonic()
         senders = min(self._options.concurrency, self._plan.pending_lines)
         with bar, await asyncio.to_thread(self._options.output.open, "ab", 0) as out:
-            async with DynamoClient(dataclasses.replace(self._config, base_url=url)) as client:
+            async with DynamoClient(config) as client:
                 lines = read_pending_lines(self._options.source, self._plan.answered_ids)
                 await run_all(*(self._run_sender(client, lines, out, bar) for _ in range(senders)))
         return 0
@@ -145,13 +123,3 @@ class BatchRun:
                 f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated"
             )
         print("\n".join(lines), file=sys.stderr)
-
-
-def _client_config(settings: Settings) -> DynamoConfig:
-    keys = settings.server.api_keys
-    return DynamoConfig(
-        api_key=keys[0] if keys else None,
-        timeout=settings.server.request_timeout + 5,
-        max_retries=RETRIES,
-        retry_delay=RETRY_DELAY_S,
-    )

@@ -6,35 +6,61 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
+import dynamo_client
+from dynamo.cli.inputs.temporary import run_in_deployment
 from dynamo.cli.parsing import served_model_names
 from dynamo.cli.progress_bar import ProgressBar
-from dynamo.core.plugins import engine_needs_weights
+from dynamo.core.errors import DynamoError
 from dynamo.core.settings import Settings
-from dynamo.core.settings.server_url import lacks_tokenizer
+from dynamo_client import DynamoClient, DynamoConfig
 
 PROMPT = "> "
 READ_BYTES = 64 << 10
 
 
 def run_text(settings: Settings) -> int:
-    """Fetch the model, then chat until the end of input or Ctrl-C."""
-    from dynamo.models.resolve import resolve_model_blocking
-    from dynamo.services.deployment.conversation import converse
-    from dynamo.telemetry.logs import configure_logging
+    """Chat until the end of input or Ctrl-C. Raises the error of an answer."""
+    if sys.stdin.isatty():
+        name = served_model_names(settings)[0]
+        print(f"{name}: each line is a message; Ctrl-D ends.", file=sys.stderr)
+    return run_in_deployment(settings, "text", _converse)
 
-    configure_logging(settings.logging.level, settings.logging.format, "supervisor")
-    if not lacks_tokenizer(settings):
-        with_weights = engine_needs_weights(settings.engine.kind)
-        with ProgressBar(sys.stderr) as bar:
-            resolve_model_blocking(settings.model.path, bar, with_weights=with_weights)
-    names = served_model_names(settings)
 
-    if not sys.stdin.isatty():
-        return asyncio.run(converse(settings, _read_single_message, _write))
-    print(f"{names[0]}: each line is a message; Ctrl-D ends.", file=sys.stderr)
-    return asyncio.run(converse(settings, _read_typed_messages, _write))
+async def _converse(_: ProgressBar, config: DynamoConfig) -> int:
+    """Answer every message, with the conversation before it."""
+    messages = _read_typed_messages() if sys.stdin.isatty() else _read_single_message()
+    history: list[dict[str, str]] = []
+    async with DynamoClient(config) as client, aclosing(messages):
+        async for message in messages:
+            history.append({"role": "user", "content": message})
+            answer = await _write_answer(client, history)
+            history.append({"role": "assistant", "content": answer})
+    return 0
+
+
+async def _write_answer(client: DynamoClient, history: Sequence[dict[str, str]]) -> str:
+    """Write an answer as it arrives, after its reasoning, and return it without that."""
+    parts: list[str] = []
+    reasoned = False
+    try:
+        async with await client.chat_completion(history, stream=True) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    if reasoning := choice["delta"].get("reasoning_content"):
+                        _write(reasoning)
+                        reasoned = True
+                    if text := choice["delta"].get("content"):
+                        _write(f"\n\n{text}" if reasoned else text)
+                        parts.append(text)
+                        reasoned = False
+    except dynamo_client.DynamoError as error:
+        raise DynamoError(error.message, hint=error.hint) from error
+    finally:
+        _write("\n")
+    return "".join(parts)
 
 
 def _write(text: str) -> None:

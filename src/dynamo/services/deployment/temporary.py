@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,7 +19,6 @@ from dynamo.telemetry.logs import LogStream
 
 DeploymentJob = Callable[[str], Coroutine[Any, Any, int]]
 """Runs with the URL when all processes serve; returns an exit code. Cancelled if they stop."""
-T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 DEFAULT_LOG_LEVEL = "info"
 QUIET_LOG_LEVEL = "warn"
@@ -41,7 +40,7 @@ def run_with_temporary_deployment(
     """Run a deployment on a free port of this host until `job` is done, and return its exit code.
 
     If the deployment stops first, its exit code is returned. Raises the errors of `job` and
-    `prepare`.
+    `prepare`, and the error that keeps a process from starting.
     """
     with reserve_port(LOOPBACK, 0) as reserved:
         port = reserved.getsockname()[1]
@@ -64,24 +63,16 @@ async def _run_until_done(supervisor: Supervisor, job: DeploymentJob, url: str) 
         await supervisor.ready.wait()
         return await job(url)
 
-    code, working = await run_with_supervisor(supervisor, start_when_ready())
-    return code if working.cancelled() else working.result()
-
-
-async def run_with_supervisor(
-    supervisor: Supervisor, job: Coroutine[Any, Any, T]
-) -> tuple[int, asyncio.Task[T]]:
-    """Run a supervisor until `job` ends, or cancel `job` when the supervisor stops.
-
-    Returns the supervisor's exit code and the task of `job`, which is done or cancelled.
-    """
-    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # the caller takes all results
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # all results are taken
         running = tasks.start(supervisor.run(), "supervisor")
-        working = tasks.start(job, "job")
+        working = tasks.start(start_when_ready(), "job")
         stopping = tasks.start(supervisor.stopping.wait(), "stopping")  # e.g. Ctrl-C
         await asyncio.wait([running, working, stopping], return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         await asyncio.wait([working])
         if not supervisor.stopping.is_set():
             supervisor.stop()
-        return await running, working
+        code = await running
+    if supervisor.failure is not None:
+        raise supervisor.failure.to_error()
+    return code if working.cancelled() else working.result()
