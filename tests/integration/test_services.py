@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
+from dynamo.communication.http.client import HttpClient
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
 from dynamo.services.frontend import FrontendService
-from dynamo.services.shared_metrics import http_get_text
 from dynamo.services.worker import WorkerService
 
 Open = Callable[[str], Awaitable[DistributedRuntime]]
@@ -121,8 +122,9 @@ async def test_the_tokenizer_comes_from_a_worker(
 async def test_metrics_count_the_workers(open_service: Open) -> None:
     frontend, _ = await open_service("frontend"), await open_service("worker")
     await until_status(frontend.public_address, 200)
-    text = await http_get_text(frontend.public_address, "/metrics")
-    assert 'dynamo_frontend_workers{model="tiny"} 1' in text
+    with closing(HttpClient(frontend.public_address, {}, None)) as client:
+        answer = await client.send("GET", "/metrics")
+    assert b'dynamo_frontend_workers{model="tiny"} 1' in answer.body
 
 
 async def test_shutdown_waits_for_a_stream(open_service: Open, settings: Settings) -> None:

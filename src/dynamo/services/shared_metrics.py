@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from contextlib import closing
+from http import HTTPStatus
 
+from dynamo.communication.http.client import HttpClient
+from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import ProcessRecord, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
@@ -16,7 +19,6 @@ from dynamo.telemetry import render_merged
 log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-MAX_RESPONSE_BYTES = 8 << 20
 
 
 class SharedPortMetrics:
@@ -49,27 +51,14 @@ class SharedPortMetrics:
 
     async def _scrape(self, status_url: str) -> str:
         try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                return await http_get_text(status_url, "/metrics")
-        except (OSError, TimeoutError, ValueError) as error:
-            fields = {"url": status_url, "error": str(error)}
-            log.warning("a frontend's metrics are missing", extra={"fields": fields})
-            return ""
-
-
-async def http_get_text(url: str, path: str) -> str:
-    """Return the body of a GET to a status port of a Dynamo process. Raises OSError, ValueError."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port, limit=MAX_RESPONSE_BYTES
-    )
-    try:
-        head = f"GET {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n\r\n"
-        writer.write(head.encode())
-        response = await reader.read(-1)
-    finally:
-        writer.close()
-    head_bytes, _, body = response.partition(b"\r\n\r\n")
-    if not head_bytes.startswith(b"HTTP/1.1 200 "):
-        raise ValueError(f"{url}{path} answered {head_bytes[:40]!r}")
-    return body.decode()
+            with closing(HttpClient(status_url, {}, None)) as client:
+                async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                    answer = await client.send("GET", "/metrics")
+            if answer.status == HTTPStatus.OK:
+                return answer.body.decode()
+            reason = f"status {answer.status}"
+        except (OSError, TimeoutError, ConfigError) as error:
+            reason = str(error)
+        fields = {"url": status_url, "error": reason}
+        log.warning("a frontend's metrics are missing", extra={"fields": fields})
+        return ""
