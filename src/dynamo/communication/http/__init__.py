@@ -8,7 +8,6 @@ from dynamo.communication.http.descriptors import (
 )
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.listener import probe_port
 from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import Response
 from dynamo.communication.http.server import ErrorHandler, HttpHandler, HttpServer
@@ -29,6 +28,5 @@ __all__ = [
     "Response",
     "WebAccess",
     "count_open_descriptors",
-    "probe_port",
     "raise_open_file_limit",
 ]

@@ -12,7 +12,7 @@ class HeadersTooLarge(TooLarge):
 
 
 class PortInUse(ConfigError):
-    """Another socket listens on `host` and `port`."""
+    """Another socket listens on `port`."""
 
     code = "port_in_use"
 
@@ -21,7 +21,6 @@ class PortInUse(ConfigError):
             f"port {port} on {host} is in use",
             hint="choose another with --http-port, or stop the process that holds it",
         )
-        self.host = host
         self.port = port
 
 

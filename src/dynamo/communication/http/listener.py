@@ -14,12 +14,6 @@ LISTEN_BACKLOG = 1024
 TCP_NOTSENT_LOWAT = 25  # from linux/tcp.h: not every build of the socket module has it
 
 
-async def probe_port(host: str, port: int) -> None:
-    """Raise `PortInUse` if any socket listens on `port`, even with SO_REUSEPORT. 0 is free."""
-    if port:
-        (await _bind(host, port, reuse_port=False)).close()
-
-
 async def open_listening_socket(
     host: str, port: int, limits: HttpLimits, *, reuse_port: bool
 ) -> socket.socket:

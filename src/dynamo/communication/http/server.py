@@ -79,7 +79,7 @@ class HttpServer:
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Listen and return the bound port. Raises `PortInUse`.
 
-        With `reuse_port` several processes share the port. Their parent must call `probe_port`
+        With `reuse_port` several processes share the port. Their parent must reserve it
         first, or two deployments could share it by mistake.
         """
         sock = await open_listening_socket(host, port, self._limits, reuse_port=reuse_port)
