@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import time
@@ -73,7 +74,7 @@ async def main() -> None:
     folder = resolve_model_blocking(options.model).path
     model = read_embedding_model(folder)
     encoder = load_encoder(folder, model)
-    inner = encoder.inner_size
+    inner = json.loads((folder / "config.json").read_text())["intermediate_size"]
     threads = len(os.sched_getaffinity(0))
     for length in LENGTHS:
         pairs = [

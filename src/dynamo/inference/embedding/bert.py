@@ -69,7 +69,6 @@ class _Layer:
         self._down = _Linear(folder, f"{name}.output.dense")
         self._norm = _Norm(folder, f"{name}.output.LayerNorm", epsilon)
         self._heads = heads
-        self.inner_size = len(self._up.bias)
 
     def __call__(self, rows: Floats, groups: Sequence[tuple[int, int, int]]) -> Floats:
         qkv = self._qkv(rows)
@@ -127,11 +126,6 @@ class BertEncoder:
                 f"hidden_size {model.hidden_size} cannot be divided by num_attention_heads "
                 f"{model.num_attention_heads}"
             )
-
-    @property
-    def inner_size(self) -> int:
-        """The width of the feed-forward layers."""
-        return self._layers[0].inner_size
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Floats:
         """Return one vector for each text of token ids, in their order: float32 [texts, hidden].
