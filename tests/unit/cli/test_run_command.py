@@ -89,7 +89,7 @@ def test_the_file_is_named_by_flag_or_environment(tmp_path: Path) -> None:
 
 
 def test_the_announcement_has_an_example_request(capsys: pytest.CaptureFixture[str]) -> None:
-    run.announce(["smol", "s2"], "", "http://127.0.0.1:8000")
+    run.announce(["smol", "s2"], Settings(), "http://127.0.0.1:8000")
 
     err = capsys.readouterr().err
     assert "smol, s2 is served at http://127.0.0.1:8000/v1" in err
