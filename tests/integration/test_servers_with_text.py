@@ -24,6 +24,7 @@ from dynamo.core.text import (
     ArgumentsDelta,
     CallBegun,
     CallEnded,
+    CallMode,
     ChatRequest,
     CompletionRequest,
     DecodedTokenLogprob,
@@ -210,7 +211,9 @@ async def test_what_names_tokens_is_refused_by_name() -> None:
     reply = RecordedText()
     biased = TextOptions(sampling=SamplingOverrides(logit_bias={5: 1.0}))
     stopped = TextOptions(stop_token_ids=(5,))
-    for options, name in ((biased, "logit_bias"), (stopped, "stop_token_ids")):
+    scored = TextOptions(prompt_logprobs=1)
+    refused = {"logit_bias": biased, "stop_token_ids": stopped, "logprobs of the prompt": scored}
+    for name, options in refused.items():
         with pytest.raises(Unsupported, match=f"{name}: the tokenizer of m is not at hand"):
             await processor.chat(ChatRequest("m", MESSAGES, options), CONTEXT, reply)
     with pytest.raises(Unsupported, match="token ids as a prompt"):
@@ -315,3 +318,22 @@ async def test_configured_sampling_goes_to_the_server_unless_the_caller_says_oth
         {"temperature": 0.0, "max_tokens": 3, "stop": ("X", "END")},
     ]
     assert processor.default_sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("names", "mode", "expected"),
+    [
+        (None, "free", None),
+        (None, "required", "required"),
+        ((), "free", "none"),
+        (("weather",), "named", {"type": "function", "function": {"name": "weather"}}),
+    ],
+)
+async def test_the_choice_of_tools_goes_to_the_server(
+    names: tuple[str, ...] | None, mode: CallMode, expected: Any
+) -> None:
+    request = ChatRequest("m", MESSAGES, tools=(TOOL,), callable_tools=names, call_mode=mode)
+    async with served() as fake:
+        body = await chat_body(fake, request)
+    assert body["tools"] == [TOOL]
+    assert body.get("tool_choice") == expected

@@ -164,6 +164,16 @@ def _parameters(values: dict[str, Any], kind: Kind, *, chat: bool) -> dict[str, 
 def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
     """Return the field that gives an answer its form. Raises `Unsupported`."""
     name, value = structured.kind, structured.value
+    pattern = structured.whitespace_pattern
+    if pattern and kind not in {"vllm", "dynamo"}:
+        raise Unsupported(
+            "structured_outputs.whitespace_pattern: the model's server does not know it",
+            hint="leave whitespace_pattern out",
+            param="structured_outputs",
+        )
+    if pattern and name in {"json_object", "json_schema"}:
+        form = {"json": msgspec.Raw(value.encode())} if value else {"json_object": True}
+        return {"structured_outputs": form | {"whitespace_pattern": pattern}}
     if name == "json_object":
         return {"response_format": {"type": "json_object"}}
     if name == "json_schema":

@@ -114,8 +114,9 @@ class TextProcessor:
         values: dict[str, Any] = {}
         if request.tools:
             conversation = {"tools": request.tools} | conversation
-            if request.callable_tools is not None:
-                values["tool_choice"] = _tool_choice(request.callable_tools)
+            tool_choice = _tool_choice(request)
+            if tool_choice is not None:
+                values["tool_choice"] = tool_choice
             if not request.parallel_tool_calls:
                 values["parallel_tool_calls"] = False
         if request.template_args:
@@ -226,11 +227,18 @@ class TextProcessor:
         await run_in_slices(map(send_choice, range(options.n)), CHOICES_PER_SLICE)
 
 
-def _tool_choice(names: Sequence[str]) -> str | dict[str, Any]:
+def _tool_choice(request: ChatRequest) -> str | dict[str, Any] | None:
+    """Return OpenAI's `tool_choice`, or None where the model is free to choose among all tools."""
+    names, required = request.callable_tools, request.call_mode in {"required", "named"}
+    if names is None:
+        return "required" if required else None
     if not names:
         return "none"
     tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    if request.call_mode == "named":
+        return tools[0]
+    mode = "required" if required else "auto"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def _pad(text: bytes) -> bytes:
