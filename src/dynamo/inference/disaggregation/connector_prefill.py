@@ -192,6 +192,7 @@ class ConnectorPrefill:
         try:
             async with asyncio.timeout(self._prompt_time.limit_s(tokens)):
                 await client.call(instance, payload, context, receive)
+            self._prompt_time.on_computed(tokens, clock.now() - started_s)
             prompt = _decode_answer(answers)
             present = client.instances.get(instance.id)
             if present is None or present.address != instance.address:
@@ -202,9 +203,9 @@ class ConnectorPrefill:
             used = True
         except TimeoutError:
             elapsed_s = clock.now() - started_s
+            self._prompt_time.on_computed(tokens, elapsed_s)
             raise _failed("timeout", request, f"took longer than {elapsed_s:.1f} s") from None
         finally:
-            self._prompt_time.on_computed(tokens, clock.now() - started_s)
             if answers and not used:
                 self._connector.release(_decode_answer(answers).kv)
         return prompt.kv
