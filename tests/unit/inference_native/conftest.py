@@ -19,6 +19,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.tiers.opening import tier_opener
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
+from dynamo.models.grammar.matcher import GrammarCompiler
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -166,7 +167,9 @@ def make_engine(tiny_llama: Path) -> MakeEngine:
     """Return `make_engine(num_blocks=..., ...)`, which takes engine settings by name, and those of
     the section `cache` as `cache`."""
 
-    def make(cache: CacheSettings = NO_TIERS, **settings: Any) -> BatchedEngine:
+    def make(
+        cache: CacheSettings = NO_TIERS, grammars: GrammarCompiler | None = None, **settings: Any
+    ) -> BatchedEngine:
         engine_settings = EngineSettings(
             **({"threads": 2, "num_blocks": 64, "block_size": 4} | settings)
         )
@@ -175,6 +178,7 @@ def make_engine(tiny_llama: Path) -> MakeEngine:
             runner,
             prefix_caching=engine_settings.prefix_caching,
             open_tiers=tier_opener(cache, engine_settings, SystemClock()),
+            grammars=grammars,
         )
 
     return make

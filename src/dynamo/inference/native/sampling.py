@@ -76,8 +76,11 @@ def sample_row(row: Floats, sequence: EngineSequence) -> int:
     chance = None
     if sampling.temperature >= GREEDY_TEMPERATURE and sampling.top_k != 1:
         chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
-    if mask is not None:
-        return sample_masked(row, mask, sampling, chance)
+    if grammar is not None and mask is not None:
+        token = sample_masked(row, mask, sampling, chance)
+        if token < 0:
+            grammar.fail("no token of the vocabulary is allowed")
+        return max(0, token)
     return _argmax(row) if chance is None else sample_filtered(row, sampling, chance)
 
 
@@ -91,6 +94,8 @@ def sample_masked(row: Floats, mask: bytes, sampling: SamplingParams, chance: fl
             return token
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
     ids = np.flatnonzero(bits)
+    if not len(ids):
+        return -1
     if chance is None:
         return int(ids[_argmax(row[ids])])
     if len(ids) * FEW_ALLOWED < len(row):
