@@ -3,11 +3,11 @@
     python benchmarks/structured_output.py [--schemas 20] [--seeds 10] [--maskbench FILE_OR_FOLDER]
         [--streams 1,8,32] [--calls 100] [--parts answers,maskbench,rate,calls]
 
-answers: bounded schemas at temperature 1; every answer has to parse, to be valid and to end by `stop`.
-maskbench: a JSON-lines file (.gz or not) of {"id", "schema", "tests": [{"valid", "data"}]}; counts the
-schemas that judge every instance right, accepted invalid instances, and refused schemas.
-rate: decode tokens/s with a form and without, alternating, in one engine.
-calls: forced calls through the chat processor; every one has to be a call with valid arguments.
+- answers: bounded schemas at temperature 1. Every answer has to parse, to be valid and to end by `stop`.
+- maskbench: a file of JSON lines (.gz or not), each {"id", "schema", "tests": [{"valid", "data"}]}. The
+  part counts schemas that judge every instance right, accepted invalid instances, and refused schemas.
+- rate: decode tokens/s with a form and without, alternating, in one engine.
+- calls: forced calls through the chat processor. Every one has to be a call with valid arguments.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def is_valid(schema: Any, value: Any) -> bool:
         return len(value) <= schema.get("maxLength", 99) and (
             re.search(schema.get("pattern", ""), value) is not None
         )
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return bool(schema["minimum"] <= value <= schema["maximum"])
     if isinstance(value, list):
         return len(value) <= schema["maxItems"] and all(is_valid(schema["items"], v) for v in value)

@@ -88,7 +88,7 @@ async def test_every_way_of_computing_gives_the_same_answer(
     crowded = make_engine(grammars=grammars, num_blocks=26)
     await crowded.start()
     requests = [request, free, replace(request, choice=0), free]
-    replies = await run_all(*(answer(crowded, one) for one in requests))
+    replies = await run_all(*(answer(crowded, entry) for entry in requests))
     assert crowded.totals().preemptions
     assert [reply.ids for reply in replies] == [expected, free_expected] * 2
     await crowded.stop()
