@@ -89,7 +89,9 @@ def is_valid(schema: Any, value: Any) -> bool:
         return len(value) <= schema.get("maxLength", 99) and (
             re.search(schema.get("pattern", ""), value) is not None
         )
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int):
         return bool(schema["minimum"] <= value <= schema["maximum"])
     if isinstance(value, list):
         return len(value) <= schema["maxItems"] and all(is_valid(schema["items"], v) for v in value)
