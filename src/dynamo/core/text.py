@@ -27,7 +27,8 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Options that chat and completion requests share."""
+    """Options that chat and completion requests share. `count_tokens`: the reply wants to know the
+    tokens of each choice as they come."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -39,6 +40,7 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     include_stop: bool = False
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    count_tokens: bool = False
     sampling: SamplingOverrides = SamplingOverrides()
     salt: str = ""
     priority: int = 0
@@ -199,6 +201,11 @@ class TextReply(ABC):
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:
         """The choice is complete."""
+
+    def count_tokens(self, choice: int, tokens: int) -> None:
+        """Take the number of tokens whose text may follow. Only requests with
+        `TextOptions.count_tokens` tell it."""
+        del choice, tokens
 
     def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
         """Take the tokens of the prompt with their logprobs, before the choice ends. Only requests

@@ -74,11 +74,6 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(stream=1), "stream"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
     (CHAT, chat(stream=True, stream_options=5), "stream_options"),
-    (
-        CHAT,
-        chat(stream=True, stream_options={"continuous_usage_stats": True}),
-        "stream_options.continuous_usage_stats",
-    ),
     (CHAT, chat(n=0), "n"),
     (CHAT, chat(n=-1), "n"),
     (CHAT, chat(n=129), "n"),

@@ -17,6 +17,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
+from dynamo.application.generation.counted_stream import CountedStreamReply
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER, Deadlines, parse_timeout_header
 from dynamo.application.generation.prompt_logprobs import (
     PromptLogprobsOptions,
@@ -35,7 +36,12 @@ from dynamo.application.openai.completions import (
     completion_requests,
     read_completion,
 )
-from dynamo.application.openai.generation_body import MAX_NAME_BYTES, check_size, include_usage
+from dynamo.application.openai.generation_body import (
+    MAX_NAME_BYTES,
+    check_size,
+    continuous_usage,
+    include_usage,
+)
 from dynamo.application.openai.response_encoder import (
     REASONING_FIELDS,
     JsonStringCache,
@@ -68,13 +74,14 @@ ReplyFactory = Callable[[Exchange, str, UsageCounter, TokenTiming], HttpReply]
 
 
 class AnswerShape(NamedTuple):
-    """The parts of an answer in OpenAI's format: choices of a prompt, prompts, whether a stream
-    ends with usage, and the logprobs of the prompt."""
+    """The parts of an answer in OpenAI's format: choices of a prompt, prompts, and logprobs of the
+    prompt. A stream has usage at its end (`include_usage`) or in each event (`counts_tokens`)."""
 
     per_prompt: int
     prompts: int
     include_usage: bool
     prompt_logprobs: PromptLogprobsOptions | None
+    counts_tokens: bool
 
 
 class GenerationHandler:
@@ -117,7 +124,8 @@ class GenerationHandler:
         prompt = None
         if body.prompt_logprobs is not None:
             prompt = PromptLogprobsOptions(field=body.prompt_logprobs, place="response")
-        shape = AnswerShape(body.n or 1, 1, include_usage(body), prompt)
+        counts_tokens = continuous_usage(body)
+        shape = AnswerShape(body.n or 1, 1, include_usage(body), prompt, counts_tokens)
         template = self._chat_response
         if names_one_function(body.tool_choice):
             template = replace(template, call_reason="stop")
@@ -167,7 +175,7 @@ class GenerationHandler:
         if requests[0].options.prompt_logprobs is not None:
             echo = body.logprobs if body.echo else None
             prompt = PromptLogprobsOptions(echo, body.prompt_logprobs)
-        shape = AnswerShape(*counts, include_usage(body), prompt)
+        shape = AnswerShape(*counts, include_usage(body), prompt, continuous_usage(body))
         make_reply = partial(self._make_openai_reply, COMPLETION_RESPONSE, shape)
         return self._generate(exchange, model, call, make_reply, counts)
 
@@ -191,7 +199,8 @@ class GenerationHandler:
             return PromptLogprobsReply(shape.prompt_logprobs, *parts, choices=choices)
         if not exchange.streaming:
             return UnaryReply(*parts, choices=choices)
-        return StreamReply(*parts, self._json_strings, choices=choices, include_usage=usage)
+        stream_type = CountedStreamReply if shape.counts_tokens else StreamReply
+        return stream_type(*parts, self._json_strings, choices=choices, include_usage=usage)
 
     async def _generate(
         self,

@@ -323,6 +323,9 @@ class OffsetReply(TextReply):
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         return self._reply.text(self._offset + choice, delta, logprobs)
 
+    def count_tokens(self, choice: int, tokens: int) -> None:
+        self._reply.count_tokens(self._offset + choice, tokens)
+
     def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
         self._reply.prompt_logprobs(self._offset + choice, tokens)
 

@@ -154,6 +154,7 @@ def text_options(
         include_stop=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
         prompt_logprobs=None if body.prompt_logprobs is None else _prompt_logprobs(body),
+        count_tokens=body.stream_options is not None and continuous_usage(body),
         sampling=_sampling(body),
         salt=body.cache_salt or "",
         priority=body.priority or 0,
@@ -172,6 +173,14 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
 def include_usage(body: GenerationBody) -> bool:
     """Return whether the stream ends with a usage chunk."""
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def continuous_usage(body: GenerationBody) -> bool:
+    """Return whether each event of the stream has the usage so far. As in vLLM, only where the
+    stream also ends with usage."""
+    return include_usage(body) and bool(
+        body.stream_options and body.stream_options.continuous_usage_stats
+    )
 
 
 def _sampling(body: GenerationBody) -> SamplingOverrides:
@@ -218,8 +227,3 @@ def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
 def _check_stream_options(body: GenerationBody) -> None:
     if not body.stream:
         raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise Unsupported(
-            "stream_options.continuous_usage_stats is not supported yet",
-            param="stream_options.continuous_usage_stats",
-        )

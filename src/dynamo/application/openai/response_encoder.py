@@ -118,6 +118,12 @@ class ResponseEncoder:
         self._chunk_end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self.text_suffix = template.after_text + _UNFINISHED + self._chunk_end
 
+    def show_usage(self, usage: Mapping[str, Any]) -> bytes:
+        """Write `usage` into all further events. Returns the new `text_suffix`."""
+        self._chunk_end = b',"usage":%b}\n\n' % _encode(usage)
+        self.text_suffix = self._template.after_text + _UNFINISHED + self._chunk_end
+        return self.text_suffix
+
     def text_prefix(self, choice: int) -> bytes:
         """Return the bytes before the JSON string of a text."""
         return self._chunk_start + b'{"index":%d,%b' % (choice, self._template.before_text)

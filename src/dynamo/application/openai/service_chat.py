@@ -41,6 +41,7 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
     overrides = {key: value for key, value in sampling.items() if value is not None}
     logprobs = options.pop("top_logprobs", None)
     options.pop("structured", None)
+    options.pop("count_tokens", None)
     body = {_OPENAI_FIELD_NAMES.get(key, key): value for key, value in options.items()}
     body |= overrides
     if logprobs is not None:

@@ -41,6 +41,7 @@ from dynamo.scheduling.processor.prompt_logprobs import (
 )
 from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
+from dynamo.scheduling.processor.token_counter import TokenCounter
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 CHOICES_PER_SLICE = 16
@@ -247,8 +248,8 @@ class ChatProcessor:
         )
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
-        prompt_logprobs = options.prompt_logprobs
-        if options.n == 1 and max_tokens and make_reader is None and prompt_logprobs is None:
+        plain = make_reader is None and options.prompt_logprobs is None and not options.count_tokens
+        if options.n == 1 and max_tokens and plain:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
             return self._send(request, context, choice)
         choices = [
@@ -259,13 +260,15 @@ class ChatProcessor:
             )
             for choice in range(options.n)
         ]
-        if prompt_logprobs is not None:
+        if options.prompt_logprobs is not None:
             return self._read_prompt(request, context, choices, reply, echo)
         if not max_tokens:
             return _finish_without_tokens(choices)
-        if options.n == 1:
-            return self._send(request, context, choices[0])
-        return self._fan_out(request, context, choices)
+        readers: Sequence[Reply] = choices
+        if options.count_tokens:
+            count = reply.count_tokens
+            readers = [TokenCounter(choice, partial(count, n)) for n, choice in enumerate(choices)]
+        return self._send_readers(request, context, readers)
 
     def _read_prompt(
         self,
@@ -292,6 +295,11 @@ class ChatProcessor:
         ]
         if not has_answer:
             request = replace(request, stops=StopConditions(1, ignore_eos=True))
+        return self._send_readers(request, context, readers)
+
+    def _send_readers(
+        self, request: GenerateRequest, context: Context, readers: Sequence[Reply]
+    ) -> Awaitable[None]:
         if len(readers) == 1:
             return self._send(request, context, readers[0])
         return self._fan_out(request, context, readers)
