@@ -93,6 +93,8 @@ class Gateway:
             for name, model in self.embedding_models.items()
             if model.names[0] != served.names[0]
         }
+        for name in served.names:
+            self._pending.pop(name, None)
         self.embedding_models = others | dict.fromkeys(served.names, served)
 
     @property

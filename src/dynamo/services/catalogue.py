@@ -98,6 +98,47 @@ class ModelRecords(Generic[T]):
         return changed
 
 
+class ModelOpener(Generic[T]):
+    """Opens models one at a time by name, and tries again after a `DynamoError`.
+
+    `find_card` returns the card to open, or None if the model is open as it should be.
+    """
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        find_card: Callable[[str], T | None],
+        open_card: Callable[[T], Awaitable[None]],
+        on_not_open: ReportNotOpen,
+    ) -> None:
+        self._runtime = runtime
+        self._find_card = find_card
+        self._open_card = open_card
+        self._report_not_open = on_not_open
+        self._opening: set[str] = set()
+
+    async def open_if_changed(self, name: str) -> None:
+        """Start to open the model if it is to be opened and is not being opened."""
+        if name not in self._opening and self._find_card(name) is not None:
+            self._opening.add(name)
+            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
+
+    async def _open_with_retries(self, name: str) -> None:
+        delay_s = RETRY_S
+        try:
+            while (card := self._find_card(name)) is not None:
+                try:
+                    await self._open_card(card)
+                except DynamoError as error:
+                    self._report_not_open(name, error.message)
+                    fields = {"model": name, "error": error.message}
+                    log.warning("a model cannot be opened yet", extra={"fields": fields})
+                    await self._runtime.clock.sleep(delay_s)
+                    delay_s = min(delay_s * 2, MAX_RETRY_S)
+        finally:
+            self._opening.discard(name)
+
+
 class Catalogue:
     """Opens a model when its first worker announces it, and again when most announce another card.
 
@@ -113,7 +154,6 @@ class Catalogue:
         prefix = models_prefix(runtime.settings.runtime.namespace)
         self._cards = ModelRecords(runtime, prefix, msgspec.json.Decoder(ModelCard).decode)
         self._opened_cards: dict[str, ModelCard] = {}
-        self._opening: set[str] = set()
 
     def incompatible_workers(self) -> dict[str, str]:
         """Return by instance how a worker's card differs from the card that was opened."""
@@ -127,35 +167,17 @@ class Catalogue:
 
     async def run(self) -> None:
         """Follow the cards until cancelled."""
-        await self._cards.follow(self._open_if_changed)
+        opener = ModelOpener(self._runtime, self._card_to_open, self._open, self._report_not_open)
+        await self._cards.follow(opener.open_if_changed)
 
-    async def _open_if_changed(self, name: str) -> None:
+    def _card_to_open(self, name: str) -> ModelCard | None:
         cards, opened = self._cards.by_model[name].values(), self._opened_cards.get(name)
-        if not cards or name in self._opening:
-            return
-        if model_identity(majority_card(cards, opened)) != opened:
-            self._opening.add(name)
-            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
+        card = majority_card(cards, opened) if cards else None
+        return None if card is None or model_identity(card) == opened else card
 
-    async def _open_with_retries(self, name: str) -> None:
-        delay_s = RETRY_S
-        try:
-            while cards := self._cards.by_model[name]:
-                card = majority_card(cards.values(), self._opened_cards.get(name))
-                try:
-                    await self._open_model(card)
-                except DynamoError as error:
-                    self._report_not_open(name, error.message)
-                    fields = {"model": name, "error": error.message}
-                    log.warning("a model cannot be opened yet", extra={"fields": fields})
-                    await self._runtime.clock.sleep(delay_s)
-                    delay_s = min(delay_s * 2, MAX_RETRY_S)
-                else:
-                    self._opened_cards[name] = model_identity(card)
-                    break
-        finally:
-            self._opening.discard(name)
-        await self._open_if_changed(name)
+    async def _open(self, card: ModelCard) -> None:
+        await self._open_model(card)
+        self._opened_cards[card.name] = model_identity(card)
 
 
 BLOCK_IDENTITY_CAPABILITY = "blocks"

@@ -15,7 +15,6 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     ContextLengthExceeded,
-    DynamoError,
     InvalidRequest,
     ModelUnavailable,
     ProtocolError,
@@ -34,7 +33,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
-from dynamo.services.catalogue import RETRY_S, ModelRecords
+from dynamo.services.catalogue import ModelOpener, ModelRecords
 from dynamo.services.model_watcher import ensure_file
 
 log = logging.getLogger(__name__)
@@ -59,41 +58,22 @@ class EmbeddingModelWatcher:
         prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
         self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
         self._open_models: dict[str, tuple[EmbeddingCard, Client]] = {}
-        self._opening: set[str] = set()
 
     def start(self) -> None:
         """Follow the models until the runtime shuts down."""
-        self._runtime.tasks.start(self._records.follow(self._open_if_changed), "embedding models")
-
-    async def _open_if_changed(self, name: str) -> None:
-        """Open a model when its first worker announces it, and again when no worker has the model
-        that was opened. A failure is tried again."""
-        if name not in self._opening and self._card_to_open(name) is not None:
-            self._opening.add(name)
-            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
+        opener = ModelOpener(
+            self._runtime, self._card_to_open, self._open, self._gateway.set_pending
+        )
+        self._runtime.tasks.start(self._records.follow(opener.open_if_changed), "embedding models")
 
     def _card_to_open(self, name: str) -> EmbeddingCard | None:
+        """Return the newest card when a first worker announces a model, and again when no worker
+        has the model that was opened."""
         cards = self._records.by_model[name].values()
         opened = self._open_models.get(name)
         if not cards or (opened and any(opened[0].is_same_model(card) for card in cards)):
             return None
         return max(cards, key=lambda card: card.created)
-
-    async def _open_with_retries(self, name: str) -> None:
-        try:
-            while (card := self._card_to_open(name)) is not None:
-                previous = self._open_models.get(name)
-                try:
-                    await self._open(card)
-                except DynamoError as error:
-                    fields = {"model": name, "error": error.message}
-                    log.warning("an embedding model cannot be opened yet", extra={"fields": fields})
-                    await self._runtime.clock.sleep(RETRY_S)
-                else:
-                    if previous is not None:
-                        await previous[1].close()
-        finally:
-            self._opening.discard(name)
 
     async def _open(self, card: EmbeddingCard) -> None:
         runtime = self._runtime
@@ -116,6 +96,7 @@ class EmbeddingModelWatcher:
             return expected.items() <= instance.capabilities.items()
 
         client = await component.endpoint(EMBED_ENDPOINT).client(accepts)
+        previous = self._open_models.get(card.names[0])
         self._open_models[card.names[0]] = (card, client)
         processor = EmbeddingProcessor(card, encoder, client, runtime.clock)
         served = ServedEmbeddingModel(
@@ -124,6 +105,8 @@ class EmbeddingModelWatcher:
         self._gateway.add_embedding_model(served)
         runtime.health.set_healthy(MODELS_HEALTH_KEY)
         log.info("embedding model ready", extra={"fields": {"model": card.names[0]}})
+        if previous is not None:
+            await previous[1].close()
 
 
 def _open_encoder(file: FileRef) -> Encoder:
