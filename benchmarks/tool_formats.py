@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count the recorded outputs whose reasoning, text and tool calls clients get right, over HTTP.
 
-    benchmarks/tool_formats.py FOLDER [--family NAME ...] [--groupings 8]
+    benchmarks/tool_formats.py FOLDER [--family NAME ...] [--groupings 8] [--api chat|responses]
 
 FOLDER holds families (`NAME/family.json`, `NAME/outputs.jsonl`) as `tests/data/toolcalls` does. Each
 family is served by `dynamo run out=script`. Every output is asked for as a whole and as a stream in
@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from tests.support.recorded_outputs import (
 from dynamo.testing.family import write_family_folder
 
 READY_S = 120
+Ask = Callable[[str, RecordedOutput, int], ParsedAnswer]
+"""Asks a server for an output; the number is the seed of its grouping."""
 
 
 def main() -> int:
@@ -47,11 +50,13 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--family", action="append", help="only this family")
     parser.add_argument("--groupings", type=int, default=8, help="streams of each output")
+    parser.add_argument("--api", choices=APIS, default="chat")
     options = parser.parse_args()
+    ask_whole, ask_stream = APIS[options.api]
     total: Counter[str] = Counter()
     for family, outputs in read_collection(options.folder):
         if not options.family or family.slug in options.family:
-            counts = measure(family, outputs, options.groupings)
+            counts = measure(family, outputs, options.groupings, ask_whole, ask_stream)
             print(f"{family.slug}: {describe(counts)}", flush=True)
             total += counts
     print(f"all: {describe(total)}")
@@ -64,7 +69,13 @@ def describe(counts: Counter[str]) -> str:
     return f"{counts.total()} outputs, {right} right, {counts['exact']} to the letter"
 
 
-def measure(family: FamilyFile, outputs: list[RecordedOutput], groupings: int) -> Counter[str]:
+def measure(
+    family: FamilyFile,
+    outputs: list[RecordedOutput],
+    groupings: int,
+    ask_whole: Ask,
+    ask_stream: Ask,
+) -> Counter[str]:
     """Serve a family, one deployment for tokens alone and one for groups of tokens."""
     verdicts: dict[str, set[str]] = {output.id: set() for output in outputs}
     with tempfile.TemporaryDirectory() as folder:
@@ -130,9 +141,19 @@ def body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
     return json.dumps(fields | more).encode()
 
 
-def ask(url: str, data: bytes) -> Any:
+def responses_body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
+    """Return the body of the same request to the Responses API."""
+    fields = json.loads(body(output, seed, **more))
+    (message,) = fields.pop("messages")
+    tools = [{"type": "function", **tool["function"]} for tool in output.tools]
+    limit = fields.pop("max_tokens")
+    own = {"input": message["content"], "tools": tools, "max_output_tokens": limit, "store": False}
+    return json.dumps(fields | own).encode()
+
+
+def ask(url: str, data: bytes, path: str = "/v1/chat/completions") -> Any:
     """Send a request and return the open answer."""
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data)
+    request = urllib.request.Request(f"{url}{path}", data)
     try:
         return urllib.request.urlopen(request)
     except urllib.error.HTTPError as error:
@@ -166,6 +187,44 @@ def ask_stream(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
                 calls[call["index"]] = (name, arguments + function["arguments"])
     return ParsedAnswer(texts["content"], texts["reasoning_content"], list(calls.values()))
 
+
+def ask_whole_response(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer of the Responses API without `stream`."""
+    with closing(ask(url, responses_body(output, seed), "/v1/responses")) as answer:
+        items = json.load(answer)["output"]
+    texts: dict[str, str] = {"message": "", "reasoning": ""}
+    for item in items:
+        if item["type"] in texts:
+            texts[item["type"]] += "".join(part["text"] for part in item["content"])
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    return ParsedAnswer(texts["message"] or None, texts["reasoning"] or None, calls)
+
+
+def ask_stream_response(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer that a client puts together out of the deltas of a response."""
+    texts = {"response.output_text.delta": "", "response.reasoning_text.delta": ""}
+    calls: dict[int, tuple[str, str]] = {}
+    with closing(ask(url, responses_body(output, seed, stream=True), "/v1/responses")) as answer:
+        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
+    for event in events:
+        kind, index = event["type"], event.get("output_index")
+        if kind in texts:
+            texts[kind] += event["delta"]
+        elif kind == "response.output_item.added" and event["item"]["type"] == "function_call":
+            calls[index] = (event["item"]["name"], "")
+        elif kind == "response.function_call_arguments.delta":
+            name, arguments = calls[index]
+            calls[index] = (name, arguments + event["delta"])
+        elif kind == "response.function_call_arguments.done":
+            calls[index] = (event["name"], event["arguments"])
+    content, reasoning = texts.values()
+    return ParsedAnswer(content or None, reasoning or None, list(calls.values()))
+
+
+APIS = {
+    "chat": (ask_whole, ask_stream),
+    "responses": (ask_whole_response, ask_stream_response),
+}
 
 if __name__ == "__main__":
     sys.exit(main())
