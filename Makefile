@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup run test test-engines check format bench faults fuzz oracle lock docs clean
+.PHONY: help setup run test test-engines test-clients check format bench faults fuzz oracle lock docs clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -54,6 +54,19 @@ test-engines: $(ENGINES)/model/model.safetensors  ## tests on real vLLM for CPUs
 	DYNAMO_TEST_ENGINE_MODEL=$(ENGINES)/model $(ENGINES)/bin/python -m pytest \
 		-W default::pytest.PytestUnraisableExceptionWarning tests/engines $(ARGS)
 
+# Clients pin each other's libraries: uv makes an environment for each program, node's share a folder.
+CLIENTS := $(VENV)-clients
+$(CLIENTS)/.installed: tests/clients/package.json $(wildcard tests/clients/*_client.py)
+	@test -x $(CLIENTS)/uv/bin/uv || { $(PYTHON) -m venv $(CLIENTS)/uv && $(CLIENTS)/uv/bin/python -m pip install --quiet uv; }
+	@echo "make: installing clients into $(CLIENTS) and tests/clients/node_modules, 1.5 GB, once"
+	@for program in tests/clients/*_client.py; do \
+		UV_CACHE_DIR=$(CLIENTS) $(CLIENTS)/uv/bin/uv sync --quiet --script $$program || exit 1; done
+	@cd tests/clients && npm install --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
+test-clients: setup $(CLIENTS)/.installed  ## clients of other projects, 1.5 GB; needs npm
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
 check: setup  ## format, lint, types, layers, sizes, wording, reference pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
@@ -91,5 +104,5 @@ oracle:  ## make the native engine's reference answers anew (torch and transform
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle $(ENGINES) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle $(ENGINES) $(CLIENTS) tests/clients/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
