@@ -8,7 +8,7 @@ from dynamo.core.values import Load
 from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine import ExternalRank
 
-HUNG_S = 120.0
+HUNG_S = 300.0
 """A rank that has requests and makes no step for this time hangs. Routers avoid it long before."""
 
 
