@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -30,6 +31,7 @@ from dynamo.testing.conformance.engines import (
 
 PROMPTS = 20
 TOKENS = 12
+Answer = tuple[list[int], Any]
 FEW_BLOCKS = {"num_gpu_blocks_override": 20, "max_model_len": 512}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -70,21 +72,29 @@ def prompt(number: int) -> GenerateRequest:
     return replace(request, request_id=f"p{number}", token_ids=pack_ids(ids))
 
 
-async def ids_alone(decode: VllmEngine, request: GenerateRequest) -> list[int]:
+async def answer(decode: VllmEngine, request: GenerateRequest, kv: bytes) -> Answer:
+    """Return token ids and log probabilities, which tell the KV of two prompts apart."""
+    reply = await generate_reply(decode, replace(request, kv=kv, top_logprobs=0))
+    logprobs = [token.logprob for extra in reply.extras for token in extra or ()]
+    assert len(logprobs) == len(reply.ids) == TOKENS
+    return reply.ids, pytest.approx(logprobs, abs=1e-3)
+
+
+async def answer_alone(decode: VllmEngine, request: GenerateRequest) -> Answer:
     """Return the answer that the engine computes without another one."""
-    salted = replace(request, kv=b"", salt=f"alone {request.request_id}")
-    return (await generate_reply(decode, salted)).ids
-
-
-async def ids_of(decode: VllmEngine, request: GenerateRequest, kv: bytes) -> list[int]:
-    return (await generate_reply(decode, replace(request, kv=kv))).ids
+    ids, logprobs = await answer(decode, replace(request, salt=f"alone {request.request_id}"), b"")
+    return ids, logprobs.expected
 
 
 async def test_answers_are_those_of_one_engine(prefill: VllmEngine, decode: VllmEngine) -> None:
+    different = set()
     for number in range(PROMPTS):
         request = prompt(number)
         kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
-        assert await ids_of(decode, request, kv) == await ids_alone(decode, request)
+        alone = await answer_alone(decode, request)
+        assert await answer(decode, request, kv) == alone
+        different.add(round(alone[1][0], 2))
+    assert len(different) > PROMPTS // 2
     assert connector(decode).loads == PROMPTS
     assert not connector(decode).failures
 
@@ -93,7 +103,7 @@ async def test_an_unknown_engine_is_not_needed(prefill: VllmEngine, decode: Vllm
     request, failures = prompt(30), connector(decode).failures.total()
     kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
     wrong = encode_params(decode_params(kv) | {"remote_engine_id": "unknown"})
-    assert await ids_of(decode, request, wrong) == await ids_alone(decode, request)
+    assert await answer(decode, request, wrong) == await answer_alone(decode, request)
     await settle(lambda: connector(decode).failures.total() > failures)
     assert connector(decode).failures.total() > failures
 
@@ -111,7 +121,7 @@ async def test_a_cancelled_load_returns_at_once_and_leaves_a_well_engine(
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-    assert await ids_alone(decode, prompt(50)) == await ids_alone(prefill, prompt(50))
+    assert await answer(decode, prompt(50), b"") == await answer_alone(prefill, prompt(50))
     await settle(lambda: not decode.ranks[0]._running)
     assert decode.ranks[0]._running == 0
 
@@ -143,6 +153,6 @@ async def test_a_killed_prefill_engine_is_not_needed(
     while owned_processes(prefill):
         await asyncio.sleep(0.05)
     failures = connector(decode).failures.total()
-    assert await ids_of(decode, request, kv) == await ids_alone(decode, request)
+    assert await answer(decode, request, kv) == await answer_alone(decode, request)
     assert connector(decode).failures.total() > failures
     assert decode.failure is None
