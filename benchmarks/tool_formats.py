@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count the recorded outputs whose reasoning, text and tool calls clients get right, over HTTP.
 
-    benchmarks/tool_formats.py FOLDER [--family NAME ...] [--groupings 8] [--api chat|responses]
+    benchmarks/tool_formats.py FOLDER [--family NAME ...] [--groupings 8] [--api NAME]
 
 FOLDER holds families (`NAME/family.json`, `NAME/outputs.jsonl`) as `tests/data/toolcalls` does. Each
 family is served by `dynamo run out=script`. Every output is asked for as a whole and as a stream in
@@ -221,7 +221,56 @@ def ask_stream_response(url: str, output: RecordedOutput, seed: int) -> ParsedAn
     return ParsedAnswer(content or None, reasoning or None, list(calls.values()))
 
 
+def messages_body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
+    """Return the body of the same request to the Messages API. The server draws the grouping."""
+    fields = json.loads(body(output, seed, **more))
+    functions = [tool["function"] for tool in output.tools]
+    fields["tools"] = [
+        {"name": function["name"], "input_schema": function.get("parameters") or {"type": "object"}}
+        for function in functions
+    ]
+    return json.dumps(fields).encode()
+
+
+def ask_whole_message(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer of the Messages API without `stream`."""
+    with closing(ask(url, messages_body(output, seed), "/v1/messages")) as answer:
+        blocks = json.load(answer)["content"]
+    texts = {"text": "", "thinking": ""}
+    for block in blocks:
+        if block["type"] in texts:
+            texts[block["type"]] += block[block["type"]]
+    calls = [
+        (block["name"], json.dumps(block["input"]))
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    return ParsedAnswer(texts["text"] or None, texts["thinking"] or None, calls)
+
+
+def ask_stream_message(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
+    """Return the answer that a client puts together out of the deltas of a message."""
+    texts = {"text": "", "thinking": ""}
+    calls: dict[int, tuple[str, str]] = {}
+    with closing(ask(url, messages_body(output, seed, stream=True), "/v1/messages")) as answer:
+        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
+    for event in events:
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            calls[event["index"]] = (event["content_block"]["name"], "")
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            kind = delta["type"].removesuffix("_delta")
+            if kind in texts:
+                texts[kind] += delta[kind]
+            elif kind == "input_json":
+                name, arguments = calls[event["index"]]
+                calls[event["index"]] = (name, arguments + delta["partial_json"])
+    answers = [(name, arguments or "{}") for name, arguments in calls.values()]
+    return ParsedAnswer(texts["text"] or None, texts["thinking"] or None, answers)
+
+
 APIS = {
+    "messages": (ask_whole_message, ask_stream_message),
     "chat": (ask_whole, ask_stream),
     "responses": (ask_whole_response, ask_stream_response),
 }
