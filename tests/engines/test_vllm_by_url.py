@@ -4,6 +4,7 @@ tokenizer and without."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ def vllm_url(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | environ,
+            start_new_session=True,
         )
     try:
         end = time.monotonic() + READY_S
@@ -52,7 +54,11 @@ def vllm_url(
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def answers(url: str) -> bool:
