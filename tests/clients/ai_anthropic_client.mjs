@@ -6,5 +6,4 @@ import { KEY, NATIVE_URL, SCRIPT_URL, run } from "./cases.mjs";
 const native = createAnthropic({ apiKey: KEY, baseURL: `${NATIVE_URL}/v1` });
 const script = createAnthropic({ apiKey: KEY, baseURL: `${SCRIPT_URL}/v1` });
 
-const { structured, ...cases } = aiCases(native, script);
-await run(cases);
+await run(aiCases(native, script));

@@ -100,4 +100,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured, error)
+    run(chat, stream, tools, structured, forced_call, error)

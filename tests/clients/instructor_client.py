@@ -51,4 +51,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(structured, stream, error)
+    run(structured, forced_call, stream, error)

@@ -85,4 +85,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, embeddings, error)
+    run(chat, stream, tools, structured, embeddings, error)

@@ -87,8 +87,9 @@ def forced_call() -> None:
         with native.chat.completions.stream(**fields) as events:
             streamed = events.get_final_completion().choices[0]
         for answer in (whole, streamed):
-            (call,) = answer.message.tool_calls or []
-            assert isinstance(call.function.parsed_arguments, Person)
+            calls = answer.message.tool_calls or []
+            assert calls
+            assert all(isinstance(call.function.parsed_arguments, Person) for call in calls)
             assert answer.finish_reason == reason
 
 
@@ -111,4 +112,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured, embeddings, error)
+    run(chat, stream, tools, structured, forced_call, embeddings, error)

@@ -99,4 +99,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured, embeddings, error)
+    run(chat, stream, tools, structured, forced_call, embeddings, error)

@@ -13,18 +13,18 @@ FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "how-to" / "clients.md"
 CHAT = ("chat", "stream", "tools", "error")
 CASES = {
-    "ai_anthropic_client.mjs": CHAT,
+    "ai_anthropic_client.mjs": (*CHAT, "structured"),
     "ai_compatible_client.mjs": (*CHAT, "structured", "embeddings"),
     "ai_openai_client.mjs": (*CHAT, "structured", "embeddings"),
     "anthropic_client.mjs": (*CHAT, "structured"),
-    "anthropic_client.py": (*CHAT, "structured"),
-    "instructor_client.py": ("stream", "structured", "error"),
-    "langchain_client.py": (*CHAT, "structured", "embeddings"),
+    "anthropic_client.py": (*CHAT, "structured", "forced_call"),
+    "instructor_client.py": ("stream", "structured", "forced_call", "error"),
+    "langchain_client.py": (*CHAT, "structured", "forced_call", "embeddings"),
     "litellm_client.py": (*CHAT, "structured", "embeddings"),
-    "llama_index_client.py": (*CHAT, "embeddings"),
+    "llama_index_client.py": (*CHAT, "structured", "embeddings"),
     "openai_client.mjs": (*CHAT, "structured", "embeddings"),
-    "openai_client.py": (*CHAT, "structured", "embeddings"),
-    "pydantic_ai_client.py": (*CHAT, "structured", "embeddings"),
+    "openai_client.py": (*CHAT, "structured", "forced_call", "embeddings"),
+    "pydantic_ai_client.py": (*CHAT, "structured", "forced_call", "embeddings"),
 }
 PAIRS = [(program, case) for program, cases in CASES.items() for case in cases]
 
