@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-for suite in ("discovery", "requests", "shared_payloads", "events", "transfer"):
-    pytest.register_assert_rewrite(f"tests.conformance.suites.{suite}")
+for suite in ("discovery", "requests", "events", "transfer"):
+    pytest.register_assert_rewrite(f"dynamo.testing.conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-from tests.conformance.suites.discovery import JoinDiscovery as JoinDiscovery
-from tests.conformance.suites.events import JoinEvents as JoinEvents
-from tests.conformance.suites.requests import JoinRequests as JoinRequests
-from tests.conformance.suites.transfer import JoinTransfer as JoinTransfer
-
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.transfer import TransferPlane, open_transfer
+from dynamo.testing.conformance.discovery import JoinDiscovery as JoinDiscovery
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
+from dynamo.testing.conformance.transfer import JoinTransfer as JoinTransfer
 
 
 async def join_discovery(url: str) -> AsyncIterator[JoinDiscovery]:

@@ -11,8 +11,6 @@ from contextlib import AsyncExitStack
 from typing import Any, get_args
 
 import pytest
-from tests.conformance.suites.events import RecordingListener
-from tests.conformance.suites.requests import CollectingSink, echo_handler
 from tests.support.relay import ConnectionEnd, Relay
 from tests.support.servers import EtcdProcess, NatsProcess
 
@@ -22,6 +20,8 @@ from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.context import Context
+from dynamo.testing.conformance.events import RecordingListener
+from dynamo.testing.conformance.requests import CollectingSink, echo_handler
 
 OPTIONS = PlaneOptions(reconnect_wait_s=0.1)
 REPAIR_S = 2.0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.conformance.planes import join_discovery
-from tests.conformance.suites.discovery import DiscoveryConformance, JoinDiscovery, read_until
 
 from dynamo.communication.discovery import open_discovery
+from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery, read_until
 
 
 class TestMemory(DiscoveryConformance):

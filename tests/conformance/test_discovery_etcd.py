@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.conformance.planes import join_discovery
-from tests.conformance.suites.discovery import DiscoveryConformance, JoinDiscovery
 from tests.support.servers import EtcdProcess
+
+from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery
 
 _roots = itertools.count()
 

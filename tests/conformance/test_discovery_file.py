@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.conformance.suites.discovery import read_until
 
 from dynamo.communication.discovery.file import FileDiscovery
 from dynamo.communication.discovery.folder import FolderLease, FolderReader, record_file_name
 from dynamo.core.errors import ConfigError
+from dynamo.testing.conformance.discovery import read_until
 
 
 @pytest.fixture

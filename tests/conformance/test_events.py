@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.conformance.planes import join_events
-from tests.conformance.suites.events import EventsConformance, JoinEvents
+
+from dynamo.testing.conformance.events import EventsConformance, JoinEvents
 
 
 class TestMemory(EventsConformance):

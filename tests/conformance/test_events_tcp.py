@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conformance.suites.events import RecordingListener
 
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.discovery.memory import MemoryDiscovery
@@ -16,6 +15,7 @@ from dynamo.communication.events.records import KEY_ROOT, parse_record
 from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, FrameSplitter, pack_frame
 from dynamo.communication.handshake import pack_hello
+from dynamo.testing.conformance.events import RecordingListener
 
 
 @pytest.fixture

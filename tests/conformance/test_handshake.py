@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.conformance.suites.requests import echo_handler
 from tests.conformance.test_planes_secret import (
     CONTEXT,
     SECRET,
@@ -28,6 +27,7 @@ from dynamo.communication.requests import open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.communication.transports import MAX_UNPROVEN_LINKS
 from dynamo.core.errors import InstanceGone
+from dynamo.testing.conformance.requests import echo_handler
 
 NESTED = b"\x91" * 5000
 

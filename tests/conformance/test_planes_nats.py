@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.conformance.planes import join_events, join_requests
-from tests.conformance.suites.events import EventsConformance
-from tests.conformance.suites.events import JoinEvents as JoinEvents
-from tests.conformance.suites.requests import JoinRequests as JoinRequests
-from tests.conformance.suites.requests import RequestsConformance
 from tests.support.servers import NatsProcess
+
+from dynamo.testing.conformance.events import EventsConformance
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
+from dynamo.testing.conformance.requests import RequestsConformance
 
 
 @pytest.fixture(scope="module")

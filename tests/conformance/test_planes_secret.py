@@ -11,10 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.conformance.planes import join_events, join_requests
-from tests.conformance.suites.events import EventsConformance
-from tests.conformance.suites.events import JoinEvents as JoinEvents
-from tests.conformance.suites.requests import CallsConformance, echo_handler
-from tests.conformance.suites.requests import JoinRequests as JoinRequests
 from tests.support.certificates import has_openssl, make_authority, make_certificate
 
 from dynamo.communication import handshake
@@ -26,6 +22,10 @@ from dynamo.communication.requests import Requests, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, ProtocolError
+from dynamo.testing.conformance.events import EventsConformance
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import CallsConformance, echo_handler
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 CONTEXT = Context("request-1")

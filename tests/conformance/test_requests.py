@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.conformance.planes import join_requests
-from tests.conformance.suites.requests import JoinRequests, RequestsConformance
+
+from dynamo.testing.conformance.requests import JoinRequests, RequestsConformance
 
 
 class TestMemory(RequestsConformance):

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.conformance.planes import join_transfer
-from tests.conformance.suites.transfer import JoinTransfer, TransferConformance
 
 from dynamo.communication.options import PlaneOptions
+from dynamo.testing.conformance.transfer import JoinTransfer, TransferConformance
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 

@@ -16,13 +16,6 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from tests.conformance.planes import join_transfer
-from tests.conformance.suites.transfer import (
-    JoinTransfer,
-    PullsConformance,
-    TransferConformance,
-    TransferPair,
-    open_pair,
-)
 from tests.conformance.test_planes_secret import certificates as certificates
 from tests.conformance.test_planes_secret import tls_of
 from tests.support.relay import Relay
@@ -43,6 +36,13 @@ from dynamo.communication.transfer import (
 from dynamo.communication.transfer.sockets import ATTACH
 from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.testing.conformance.transfer import (
+    JoinTransfer,
+    PullsConformance,
+    TransferConformance,
+    TransferPair,
+    open_pair,
+)
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 OTHER_SECRET = PlaneOptions(secret="another-secret-of-16")

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 from msgspec.structs import replace
-from tests.conformance.suites.discovery import read_until
 from tests.support.relay import Relay
 from tests.support.servers import EtcdProcess, find_program, free_port
 
@@ -21,6 +20,7 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.discovery import RepublishingDiscovery
+from dynamo.testing.conformance.discovery import read_until
 
 QUICK = PlaneOptions(lease_ttl_s=2.0, dial_timeout_s=1.0)
 _roots = itertools.count()

@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 from nats import connect
 from nats.js.errors import NotFoundError
-from tests.conformance.suites.events import RecordingListener
-from tests.conformance.suites.requests import CollectingSink, echo_handler
 from tests.support.servers import NatsProcess
 
 from dynamo.communication.discovery import Discovery
@@ -26,6 +24,8 @@ from dynamo.core.context import Context
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
+from dynamo.testing.conformance.events import RecordingListener
+from dynamo.testing.conformance.requests import CollectingSink, echo_handler
 
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
 

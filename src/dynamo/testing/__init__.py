@@ -1,6 +1,6 @@
-"""Support for tests of services, engines and operators: local graphs, fakes, the engines' suite.
+"""Support for tests of backends, engines and operators: conformance suites and fakes.
 
-The suite `dynamo.testing.conformance.engines` needs pytest.
+The suites `dynamo.testing.conformance.{discovery,engines,events,requests}` need pytest.
 """
 
 from dynamo.testing.fakes import CollectedReply

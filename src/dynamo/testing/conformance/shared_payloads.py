@@ -1,4 +1,5 @@
 """Conformance tests of payloads that several calls share."""
+# ruff: noqa: S101
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from tests.conformance.suites.request_handlers import (
+
+from dynamo.communication.requests import ResponseWriter
+from dynamo.core.errors import TooLarge, WorkerFailed
+from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
+from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.testing.conformance.request_handlers import (
     CALL_CONTEXT,
     CollectingSink,
     JoinRequests,
     echo_handler,
     join_pair,
 )
-
-from dynamo.communication.requests import ResponseWriter
-from dynamo.core.errors import TooLarge, WorkerFailed
-from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
-from dynamo.core.tasks import BackgroundTasks, run_all
 
 
 class SharingHandler:

@@ -1,4 +1,5 @@
 """Conformance tests for every event backend. Planes must have `lossy` (see `TcpEvents`)."""
+# ruff: noqa: S101, ARG005
 
 from __future__ import annotations
 

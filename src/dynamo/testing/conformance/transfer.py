@@ -1,4 +1,5 @@
 """Conformance tests for every transfer backend."""
+# ruff: noqa: S101
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Conformance tests for every discovery backend.
-
-A backend's test module subclasses the suite of its plane and defines the fixture `join`: a coroutine
-function that opens one more plane of the test's own network. Each plane stands for one process.
-"""
+"""Conformance tests for every discovery backend."""
+# ruff: noqa: S101
 
 from __future__ import annotations
 

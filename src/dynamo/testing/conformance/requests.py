@@ -1,4 +1,5 @@
 """Conformance tests for every request backend."""
+# ruff: noqa: S101, ARG001
 
 from __future__ import annotations
 
@@ -6,16 +7,6 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from tests.conformance.suites.request_handlers import (
-    CALL_CONTEXT,
-    CollectingSink,
-    EndlessHandler,
-    JoinRequests,
-    echo_handler,
-    join_pair,
-    open_endless_call,
-)
-from tests.conformance.suites.shared_payloads import SharedPayloadsConformance
 
 from dynamo.communication.requests import FlowWindow, ResponseWriter
 from dynamo.core.context import Context
@@ -28,6 +19,16 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.testing.conformance.request_handlers import (
+    CALL_CONTEXT,
+    CollectingSink,
+    EndlessHandler,
+    JoinRequests,
+    echo_handler,
+    join_pair,
+    open_endless_call,
+)
+from dynamo.testing.conformance.shared_payloads import SharedPayloadsConformance
 
 __all__ = ["JoinRequests", "RequestsConformance", "echo_handler"]
 

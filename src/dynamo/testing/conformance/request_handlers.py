@@ -1,4 +1,5 @@
 """Handlers and sinks of the conformance tests of request backends."""
+# ruff: noqa: ARG002
 
 from __future__ import annotations
 
