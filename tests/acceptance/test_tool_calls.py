@@ -113,6 +113,25 @@ def test_responses_have_the_calls_text_and_reasoning_of_chat(
             assert response.status == ("incomplete" if cut else "completed")
 
 
+def test_strict_functions_are_served_by_engines_without_grammars(
+    family: tuple[openai.OpenAI, list[RecordedOutput]],
+) -> None:
+    client, outputs = family
+    output = next(each for each in outputs if each.expected and each.expected["tool_calls"])
+    tools: Any = [tool | {"function": tool["function"] | {"strict": True}} for tool in output.tools]
+    prompt = {"generation_prompt": output.generation_prompt or ""}
+    answer = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": f"[{output.id}]"}],
+        tools=tools,
+        max_tokens=4000,
+        extra_body={"chat_template_kwargs": prompt},
+    )
+    calls: Any = answer.choices[0].message.tool_calls or []
+    expected = output.expected["tool_calls"] if output.expected else []
+    assert [call.function.name for call in calls] == [call["name"] for call in expected]
+
+
 def test_a_wrong_choice_is_an_error_with_a_request_id(
     family: tuple[openai.OpenAI, list[RecordedOutput]],
 ) -> None:

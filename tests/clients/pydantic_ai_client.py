@@ -36,7 +36,7 @@ def get_weather(city: str) -> str:
     return "18 degrees" if city == "Paris" else "unknown"
 
 
-WEATHER_TOOL = Tool(get_weather, strict=False)  # the engine `script` cannot enforce a schema
+WEATHER_TOOL = Tool(get_weather)  # marked as strict
 
 
 def chat() -> None:

@@ -51,6 +51,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     - `reasoning_end`: ids behind which the form begins, in u32. `reasoning_start`: the id with
       which an answer may begin to reason; "": the answer begins inside of reasoning, if it has an
       end.
+    - `optional`: engines that cannot enforce the form answer without it.
     """
 
     kind: StructureKind
@@ -58,6 +59,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     whitespace_pattern: str = ""
     reasoning_start: bytes = b""
     reasoning_end: bytes = b""
+    optional: bool = False
 
 
 class TextParameters(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -262,7 +264,7 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
         required.append("prompt_logprobs")
     if request.sampling.logit_bias:
         required.append("logit_bias")
-    if request.structured is not None:
+    if request.structured is not None and not request.structured.optional:
         required.append("calls" if request.structured.kind == "calls" else "structured")
     if request.adapter:
         required.append("adapters")

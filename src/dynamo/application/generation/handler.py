@@ -39,8 +39,7 @@ from dynamo.application.openai.completions import (
 from dynamo.application.openai.generation_body import (
     MAX_NAME_BYTES,
     check_size,
-    continuous_usage,
-    include_usage,
+    stream_usage,
 )
 from dynamo.application.openai.response_encoder import (
     REASONING_FIELDS,
@@ -75,13 +74,13 @@ ReplyFactory = Callable[[Exchange, str, UsageCounter, TokenTiming], HttpReply]
 
 class AnswerShape(NamedTuple):
     """The parts of an answer in OpenAI's format: choices of a prompt, prompts, and logprobs of the
-    prompt. A stream has usage at its end (`include_usage`) or in each event (`counts_tokens`)."""
+    prompt. A stream has usage at its end (`include_usage`) and in each event (`counts_tokens`)."""
 
     per_prompt: int
     prompts: int
     include_usage: bool
-    prompt_logprobs: PromptLogprobsOptions | None
     counts_tokens: bool
+    prompt_logprobs: PromptLogprobsOptions | None
 
 
 class GenerationHandler:
@@ -124,10 +123,9 @@ class GenerationHandler:
         prompt = None
         if body.prompt_logprobs is not None:
             prompt = PromptLogprobsOptions(field=body.prompt_logprobs, place="response")
-        counts_tokens = continuous_usage(body)
-        shape = AnswerShape(body.n or 1, 1, include_usage(body), prompt, counts_tokens)
+        shape = AnswerShape(body.n or 1, 1, *stream_usage(body), prompt)
         template = self._chat_response
-        if names_one_function(body.tool_choice):
+        if body.tool_choice and names_one_function(body.tool_choice):
             template = replace(template, call_reason="stop")
         make_reply = partial(self._make_openai_reply, template, shape)
         return self.answer_chat(exchange, body, make_reply)
@@ -175,7 +173,7 @@ class GenerationHandler:
         if requests[0].options.prompt_logprobs is not None:
             echo = body.logprobs if body.echo else None
             prompt = PromptLogprobsOptions(echo, body.prompt_logprobs)
-        shape = AnswerShape(*counts, include_usage(body), prompt, continuous_usage(body))
+        shape = AnswerShape(*counts, *stream_usage(body), prompt)
         make_reply = partial(self._make_openai_reply, COMPLETION_RESPONSE, shape)
         return self._generate(exchange, model, call, make_reply, counts)
 

@@ -154,7 +154,7 @@ def text_options(
         include_stop=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
         prompt_logprobs=None if body.prompt_logprobs is None else _prompt_logprobs(body),
-        count_tokens=body.stream_options is not None and continuous_usage(body),
+        count_tokens=body.stream_options is not None and stream_usage(body)[1],
         sampling=_sampling(body),
         salt=body.cache_salt or "",
         priority=body.priority or 0,
@@ -170,17 +170,13 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     return body.prompt_logprobs
 
 
-def include_usage(body: GenerationBody) -> bool:
-    """Return whether the stream ends with a usage chunk."""
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def continuous_usage(body: GenerationBody) -> bool:
-    """Return whether each event of the stream has the usage so far. As in vLLM, only where the
-    stream also ends with usage."""
-    return include_usage(body) and bool(
-        body.stream_options and body.stream_options.continuous_usage_stats
-    )
+def stream_usage(body: GenerationBody) -> tuple[bool, bool]:
+    """Return whether the stream ends with usage, and whether each event has the usage so far. As in
+    vLLM, the latter needs the former."""
+    options = body.stream_options
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
 
 
 def _sampling(body: GenerationBody) -> SamplingOverrides:

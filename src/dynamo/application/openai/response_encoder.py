@@ -160,12 +160,11 @@ class ResponseEncoder:
     def encode_finish_chunk(self, choice: int, end: TextFinish) -> bytes:
         """Return the last event of a choice."""
         chunk = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
-        delta, reason, stop = (
-            self._template.empty_delta,
-            _encode(self._finish_reason(end)),
-            _encode(end.stop),
-        )
-        return self._chunk_start + chunk % (choice, delta, reason, stop, self._chunk_end)
+        delta, stop = self._template.empty_delta, _encode(end.stop)
+        reason: str = end.reason
+        if reason == "tool_calls":
+            reason = self._finish_reason(end)
+        return self._chunk_start + chunk % (choice, delta, _encode(reason), stop, self._chunk_end)
 
     def encode_usage_chunk(self, usage: UsageCounter) -> bytes:
         """Return the event that contains only the usage."""

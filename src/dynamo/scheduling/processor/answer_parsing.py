@@ -119,8 +119,13 @@ class AnswerParsing:
 
     def _call_form(
         self, request: ChatRequest, tools: dict[str, Any], form: StructuredOutput | None
-    ) -> StructuredOutput:
+    ) -> StructuredOutput | None:
+        """Return the form of calls. None: nothing marks where strict calls of the family begin, so
+        that they cannot be enforced. Raises `Unsupported`."""
         write_calls, mode = self._family.write_calls, request.call_mode
+        optional = mode == "strict" and form is None
+        if optional and not (write_calls and self._family.calls):
+            return None
         if write_calls is None:
             raise Unsupported(
                 f"tool_choice: no grammar of calls is known for the format {self._family.name!r}",
@@ -136,15 +141,9 @@ class AnswerParsing:
         if form is not None:
             start = f"{start} | {_form_expression(grammar, form)}"
         elif mode == "strict":
-            if not self._family.calls:
-                raise Unsupported(
-                    f"strict: calls in the format {self._family.name!r} have no marker to begin at",
-                    hint="leave strict out, or force a call by tool_choice",
-                    param="tools",
-                )
             text = grammar.text_without(tuple(self._family.calls))
             start = f"{text} ({start} {text}){'?' if one_call else '*'}"
-        return StructuredOutput("calls", grammar.write(start))
+        return StructuredOutput("calls", grammar.write(start), optional=optional)
 
     def _make_call_id(self, written: str) -> str:
         """Return the id that the model wrote, if its family writes such ids, else a new one."""
