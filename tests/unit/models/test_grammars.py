@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from random import Random
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, SchemaTooComplex
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.checker import GrammarChecker
 from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
+from dynamo.models.grammar.refusal import find_endless
 
 EOS = 2
 PERSON = {
@@ -36,7 +38,7 @@ def compiler(tiny_model: Path) -> GrammarCompiler:
 
 @pytest.fixture
 async def checker() -> GrammarChecker:
-    return GrammarChecker(SystemClock())
+    return GrammarChecker()
 
 
 def allowed(mask: bytes | None) -> list[int]:
@@ -121,7 +123,7 @@ def test_a_form_begins_behind_reasoning(compiler: GrammarCompiler, tokenizer: An
     inside = compiler.open_matcher(schema(PERSON, reasoning_end=end))
     words = tokenizer_ids(tokenizer, "many thoughts")
     assert inside.feed(words, 0)
-    assert inside.mask() is None
+    assert EOS not in allowed(inside.mask())
     assert inside.feed([*words, 0], 0)
     assert inside.mask() is not None
     either = compiler.open_matcher(schema(PERSON, reasoning_start=start, reasoning_end=end))
@@ -203,6 +205,46 @@ async def test_finite_recursion_is_accepted(checker: GrammarChecker) -> None:
         "required": ["next"],
     }
     await checker.check(schema(node))
+
+
+def nested_choices(depth: int) -> dict[str, Any]:
+    return {"anyOf": [nested_choices(depth - 1)]} if depth else {"type": "null"}
+
+
+def ladder(steps: int) -> dict[str, Any]:
+    """Return a schema each step of which needs the next one twice."""
+    rungs: dict[str, Any] = {f"d{steps}": {"type": "null"}}
+    for step in range(steps):
+        next_step = {"$ref": f"#/$defs/d{step + 1}"}
+        properties = {"a": next_step, "b": next_step}
+        rungs[f"d{step}"] = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    return {"$ref": "#/$defs/d0", "$defs": rungs}
+
+
+@pytest.mark.parametrize("document", [nested_choices(60), ladder(60)], ids=["choices", "ladder"])
+def test_the_search_for_endless_recursion_visits_each_part_once(document: Any) -> None:
+    assert find_endless(document) == ""
+
+
+async def test_an_error_that_repeats_a_long_form_leaves_the_process_in_order(
+    checker: GrammarChecker,
+) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be enforced") as caught:
+        await checker.check(StructuredOutput("regex", "a" * 60_000 + "("))
+    assert len(caught.value.message) < 5000
+    await checker.check(schema(PERSON))
+    with pytest.raises(SchemaTooComplex):
+        await checker.check(StructuredOutput("regex", "(x{1000}){1000}"))
+
+
+async def test_a_cancelled_check_leaves_its_verdict_to_nobody_else(checker: GrammarChecker) -> None:
+    async with BackgroundTasks() as tasks:
+        for number in range(4):
+            hostile = StructuredOutput("regex", f"(x{{1000}}){{100{number}}}")
+            check = tasks.start(checker.check(hostile))
+            await asyncio.sleep(0.01)
+            check.cancel()
+            await checker.check(schema(PERSON | {"title": str(number)}))
 
 
 async def test_a_trial_process_that_died_is_replaced(checker: GrammarChecker) -> None:

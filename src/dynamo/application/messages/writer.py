@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.application.generation.items import AnswerItem, ItemWriter
 from dynamo.application.openai.usage import UsageCounter
-from dynamo.core.errors import ProtocolError
+from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.text import DecodedTokenLogprob, TextFinish
 
 _encode = msgspec.json.encode
@@ -109,10 +109,8 @@ def _whole_block(item: AnswerItem) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": _sign(text)}
     try:
         msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ProtocolError(
-            f"the arguments of a call of {item.name!r} are no JSON object: {error}"
-        ) from None
+    except DECODE_ERRORS:
+        text = "{}"  # a server behind a URL has read a call whose arguments are no object
     return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": msgspec.Raw(text)}
 
 

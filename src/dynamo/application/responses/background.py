@@ -11,11 +11,19 @@ from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.turn import Turn
 from dynamo.communication.http import Response
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DynamoError, InternalError, ServerStopped, StoreUnavailable
+from dynamo.core.errors import (
+    DynamoError,
+    InternalError,
+    Overloaded,
+    ServerStopped,
+    StoreUnavailable,
+)
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
 log = logging.getLogger(__name__)
 
+MAX_RUNNING = 256
+"""Responses in the background of a process. Each holds its input, which no client waits for."""
 RENEWAL_S = 1.0
 """So often this process renews its responses, and looks which ones were cancelled elsewhere."""
 
@@ -53,7 +61,9 @@ class BackgroundResponses:
         self._renewal: asyncio.Task[None] | None = None
 
     async def start(self, turn: Turn, exchange: Exchange) -> None:
-        """Store the response and begin to generate it. Raises `StoreUnavailable`."""
+        """Store the response and begin to generate it. Raises `StoreUnavailable`, `Overloaded`."""
+        if len(self._running) >= MAX_RUNNING:
+            raise Overloaded(f"{MAX_RUNNING} responses are generated in the background already")
         response = turn.writer.response
         await self._store.add(turn.owner, response, turn.items, running=True)
         exchange.request.release_body()

@@ -149,9 +149,12 @@ class ResponsesHandler:
 
     async def _resolve_references(self, owner: str, items: list[Item]) -> list[Item]:
         """Replace references by the items of stored responses. Raises `NotFound`."""
-        wanted = {item["id"] for item in items if item["type"] == "item_reference"}
+        references = [item["id"] for item in items if item["type"] == "item_reference"]
+        wanted = set(references)
         if not wanted:
             return items
+        if len(wanted) < len(references):
+            raise InvalidRequest("input: an item is referenced more than once", param="input")
         stored = await self._store.find_items(owner, wanted)
         for number, item in enumerate(items):
             if item["type"] == "item_reference" and item["id"] not in stored:
@@ -168,7 +171,8 @@ def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     order, limit_text = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE))
     if order not in {"asc", "desc"}:
         raise InvalidRequest("order: expected asc or desc", param="order")
-    if not limit_text.isascii() or not limit_text.isdigit() or not 1 <= int(limit_text) <= MAX_PAGE:
+    digits = limit_text if len(limit_text) <= len(str(MAX_PAGE)) else ""
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_PAGE:
         raise InvalidRequest(f"limit: expected 1 to {MAX_PAGE}", param="limit")
     limit, after = int(limit_text), query.get("after")
     ordered = items if order == "asc" else items[::-1]

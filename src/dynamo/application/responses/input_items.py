@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from dynamo.application.openai.chat_messages import MAX_MESSAGES
+from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported
 
 Item = dict[str, Any]
@@ -31,6 +33,7 @@ def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
     `InvalidRequest` and `Unsupported` with the item and field."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
+    check_size("input", len(value), MAX_MESSAGES)
     return [
         _read_item(item, f"input[{index}]", f"{response_key}_i{index}")
         for index, item in enumerate(value)
@@ -210,7 +213,8 @@ class ChatMessages(msgspec.Struct):
         if number >= len(self.fields):
             return match[0]
         if match[3]:
-            return f"{self.call_fields[number][int(match[3])]}.arguments"
+            calls, call = self.call_fields.get(number, []), int(match[3])
+            return f"{calls[call]}.arguments" if call < len(calls) else match[0]
         return self.fields[number] + (".call_id" if match[2] else "")
 
 

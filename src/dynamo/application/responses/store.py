@@ -117,7 +117,8 @@ class ResponseStore:
         return await self._run(self._load_input, owner, response_id)
 
     async def find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
-        """Return the items of stored responses that have these ids, as far as there are any."""
+        """Return the items of stored responses that have these ids, as far as there are any.
+        Raises `TooLarge`."""
         return await self._run(self._find_items, owner, item_ids)
 
     async def close(self) -> None:
@@ -146,7 +147,8 @@ class ResponseStore:
             with self._file:
                 return work()
         except (sqlite3.Error, OSError) as error:
-            self._close()
+            if self._path is not None:
+                self._close()
             raise StoreUnavailable(
                 f"the store of responses cannot be used: {error}",
                 hint="send store: false, or free some space in the deployment's state folder",
@@ -325,10 +327,18 @@ class ResponseStore:
 
     def _find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
         stored: dict[str, Item] = {}
+        size = 0
         for response_id in {
             f"resp_{item_id.split('_')[1]}" for item_id in item_ids if "_" in item_id
         }:
             with suppress(NotFound):
-                items, response, _ = self._read(owner, response_id)
+                items, response, item_bytes = self._read(owner, response_id)
+                size += item_bytes
+                if size > MAX_CONTEXT_BYTES:
+                    raise TooLarge(
+                        f"input: the responses of the items have over {MAX_CONTEXT_BYTES:,} bytes",
+                        hint="send the items themselves",
+                        param="input",
+                    )
                 stored |= {item["id"]: item for item in (*items, *response["output"])}
         return {item_id: stored[item_id] for item_id in item_ids if item_id in stored}

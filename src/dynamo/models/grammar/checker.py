@@ -8,17 +8,29 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.core.clock import Clock
-from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, SchemaTooComplex
+from dynamo.core.errors import (
+    DECODE_ERRORS,
+    DynamoError,
+    InvalidRequest,
+    Overloaded,
+    SchemaTooComplex,
+)
 from dynamo.core.values import StructuredOutput
-from dynamo.models.grammar.refusal import find_endless, grammar_refusal, schema_refusal
+from dynamo.models.grammar.refusal import grammar_refusal, schema_refusal
 from dynamo.models.grammar.trial_process import Verdict, read_message, write_message
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 MAX_VERDICTS = 1024
 """So many forms are remembered, as accepted or with their errors."""
+MAX_WAITING = 64
+"""So many new forms may wait for their check, of which each takes `TRIAL_CPU_S` at most."""
 TRIAL_TIMEOUT_S = 30.0
 """A trial without a result after this time has failed for want of CPU time."""
 
@@ -26,59 +38,66 @@ TRIAL_TIMEOUT_S = 30.0
 class GrammarChecker:
     """Tries each new form in a process of its own (`trial_process`), which the first form starts.
 
-    One trial runs at a time. The process ends with the checker.
+    One trial runs at a time, in a thread. The process ends with the checker.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._verdicts: OrderedDict[StructuredOutput, Verdict] = OrderedDict()
-        self._turn = asyncio.Lock()
+    def __init__(self) -> None:
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._thread: Executor | None = None
+        self._waiting = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     async def check(self, structured: StructuredOutput, field: str = "response_format") -> None:
         """Return if the form can be enforced. Raises `InvalidRequest` and `SchemaTooComplex`, which
         name `field`, and `Overloaded` where no trial is possible now."""
-        verdict = self._verdicts.get(structured)
+        encoded = msgspec.msgpack.encode(structured)
+        key = blake2b(encoded, digest_size=16).digest()
+        verdict = self._verdicts.get(key)
         if verdict is None:
-            async with self._turn:
-                verdict = self._verdicts.get(structured)
-                if verdict is None:
-                    verdict = await self._judge(structured)
-            self._verdicts[structured] = verdict
-            while len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+            if self._thread is None:
+                from concurrent.futures import ThreadPoolExecutor
+
+                self._thread = ThreadPoolExecutor(1, "forms of answers")
+            if self._waiting >= MAX_WAITING:
+                raise Overloaded("too many new forms of answers wait for their check")
+            self._waiting += 1
+            try:
+                loop = asyncio.get_running_loop()
+                verdict = await loop.run_in_executor(self._thread, self._judge, key, encoded)
+            finally:
+                self._waiting -= 1
         if verdict.error:
             raise _refusal(structured, verdict, field)
 
-    async def _judge(self, structured: StructuredOutput) -> Verdict:
-        if structured.kind == "json_schema":
-            try:
-                endless = find_endless(msgspec.json.decode(structured.value))
-            except RecursionError:
-                return Verdict("the schema is nested too deeply", too_complex=True)
-            if endless:
-                return Verdict(f"the recursion at {endless} never ends")
-        return await self._clock.offload(self._try, structured)
+    def _judge(self, key: bytes, encoded: bytes) -> Verdict:
+        """Return the verdict on a form, in the thread. A caller may be cancelled meanwhile; the
+        trial then ends before the next one begins. Raises `Overloaded`."""
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._verdicts[key] = self._try(encoded)
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
 
-    def _try(self, structured: StructuredOutput) -> Verdict:
-        """Ask the process. Blocks. Raises `Overloaded`."""
+    def _try(self, encoded: bytes) -> Verdict:
+        """Ask the process. Raises `Overloaded`."""
         if self._process is None or self._process.poll() is not None:
             self._process = _start_process()
             weakref.finalize(self, _stop_process, self._process)
         process = self._process
         outgoing, incoming = process.stdin, process.stdout
-        verdict = None
         try:
             if outgoing and incoming:
-                write_message(outgoing, msgspec.msgpack.encode(structured))
+                write_message(outgoing, encoded)
                 if select.select([incoming], [], [], TRIAL_TIMEOUT_S)[0]:
-                    verdict = read_message(incoming)
-        except OSError:
+                    return _decode_verdict(read_message(incoming) or b"")
+        except (OSError, *DECODE_ERRORS):
             pass  # the process has died
-        if verdict is None:
-            _stop_process(process)
-            raise Overloaded("the form of the answer could not be checked in time")
-        return msgspec.msgpack.decode(verdict, type=Verdict)
+        _stop_process(process)
+        raise Overloaded("the form of the answer could not be checked in time")
+
+
+_decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 
 
 def _start_process() -> subprocess.Popen[bytes]:

@@ -25,13 +25,26 @@ class GrammarMatcher:
     """Follows the tokens of one answer.
 
     `finished`: the answer is complete, so that it must end. `error`: why no token can be chosen;
-    empty: none. Reasoning before the constrained part is not constrained.
+    empty: none. Reasoning before the constrained part is free, but cannot end the answer:
+    `reasoning_mask` has a bit for each token that it may have.
     """
 
-    __slots__ = ("_fed", "_matcher", "_reasoning_end", "_start_id", "_tail", "error", "finished")
+    __slots__ = (
+        "_fed",
+        "_matcher",
+        "_reasoning_end",
+        "_reasoning_mask",
+        "_start_id",
+        "_tail",
+        "error",
+        "finished",
+    )
 
-    def __init__(self, matcher: LLMatcher, structured: StructuredOutput) -> None:
+    def __init__(
+        self, matcher: LLMatcher, structured: StructuredOutput, reasoning_mask: bytes
+    ) -> None:
         self._matcher = matcher
+        self._reasoning_mask = reasoning_mask
         self._fed = 0
         start, end = structured.reasoning_start, structured.reasoning_end
         self._start_id = unpack_ids(start)[0] if start else None
@@ -57,10 +70,12 @@ class GrammarMatcher:
         return not self.error
 
     def mask(self) -> bytes | None:
-        """Return one bit for each token that may come next, the lowest bit of a byte first. None:
-        any token may, or none after an error."""
-        if self._tail is not None or self.error:
+        """Return one bit for each token that may come next, the lowest bit of a byte first. None
+        after an error."""
+        if self.error:
             return None
+        if self._tail is not None:
+            return self._reasoning_mask
         matcher = self._matcher
         mask = matcher.compute_bitmask()
         if matcher.is_error():
@@ -118,7 +133,9 @@ class GrammarCompiler:
                 self._compiled[key] = compiled
                 while len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return GrammarMatcher(compiled.deep_copy(), structured)
+        tables = _vocabulary_tables(self._tokenizer, self._eos_ids)
+        mask = _mask_without(self._eos_ids, tables.vocab_size)
+        return GrammarMatcher(compiled.deep_copy(), structured, mask)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
         from llguidance import LLMatcher
@@ -131,6 +148,15 @@ class GrammarCompiler:
                 param="response_format",
             )
         return matcher
+
+
+@lru_cache(maxsize=2)
+def _mask_without(ids: tuple[int, ...], vocab_size: int) -> bytes:
+    """Return a mask of all tokens but `ids`."""
+    mask = bytearray(b"\xff" * (-(-vocab_size // 8)))
+    for token in ids:
+        mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
+    return bytes(mask)
 
 
 @lru_cache(maxsize=2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -72,26 +71,27 @@ def find_keyword(schema: Any, keyword: str, value: str = "") -> str:
 def find_endless(schema: Any) -> str:
     """Return the JSON pointer of a reference whose every instance contains another one without end;
     "" where there is none."""
-    if not isinstance(schema, Mapping) or _ends(schema, schema, frozenset()):
+    nodes = list(_subschemas(schema, ""))
+    targets = {node["$ref"] for _, node in nodes if isinstance(node.get("$ref"), str)}
+    ending: set[str] = set()
+    while more := {name for name in targets - ending if _ends(_resolve(schema, name), ending)}:
+        ending |= more
+    if _ends(schema, ending):
         return ""
-    for pointer, node in _subschemas(schema, ""):
-        target = node.get("$ref")
-        if isinstance(target, str) and not _ends(node, schema, frozenset()):
+    for pointer, node in nodes:
+        if isinstance(node.get("$ref"), str) and not _ends(node, ending):
             return f"{pointer}/$ref"
     return "/"
 
 
-def _ends(node: Any, root: Any, open_refs: frozenset[str]) -> bool:
-    """Return whether a schema has an instance of finite size, or is none that recursion affects."""
+def _ends(node: Any, ending: Container[str]) -> bool:
+    """Return whether a schema has an instance of finite size, or is none that recursion affects.
+    The references in `ending` have one."""
     if not isinstance(node, Mapping):
         return True
     target = node.get("$ref")
-    if isinstance(target, str):
-        if target in open_refs:
-            return False
-        if not _ends(_resolve(root, target), root, open_refs | {target}):
-            return False
-    ends = partial(_ends, root=root, open_refs=open_refs)
+    if isinstance(target, str) and target not in ending:
+        return False
     parts = list(node.get("allOf") or ()) if isinstance(node.get("allOf"), list) else []
     properties, required = node.get("properties"), node.get("required")
     if isinstance(properties, Mapping) and isinstance(required, list):
@@ -99,11 +99,10 @@ def _ends(node: Any, root: Any, open_refs: frozenset[str]) -> bool:
     if isinstance(node.get("minItems"), int) and node["minItems"] > 0:
         first = node.get("prefixItems")
         parts.append(first[0] if isinstance(first, list) and first else node.get("items"))
-    for name in ("anyOf", "oneOf"):
-        options = node.get(name)
-        if isinstance(options, list) and options:
-            parts.append(next(filter(ends, options), options[0]))
-    return all(_ends(part, root, open_refs) for part in parts)
+    if not all(_ends(part, ending) for part in parts):
+        return False
+    choices = (node[name] for name in ("anyOf", "oneOf") if isinstance(node.get(name), list))
+    return all(any(_ends(option, ending) for option in options) for options in choices if options)
 
 
 def _resolve(root: Any, reference: str) -> Any:

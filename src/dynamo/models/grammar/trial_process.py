@@ -19,6 +19,7 @@ import msgspec
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.grammar_text import grammar_text, parser_limits
+from dynamo.models.grammar.refusal import find_endless
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -27,6 +28,7 @@ TRIAL_CPU_S = 0.2
 MAX_STEPS = 256
 """So many bytes of an answer are tried, since patterns are only read where they begin."""
 NICENESS = 10
+MAX_ERROR_CHARS = 2000
 _EOS = 256
 _PREFERRED = b'"}]0a'
 _length = Struct("<I")
@@ -67,6 +69,10 @@ def try_form(structured: StructuredOutput) -> Verdict:
     from llguidance import LLMatcher
 
     tables = _byte_tables()
+    if structured.kind == "json_schema":
+        endless = find_endless(msgspec.json.decode(structured.value))
+        if endless:
+            return Verdict(f"the recursion at {endless} never ends")
     try:
         text = grammar_text(structured)
     except InvalidRequest as error:
@@ -90,6 +96,15 @@ def try_form(structured: StructuredOutput) -> Verdict:
     return Verdict()
 
 
+def _shorten(verdict: Verdict) -> Verdict:
+    """Leave out the middle of a long error, which may repeat all of the form."""
+    error = verdict.error
+    if len(error) <= MAX_ERROR_CHARS:
+        return verdict
+    half = MAX_ERROR_CHARS // 2
+    return Verdict(f"{error[:half]} ... {error[-half:]}", verdict.too_complex)
+
+
 def write_message(stream: IO[bytes], payload: bytes) -> None:
     """Write one message with its length before it."""
     stream.write(_length.pack(len(payload)) + payload)
@@ -98,10 +113,19 @@ def write_message(stream: IO[bytes], payload: bytes) -> None:
 
 def read_message(stream: IO[bytes]) -> bytes | None:
     """Read one message; None at the end of the stream."""
-    head = stream.read(_length.size)
-    if len(head) < _length.size:
-        return None
-    return stream.read(_length.unpack(head)[0])
+    head = _read_exactly(stream, _length.size)
+    return None if head is None else _read_exactly(stream, _length.unpack(head)[0])
+
+
+def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+    """Read `size` bytes, of which a pipe gives a part at a time; None at the end of the stream."""
+    data = b""
+    while len(data) < size:
+        part = stream.read(size - len(data))
+        if not part:
+            return None
+        data += part
+    return data
 
 
 def _try_in_fork(payload: bytes) -> bytes:
@@ -110,15 +134,20 @@ def _try_in_fork(payload: bytes) -> bytes:
     child = os.fork()
     if not child:
         signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
-        form = msgspec.msgpack.decode(payload, type=StructuredOutput)
-        os.write(writing, msgspec.msgpack.encode(try_form(form)))
-        os._exit(0)
+        try:
+            verdict = try_form(msgspec.msgpack.decode(payload, type=StructuredOutput))
+            os.write(writing, msgspec.msgpack.encode(_shorten(verdict)))
+        except RecursionError:
+            deep = Verdict("it is nested too deeply", too_complex=True)
+            os.write(writing, msgspec.msgpack.encode(deep))
+        finally:
+            os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
-        verdict = stream.read()
+        answer = stream.read()
     os.waitpid(child, 0)
     text = f"a trial took more than {TRIAL_CPU_S * 1e3:.0f} ms"
-    return verdict or msgspec.msgpack.encode(Verdict(text, too_complex=True))
+    return answer or msgspec.msgpack.encode(Verdict(text, too_complex=True))
 
 
 def main() -> int:

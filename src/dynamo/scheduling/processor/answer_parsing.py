@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.codec import pack_ids
-from dynamo.core.errors import Unsupported
+from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.fast_path import TokenTexts
 from dynamo.core.text import ChatRequest
 from dynamo.core.values import StructuredOutput
@@ -28,6 +28,8 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 CALL_ID_CHARS = 24
+MAX_PARAMETERS_CHARS = 64 << 10
+MAX_GRAMMAR_CHARS = 1 << 20
 ANY_ARGUMENTS = {"additionalProperties": True}
 """The schema of functions that are not strict."""
 
@@ -80,16 +82,22 @@ class AnswerParsing:
 
     def argument_forms(self, request: ChatRequest) -> Iterator[tuple[StructuredOutput, str]]:
         """Yield the form of the arguments of each function whose calls are constrained, with the
-        place of its schema in the request."""
+        place of its schema in the request. Raises `InvalidRequest`."""
         names = request.callable_tools
         for index, tool in enumerate(request.tools if request.call_mode != "free" else ()):
             function = tool["function"]
             if names is not None and function["name"] not in names:
                 continue
             if request.call_mode != "strict" or function.get("strict") is True:
+                field = f"tools[{index}].function.parameters"
                 schema = msgspec.json.encode(closed(function.get("parameters"))).decode()
-                form = StructuredOutput("json_schema", schema)
-                yield form, f"tools[{index}].function.parameters"
+                if len(schema) > MAX_PARAMETERS_CHARS:
+                    raise InvalidRequest(
+                        f"{field}: {len(schema):,} characters, limit {MAX_PARAMETERS_CHARS:,} "
+                        "where calls are forced or strict",
+                        param=field,
+                    )
+                yield StructuredOutput("json_schema", schema), field
 
     def constrain(self, request: ChatRequest, prompt_end: str) -> StructuredOutput | None:
         """Return the form of an answer that is read: calls, the form of the request, or either. The
@@ -143,7 +151,15 @@ class AnswerParsing:
         elif mode == "strict":
             text = grammar.text_without(tuple(self._family.calls))
             start = f"{text} ({start} {text}){'?' if one_call else '*'}"
-        return StructuredOutput("calls", grammar.write(start), optional=optional)
+        written = grammar.write(start)
+        if len(written) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"tools: the grammar of their calls has {len(written):,} characters, limit "
+                f"{MAX_GRAMMAR_CHARS:,}",
+                hint="offer fewer functions, or shorter schemas",
+                param="tools",
+            )
+        return StructuredOutput("calls", written, optional=optional)
 
     def _make_call_id(self, written: str) -> str:
         """Return the id that the model wrote, if its family writes such ids, else a new one."""

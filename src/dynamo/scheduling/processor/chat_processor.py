@@ -84,7 +84,7 @@ class ChatProcessor:
         )
         engine = card.engine
         own_grammars = engine is None or GRAMMAR_FEATURES[-1] in engine.features
-        self._grammar_checker = GrammarChecker(clock) if own_grammars else None
+        self._grammar_checker = GrammarChecker() if own_grammars else None
         self._defaults = RequestDefaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
