@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from dynamo.application.openai.chat_messages import MAX_MESSAGES
 from dynamo.core.context import Context
 from dynamo.core.text import (
     ArgumentsDelta,
@@ -196,6 +197,27 @@ async def test_references_to_stored_items(
         )
 
 
+async def test_an_item_is_referenced_once(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model="words", input="one")
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    with pytest.raises(openai.BadRequestError, match="more than once"):
+        await client.responses.create(model="words", input=[reference, reference])
+    many: Any = [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        await client.responses.create(model="words", input=many)
+
+
+async def test_a_name_that_looks_like_a_field_is_a_wrong_name(client: openai.AsyncOpenAI) -> None:
+    name = "messages[0].tool_calls[9].function.arguments"
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(
+            model="words",
+            input="x",
+            tools=[WEATHER],
+            tool_choice={"type": "function", "name": name},
+        )
+
+
 async def test_stored_responses_are_read_listed_and_deleted(client: openai.AsyncOpenAI) -> None:
     first = await client.responses.create(model="words", input="one")
     second = await client.responses.create(
@@ -354,5 +376,6 @@ async def test_what_does_not_exist(client: openai.AsyncOpenAI) -> None:
     answer = await client.responses.create(model="words", input="x")
     with pytest.raises(openai.BadRequestError, match="not streamed"):
         await client.responses.retrieve(answer.id, stream=True)
-    with pytest.raises(openai.BadRequestError, match="limit"):
-        await client.responses.input_items.list(answer.id, limit=101)
+    for limit in (101, int("9" * 4000)):
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            await client.responses.input_items.list(answer.id, limit=limit)
