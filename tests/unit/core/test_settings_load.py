@@ -78,7 +78,7 @@ def test_spellings_units_and_types_are_converted(text: str, key: str, value: Any
     [
         ("server: {http_prot: 1}", "unknown setting 'server.http_prot'", "'server.http_port'"),
         ("sever: {http_port: 1}", "unknown setting 'sever'", "did you mean 'server'?"),
-        ("qqq: 1", "unknown setting 'qqq'", "sections: server, frontend, router"),
+        ("qqq: 1", "unknown setting 'qqq'", "sections: server, responses, frontend, router"),
         ("router: {mode: kvx}", "router.mode = 'kvx'", ""),
         ("server:\n  http_port: 70000", "(agg.yaml:2): at most 65535", ""),
         ("server: {http_port: 0.5}", "whole number", ""),
