@@ -148,6 +148,32 @@ async def test_text_reasoning_calls_and_usage_stand() -> None:
     assert reply.ends == [TextFinish("tool_calls", 9, None, 3, prompt_tokens=40, cached_tokens=32)]
 
 
+async def test_text_behind_a_call_ends_the_call() -> None:
+    async with served() as fake:
+        call = {"index": 0, "id": "call_7", "function": {"name": "weather", "arguments": "{}"}}
+        late = {"index": 0, "function": {"arguments": "late"}}
+        fake.answers["/v1/chat/completions"] = (
+            200,
+            "",
+            events(
+                delta(tool_calls=[call]),
+                delta("Done."),
+                delta(tool_calls=[late]),
+                delta(reason="tool_calls"),
+            )
+            + DONE,
+        )
+        reply = RecordedText()
+        async with processor_at(fake) as processor:
+            await processor.chat(ChatRequest("m", MESSAGES, tools=(TOOL,)), CONTEXT, reply)
+    assert reply.parts == [
+        CallBegun(0, "call_7", "weather"),
+        ArgumentsDelta(0, "{}"),
+        CallEnded(0),
+        "Done.",
+    ]
+
+
 async def test_logprobs_stand() -> None:
     async with served() as fake:
         best = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5, "bytes": [98]}]

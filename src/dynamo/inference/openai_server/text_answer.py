@@ -198,6 +198,7 @@ class TextAnswer(StreamedAnswer):
         super().__init__(0, reply, totals, _decode_chunk)
         self._wants_logprobs = request.top_logprobs is not None
         self._calls: set[int] = set()
+        self._open_call: int | None = None
         self._stop_string = ""
 
     def _deliver_choice(self, choice: TextChoice) -> bool:
@@ -215,8 +216,10 @@ class TextAnswer(StreamedAnswer):
         if delta is not None:
             reasoning = delta.reasoning_content or delta.reasoning
             if reasoning:
+                yield from self._call_ends()
                 yield ReasoningDelta(reasoning)
         if text:
+            yield from self._call_ends()
             logprobs = choice.logprobs if self._wants_logprobs else None
             yield TextDelta(text, None if logprobs is None else tuple(_logprobs(logprobs)))
         if delta is not None and delta.tool_calls:
@@ -228,14 +231,16 @@ class TextAnswer(StreamedAnswer):
         if call.index not in self._calls and function.name:
             yield from self._call_ends()
             self._calls.add(call.index)
+            self._open_call = call.index
             yield CallBegun(call.index, call.id or f"call_{call.index}", function.name)
-        if function.arguments:
+        if function.arguments and call.index == self._open_call:
             yield ArgumentsDelta(call.index, function.arguments)
 
     def _call_ends(self) -> Iterator[TextPart]:
-        """Yield the end of the last call, which the next one or the end of the answer tells."""
-        if self._calls:
-            yield CallEnded(max(self._calls))
+        """Yield the end of the open call, which the next part or the end of the answer tells."""
+        if self._open_call is not None:
+            call, self._open_call = self._open_call, None
+            yield CallEnded(call)
 
     def _finish(self, reason: FinishReason) -> None:
         if reason == "stop":
