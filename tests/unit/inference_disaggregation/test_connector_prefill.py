@@ -129,7 +129,7 @@ async def test_a_slow_worker_is_not_waited_for(pair: Pair, monkeypatch: pytest.M
     await answer(pair)
     assert engine.loaded == [b""]
     assert fallbacks(worker) == {"transfer timeout": 1}
-    while not connector.cancelled:
+    while connector.computed and not connector.cancelled:
         await asyncio.sleep(0.01)
 
 

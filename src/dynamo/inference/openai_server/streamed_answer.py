@@ -44,12 +44,6 @@ class Usage(msgspec.Struct):
     completion_tokens_details: AnswerDetails | None = None
 
 
-class AnswerChoice(Protocol):
-    """The part of an event that belongs to a choice."""
-
-    finish_reason: str | None
-
-
 class AnswerChunk(Protocol):
     """An event of a streamed answer."""
 

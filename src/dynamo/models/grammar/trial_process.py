@@ -140,6 +140,9 @@ def _try_in_fork(payload: bytes) -> bytes:
         except RecursionError:
             deep = Verdict("it is nested too deeply", too_complex=True)
             os.write(writing, msgspec.msgpack.encode(deep))
+        except Exception as error:  # noqa: BLE001 - the form's, whatever it is
+            failed = Verdict(f"its trial failed: {error!r}"[:MAX_ERROR_CHARS])
+            os.write(writing, msgspec.msgpack.encode(failed))
         finally:
             os._exit(0)
     os.close(writing)

@@ -192,7 +192,8 @@ class ChatProcessor:
         max_tokens = self._accept(prompt, options, reply)
         prompt_end = self._decode_end(prompt)
         make_reader = self._answers.prepare(request, prompt_end)
-        if options.structured is not None or request.call_mode != "free":
+        free = request.call_mode == "free"
+        if not free or (options.structured is not None and self._grammar_checker is not None):
             options = replace(options, structured=self._answers.constrain(request, prompt_end))
         return self._send_choices(
             prompt, max_tokens, options, context, reply, make_reader=make_reader

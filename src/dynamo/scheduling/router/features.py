@@ -8,13 +8,15 @@ from dynamo.core.errors import Unsupported
 from dynamo.core.values import OWN_FEATURES, Feature
 from dynamo.runtime.calls.instances import Instance
 
-PARAMETERS: dict[str, str] = {
+PARAMETERS: dict[Feature, str] = {
     "logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
     "logit_bias": "logit_bias",
     "structured": "response_format",
     "calls": "tool_choice",
     "adapters": "model",
     "extra": "extra",
+    "text": "messages",
 }
 """The field of a request's body that needs a feature."""
 
@@ -59,7 +61,7 @@ def _unsupported(instances: Iterable[Instance], required: Sequence[Feature]) -> 
     """Return the error for a request that no instance can answer. Its message names the features
     that no engine has, or all if only their combination is missing."""
     known = {feature for instance in instances for feature in instance_features(instance)}
-    missing = [feature for feature in required if feature not in known] or list(required)
+    missing = [feature for feature in required if feature not in known] or required
     names = ", ".join(missing)
     return Unsupported(
         f"no worker of this model supports: {names}",
