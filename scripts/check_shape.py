@@ -82,42 +82,42 @@ def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
     for part in (*where.parts[:-1], where.stem):
         if part in NO_NAMES:
             yield f"{where}: nothing is called {part!r}; name it after what it does"
-    tree = ast.parse(text, str(where))
-    yield from long_functions(where, tree)
+    nodes = list(ast.walk(ast.parse(text, str(where))))
+    yield from long_functions(where, nodes)
     if where.parts[0] == "src":
-        yield from loose_tasks(where, tree)
-        yield from identity_keys(where, tree)
-        yield from foreign_imports(where, tree, allowed)
+        yield from loose_tasks(where, nodes)
+        yield from identity_keys(where, nodes)
+        yield from foreign_imports(where, nodes, allowed)
 
 
-def long_functions(where: Path, tree: ast.AST) -> Iterator[str]:
+def long_functions(where: Path, nodes: list[ast.AST]) -> Iterator[str]:
     """Yield functions above the limit."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
                 yield f"{where}:{node.lineno}: {node.name} has {lines} lines, at most 50"
 
 
-def loose_tasks(where: Path, tree: ast.AST) -> Iterator[str]:
+def loose_tasks(where: Path, nodes: list[ast.AST]) -> Iterator[str]:
     """Yield asyncio tasks that are started outside of core/tasks.py."""
     if where == TASKS:
         return
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in TASK_STARTERS:
             yield f"{where}:{node.lineno}: {node.attr} belongs to core/tasks.py"
 
 
-def identity_keys(where: Path, tree: ast.AST) -> Iterator[str]:
+def identity_keys(where: Path, nodes: list[ast.AST]) -> Iterator[str]:
     """Yield calls of the builtin id(), whose result another object may have later."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id":
             yield f"{where}:{node.lineno}: id() is no key; give the objects an explicit one"
 
 
-def foreign_imports(where: Path, tree: ast.AST, allowed: set[str]) -> Iterator[str]:
+def foreign_imports(where: Path, nodes: list[ast.AST], allowed: set[str]) -> Iterator[str]:
     """Yield imports of libraries that the project does not declare."""
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -42,13 +42,23 @@ Breach = tuple[int, str]
 def main(root: Path, only: list[Path]) -> int:
     """Print the breaches under `root`, limited to `only` where that is not empty."""
     breaches = 0
-    for path in checked_files(root, only):
-        text = path.read_text()
-        in_file = python_breaches(text) if path.suffix == ".py" else page_breaches(text)
-        for line, message in in_file:
+    classes: dict[str, list[str]] = defaultdict(list)
+    shown = set(checked_files(root, only))
+    for path in sorted(shown | set((root / "src").rglob("*.py"))):
+        text, where = path.read_text(), path.relative_to(root)
+        if path.suffix == ".py":
+            nodes = list(ast.walk(ast.parse(text)))
+            if where.parts[0] == "src":
+                for node in nodes:
+                    if isinstance(node, ast.ClassDef):
+                        classes[node.name].append(f"{where}:{node.lineno}")
+            in_file = python_breaches(text, nodes)
+        else:
+            in_file = page_breaches(text)
+        for line, message in in_file if path in shown else ():
             breaches += 1
-            print(f"{path.relative_to(root)}:{line}: {message}")
-    for message in repeated_classes(root / "src"):
+            print(f"{where}:{line}: {message}")
+    for message in repeated_classes(classes):
         breaches += 1
         print(message)
     return 1 if breaches else 0
@@ -67,12 +77,11 @@ def checked_files(root: Path, only: list[Path]) -> list[Path]:
     return sorted(files)
 
 
-def python_breaches(text: str) -> Iterator[Breach]:
-    """Breaches in one Python file as (line, message)."""
-    tree = ast.parse(text)
-    for line, paragraph in [*docstrings(tree), *comments(text)]:
+def python_breaches(text: str, nodes: list[ast.AST]) -> Iterator[Breach]:
+    """Breaches in one Python file with these nodes as (line, message)."""
+    for line, paragraph in [*docstrings(nodes), *comments(text)]:
         yield from sentence_breaches(line, paragraph)
-    for node in ast.walk(tree):
+    for node in nodes:
         name = vague_name(node)
         if name is not None:
             yield node.lineno, f"the name {name!r} does not say what it holds"  # type: ignore[attr-defined]
@@ -93,9 +102,9 @@ def vague_name(node: ast.AST) -> str | None:
     return name if name in VAGUE_NAMES else None
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Docstrings of modules, classes, functions and, by convention, constants below them."""
-    for node in ast.walk(tree):
+    for node in nodes:
         body = getattr(node, "body", None)
         if not isinstance(body, list) or isinstance(node, ast.IfExp):
             continue
@@ -108,6 +117,8 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
     """Comments, those of neighbouring lines joined."""
+    if "#" not in text:
+        return
     start, last, words = 0, -1, ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# noqa", "# type:")):
@@ -164,14 +175,9 @@ def page_breaches(text: str) -> Iterator[Breach]:
         line += block.count("\n")
 
 
-def repeated_classes(source: Path) -> Iterator[str]:
-    """Class names that are defined more than once below `source`."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(source.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(source.parent)}:{node.lineno}")
-    for name, lines in sorted(places.items()):
+def repeated_classes(classes: dict[str, list[str]]) -> Iterator[str]:
+    """Class names that are defined more than once; `classes` has the places of each name."""
+    for name, lines in sorted(classes.items()):
         if len(lines) > 1 and name not in REPEATED_CLASSES:
             yield f"class {name} is defined {len(lines)} times: {', '.join(lines)}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynamo.core.errors import InvalidRequest
@@ -70,6 +71,8 @@ class Forced:
         self.grammar = CallGrammar(self.format.alphabet, template)
         self.compiler = GrammarCompiler(folder / "tokenizer.json", [2])
         self._family = family
+        texts = ((token, self.tokenizer.decode([token])) for token in range(600))
+        self._steps = {token for token, text in texts if text[:1] in '"\n<}]'}
 
     def form(self, *, one_call: bool) -> StructuredOutput:
         assert self._family.write_calls is not None
@@ -84,11 +87,10 @@ class Forced:
         while not matcher.finished and len(tokens) < 3000:
             mask = matcher.mask()
             assert mask is not None, matcher.error
-            ids = [token for token in range(len(mask) * 8) if mask[token >> 3] >> (token & 7) & 1]
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            ids = np.flatnonzero(bits).tolist()
             ends = [token for token in ids if token == 2 or token >= 600]
-            texts = [
-                token for token in ids if self.tokenizer.decode([token])[:1] in '"\n<}]'
-            ] or ids
+            texts = [token for token in ids if token in self._steps] or ids
             tokens.append(chance.choice(ends or (texts if chance.random() < 0.5 else ids)))
             assert matcher.feed(tokens, 0), matcher.error
         return tokens if matcher.finished else None

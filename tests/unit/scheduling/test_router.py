@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.inference.conftest import JumpingClock
 from tests.unit.processes import Open, send_through
 
 from dynamo.communication.requests import ResponseWriter
@@ -241,7 +242,8 @@ async def test_a_failure_keeps_the_name_of_the_prefill_worker(open_runtime: Open
         raise error
 
     await serve(await open_runtime(), fail)
-    send = send_through(await client_of(await open_runtime(), 1), "random")
+    client = await client_of(await open_runtime(), 1)
+    send = send_through(client, "random", clock=JumpingClock())
     with pytest.raises(WorkerFailed) as caught:
         await send(REQUEST, CONTEXT, RecordingReply())
     assert caught.value.instance == "p"
