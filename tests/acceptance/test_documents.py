@@ -39,6 +39,8 @@ BLOCK = re.compile(
 RUN = ("sh", "python")
 PORT = re.compile(r"\b80\d\d\b")
 DURATION = re.compile(r"--duration \S+")
+TIMELESS = re.compile(r"dynamo bench(?= http| -)(?!.*--(?:duration|requests|trace|preset))")
+"""A benchmark that would run for ten seconds."""
 ASKS = re.compile(r"dynamo (?:chat|bench)(?! http| compare| draw)")
 SERVES = re.compile(r"(\w+=\S+ )*(make run|dynamo serve|dynamo run)(?!.* (in=batch|--dry-run))")
 BEFORE = {
@@ -115,6 +117,7 @@ class Reader:
         port = self.ports["8000"]
         command = DURATION.sub("--duration 1s", self._other_ports(command))
         command = ASKS.sub(rf"\g<0> http://127.0.0.1:{port}", command)
+        command = TIMELESS.sub(r"\g<0> --duration 1s", command)
         if command == "dynamo stop":  # the user may have other deployments
             command += f" {port}"
         if SERVES.match(command):
