@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -106,10 +107,13 @@ def s3_server() -> Iterator[Any]:
 
 
 def free_port() -> int:
-    """Return a port on which no socket listens now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which no socket listens now. The system gives no port of this range to
+    connections and to sockets that name none, so the port stays free until it is used."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
