@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import pytest
+from tests.support.servers import free_port
 
 with suppress(ImportError):  # .venv-engines does not have it
     from hypothesis import settings
@@ -104,16 +103,6 @@ def s3_server() -> Iterator[Any]:
 
     with S3Process() as server:
         yield server
-
-
-def free_port() -> int:
-    """Return a port on which no socket listens now. The system gives no port of this range to
-    connections and to sockets that name none, so the port stays free until it is used."""
-    while True:
-        port = SystemRandom().randrange(20_000, 32_000)
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:

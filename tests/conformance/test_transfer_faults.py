@@ -19,6 +19,7 @@ from tests.conformance.planes import join_transfer
 from tests.conformance.test_planes_secret import certificates as certificates
 from tests.conformance.test_planes_secret import tls_of
 from tests.support.relay import Relay
+from tests.support.servers import freeze
 
 from dynamo.communication import handshake, transports
 from dynamo.communication.frames import HELLO, pack_frame
@@ -178,7 +179,7 @@ async def test_a_frozen_owner_costs_the_time_limit(
         monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT_S", 0.2)
     async with open_process(url) as (plane, region, _):
         peer = await plane.connect(owner.descriptor)
-        owner.signal(signal.SIGSTOP)
+        freeze(owner.process.pid)
         if url == "shm:":  # its memory can be read without it
             await peer.pull(READS)
             assert bytes(region.slot(7)) == b"\10" * SLOT_BYTES

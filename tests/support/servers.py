@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -12,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Final, Self
 
 from dynamo.core.installation import install_command
@@ -235,10 +237,24 @@ def find_program(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that is free at the moment."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which no socket listens now. The system gives no port of this range to
+    connections and to sockets that name none, so the port stays free until it is used."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def freeze(pid: int) -> None:
+    """Stop a process by SIGSTOP, and wait until none of its threads runs any more. Blocks."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    while any(
+        (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T"
+        for thread in threads.iterdir()
+    ):
+        time.sleep(0.001)
 
 
 def _accepts_connections(port: int) -> bool:

@@ -6,10 +6,9 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from tests.support.servers import S3Process, free_port
+from tests.support.servers import S3Process, free_port, freeze
 from tests.unit.inference_tiers.blocks import ManualClock, Memory, OpenRemote, count_held, load
 
 from dynamo.core.errors import ConfigError
@@ -39,17 +38,6 @@ async def failing_server() -> AsyncIterator[str]:
     server.close()
 
 
-def freeze(server: S3Process) -> None:
-    """Stop a server, and wait until it does not run any more."""
-    server.signal(signal.SIGSTOP)
-    states = Path(f"/proc/{server.pid}/task")
-    while any(
-        (task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
-        for task in states.iterdir()
-    ):
-        time.sleep(0.001)
-
-
 async def test_a_frozen_store_is_left_alone_and_tried_again(
     short_timeouts: None, open_remote: OpenRemote, s3_server: S3Process, clock: ManualClock
 ) -> None:
@@ -57,7 +45,7 @@ async def test_a_frozen_store_is_left_alone_and_tried_again(
     chain, other = memory.chain("a", 3), memory.chain("b", 3)
     tier = await open_remote(memory)
     await tier.store(memory.outgoing(chain))
-    freeze(s3_server)
+    freeze(s3_server.pid)
     try:
         assert await load(tier, memory, chain) == 0
         assert await tier.store(memory.outgoing(other)) == 0
@@ -85,7 +73,7 @@ async def test_loads_that_are_given_up_count_as_failures(
     chain = memory.chain("a", 3)
     tier = await open_remote(memory)
     await tier.store(memory.outgoing(chain))
-    freeze(s3_server)
+    freeze(s3_server.pid)
     try:
         for _ in range(3):
             task = asyncio.ensure_future(tier.load(memory.incoming(chain), lambda _: None))
