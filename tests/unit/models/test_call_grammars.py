@@ -19,6 +19,7 @@ from dynamo.models.answers.families import FAMILIES, make_format
 from dynamo.models.answers.family import Family
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.grammar.matcher import GrammarCompiler
+from dynamo.models.grammar.trial_process import Verdict, try_form
 from dynamo.models.tokenization.tokenizer import load_tokenizer
 from dynamo.testing.family import write_family_folder
 
@@ -144,6 +145,7 @@ def test_every_allowed_answer_is_read_as_valid_calls(
         markers = [marker for marker in markers if "DSML" not in marker] + ["｜DSML｜"]
     forced = Forced(tmp_path, tiny_model / "tokenizer.json", family, template, markers)
     several = forced.form(one_call=False)
+    assert try_form(several) == Verdict()
     read = 0
     for seed in range(12):
         tokens = forced.answer(several, seed)
@@ -155,6 +157,11 @@ def test_every_allowed_answer_is_read_as_valid_calls(
         for tool, arguments in calls:
             check_arguments(tool, arguments)
     assert read >= 4
+
+
+def test_a_grammar_of_calls_that_takes_too_long_fails_its_trial() -> None:
+    text = 'start: "<[77]>" <[77]> S\nS: /(x{1000}){1000}/\n'
+    assert try_form(StructuredOutput("calls", text)).too_complex
 
 
 def test_one_call_is_one_call(tiny_model: Path, tmp_path: Path) -> None:

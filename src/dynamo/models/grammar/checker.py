@@ -118,8 +118,9 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
 def _refusal(structured: StructuredOutput, verdict: Verdict, field: str) -> DynamoError:
     """Return the error of a form that cannot be enforced."""
     if verdict.too_complex:
+        kind = "grammar of their calls" if structured.kind == "calls" else structured.kind
         return SchemaTooComplex(
-            f"{field}: the {structured.kind} is too complex: {verdict.error.partition(chr(10))[0]}",
+            f"{field}: the {kind} is too complex: {verdict.error.partition(chr(10))[0]}",
             hint="use fewer properties, shorter repetitions or a simpler pattern",
             param=field,
         )

@@ -42,7 +42,7 @@ def grammar_text(structured: StructuredOutput) -> str:
     if kind == "calls":
         return LLMatcher.grammar_from_lark(value)
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(value.removeprefix("^").removesuffix("$"))
+        return LLMatcher.grammar_from_regex(value)
     try:
         return grammar_from("choice" if kind == "choice" else "grammar", value)
     except ValueError as error:

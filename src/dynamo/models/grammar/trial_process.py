@@ -8,6 +8,7 @@ one. The process reads forms from stdin and ends with it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from functools import cache
@@ -31,6 +32,8 @@ NICENESS = 10
 MAX_ERROR_CHARS = 2000
 _EOS = 256
 _PREFERRED = b'"}]0a'
+_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)*/|<\[(\d+)\]>')
+"""A text, a regular expression, or a token by its id in a grammar of calls."""
 _length = Struct("<I")
 
 
@@ -64,6 +67,11 @@ def _byte_tables() -> LLTokenizer:
     return LLTokenizer(tokenizer)
 
 
+def _byte_token(match: re.Match[str]) -> str:
+    """Return a control character's token for a token of the model's vocabulary."""
+    return f"<[{int(match[1]) % 32}]>" if match[1] else match[0]
+
+
 def try_form(structured: StructuredOutput) -> Verdict:
     """Compile a form and follow the beginning of one answer."""
     from llguidance import LLMatcher
@@ -77,6 +85,8 @@ def try_form(structured: StructuredOutput) -> Verdict:
         text = grammar_text(structured)
     except InvalidRequest as error:
         return Verdict(error.message)
+    if structured.kind == "calls":
+        text = _TOKENS.sub(_byte_token, text)
     matcher = LLMatcher(tables, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return Verdict(matcher.get_error())
