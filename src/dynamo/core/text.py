@@ -69,6 +69,20 @@ class ChatRequest(msgspec.Struct, frozen=True):
     template_args: dict[str, Any] = {}
     add_generation_prompt: bool = True
 
+    def tool_options(self) -> dict[str, Any]:
+        """Return OpenAI's fields besides `tools` that say which calls an answer may have."""
+        names, required = self.callable_tools, self.call_mode in {"required", "named"}
+        options: dict[str, Any] = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
+        if names is None:
+            return options | ({"tool_choice": "required"} if required else {})
+        if not names:
+            return options | {"tool_choice": "none"}
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        if self.call_mode == "named":
+            return options | {"tool_choice": tools[0]}
+        allowed = {"mode": "required" if required else "auto", "tools": tools}
+        return options | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+
 
 class CompletionRequest(msgspec.Struct, frozen=True):
     """A prompt to continue, as text or packed token ids."""

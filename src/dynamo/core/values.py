@@ -5,11 +5,11 @@ Token ids are packed as little-endian u32, 4 bytes a token (`array('I')`, `numpy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from dynamo.core.shared_payload import SharedPayload
 
@@ -39,18 +39,21 @@ class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
-StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "calls"]
+StructureKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "calls", "text"]
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form that an answer must have.
 
     - `value`: a JSON schema, a regular expression, a JSON list of texts to choose from, or an EBNF
-      grammar; "" for any JSON object. Grammars of calls are in the syntax of llguidance (Lark).
+      grammar; "" for any JSON object and for any text. Grammars of calls are in the syntax of
+      llguidance (Lark).
     - `whitespace_pattern`: the white space between parts of JSON; "": the engine's own.
     - `reasoning_end`: ids behind which the form begins, in u32. `reasoning_start`: the id with
       which an answer may begin to reason; "": the answer begins inside of reasoning, if it has an
       end.
+    - `reasoning_limit`: after so many tokens of reasoning its end is forced, which then is one
+      token; None: never. `soft_limit`: engines that cannot force it answer without the limit.
     - `optional`: engines that cannot enforce the form answer without it.
     """
 
@@ -59,7 +62,19 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     whitespace_pattern: str = ""
     reasoning_start: bytes = b""
     reasoning_end: bytes = b""
+    reasoning_limit: int | None = None
+    soft_limit: bool = False
     optional: bool = False
+
+    def supported_by(self, features: Container[str]) -> StructuredOutput | None:
+        """Return the form without what engines with these `features` may leave out; None where
+        nothing remains."""
+        form = self
+        if form.soft_limit and "thinking_budget" not in features:
+            form = replace(form, reasoning_limit=None)
+        if form.optional and "calls" not in features:
+            form = StructuredOutput("text", reasoning_limit=form.reasoning_limit)
+        return None if form.kind == "text" and form.reasoning_limit is None else form
 
 
 class TextParameters(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -218,6 +233,7 @@ Feature = Literal[
     "prompt_logprobs",
     "logit_bias",
     "structured",
+    "thinking_budget",
     "calls",
     "adapters",
     "extra",
@@ -227,7 +243,7 @@ Feature = Literal[
 "text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
-GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "calls")
+GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "thinking_budget", "calls")
 """Further features of these engines if they know the model's tokenizer."""
 
 
@@ -264,8 +280,12 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
         required.append("prompt_logprobs")
     if request.sampling.logit_bias:
         required.append("logit_bias")
-    if request.structured is not None and not request.structured.optional:
-        required.append("calls" if request.structured.kind == "calls" else "structured")
+    form = request.structured
+    if form is not None:
+        if form.reasoning_limit is not None and not form.soft_limit:
+            required.append("thinking_budget")
+        if form.kind != "text" and not form.optional:
+            required.append("calls" if form.kind == "calls" else "structured")
     if request.adapter:
         required.append("adapters")
     if request.extra:

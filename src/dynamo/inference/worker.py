@@ -187,9 +187,9 @@ class EngineWorker:
         missing = [name for name in required_features(request) if name not in self._features]
         if missing:
             raise Unsupported(f"the engine of this worker does not support: {', '.join(missing)}")
-        form = request.structured
-        if form is not None and form.optional and "calls" not in self._features:
-            request = msgspec.structs.replace(request, structured=None)
+        if request.structured is not None:
+            form = request.structured.supported_by(self._features)
+            request = msgspec.structs.replace(request, structured=form)
         self._load_publisher.on_load_changed()
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
         outgoing.is_alive = partial(self._engine.has_request, reply)

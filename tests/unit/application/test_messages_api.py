@@ -215,7 +215,15 @@ async def test_thinking_effort_and_formats_reach_the_processor(site: Any, client
         ({"type": "adaptive"}, on),
     ):
         await ask(client, thinking=thinking)
-        assert site.processor.requests[-1].template_args == args
+        request = site.processor.requests[-1]
+        assert request.template_args == args
+        limited = request.options.structured
+        assert (limited is not None) == ("budget_tokens" in thinking)
+        if limited is not None:
+            assert (limited.kind, limited.reasoning_limit, limited.soft_limit) == (
+                *("text", 1024),
+                True,
+            )
     await ask(
         client,
         output_config={
@@ -254,16 +262,18 @@ def result(call_id: str) -> Any:
         ({"messages": image({"type": "base64", "data": "x"})}, r"image \(base64\)"),
         ({"messages": image({"type": "url", "url": "http://x/y"})}, r"image \(url\)"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"tools": [TOOL] * 2}, "'f' is the name"),
+        ({"tools": [TOOL] * 2}, r"tools\[1\].name: 'f' is the name"),
         ({"tools": [TOOL | {"name": f"f{n}"} for n in range(129)]}, "129"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_2025"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "'g' is not among"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
-        ({"stop_sequences": [""]}, "empty string"),
+        ({"stop_sequences": [""]}, "stop_sequences: an empty string"),
     ],
 )
 async def test_wrong_requests_cost_no_worker_anything(

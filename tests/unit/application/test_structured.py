@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.application.openai.generation_body import STRUCTURE_FIELDS
 from dynamo.application.openai.structured import read_structured_output, structured_output_fields
@@ -39,6 +40,14 @@ def test_forms_are_read_and_written(
     assert read(**fields) == structured
     if structured is not None:
         assert read(**structured_output_fields(structured)) == structured
+
+
+def test_a_limit_of_reasoning_is_written_unless_it_is_soft() -> None:
+    form = StructuredOutput("json_object", reasoning_limit=5)
+    assert structured_output_fields(form)["thinking_token_budget"] == 5
+    limit = StructuredOutput("text", reasoning_limit=0)
+    assert structured_output_fields(limit) == {"thinking_token_budget": 0}
+    assert structured_output_fields(replace(limit, soft_limit=True)) == {}
 
 
 @pytest.mark.parametrize(

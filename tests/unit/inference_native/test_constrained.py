@@ -104,6 +104,29 @@ async def test_every_way_of_computing_gives_the_same_answer(
         await engine.stop()
 
 
+async def test_a_limit_of_reasoning_holds_in_every_way_of_computing(
+    make_engine: Any, make_request: Any, grammars: GrammarCompiler
+) -> None:
+    """The answer begins inside of reasoning, which token 0 ends."""
+    form = StructuredOutput("text", reasoning_end=pack_ids([0]), reasoning_limit=9)
+    request = make_request(PROMPT, 24, structured=form, sampling=SEEDED)
+    engine = make_engine(grammars=grammars)
+    await engine.start()
+    free = (await answer(engine, replace(request, structured=None))).ids
+    expected = (await answer(engine, request)).ids
+    assert expected[:10] == [*free[:9], 0]
+    for count in (3, 9, 10):
+        ids = pack_ids([*PROMPT, *expected[:count]])
+        resumed = replace(request, token_ids=ids, resumed=count, stops=StopConditions(24 - count))
+        assert (await answer(engine, resumed)).ids == expected[count:]
+    await engine.stop()
+    pair = NativePair(make_engine(grammars=grammars), make_engine(grammars=grammars))
+    await pair.start()
+    assert (await answer(pair.d, replace(request, prefill="p"))).ids == expected
+    for worker in (pair.p, pair.d):
+        await worker.stop()
+
+
 async def test_an_answer_that_was_complete_before_the_break_ends_at_once(
     make_engine: Any, make_request: Any, grammars: GrammarCompiler, tokenizer: Any
 ) -> None:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, SchemaTooComplex
@@ -130,6 +131,46 @@ def test_a_form_begins_behind_reasoning(compiler: GrammarCompiler, tokenizer: An
     assert 1 in allowed(either.mask())
     assert either.feed([1, *words, 0, *tokenizer_ids(tokenizer, "{")], 0)
     assert 1 not in allowed(either.mask())
+
+
+@pytest.mark.parametrize("form", [StructuredOutput("text"), schema(PERSON)], ids=lambda f: f.kind)
+def test_the_end_of_reasoning_is_forced_after_its_limit(
+    compiler: GrammarCompiler, tokenizer: Any, form: StructuredOutput
+) -> None:
+    """Token 1 opens reasoning and token 0 closes it; neither counts."""
+    start, end = pack_ids([1]), pack_ids([0])
+    limited = replace(form, reasoning_start=start, reasoning_end=end, reasoning_limit=3)
+    words = tokenizer_ids(tokenizer, "many long thoughts about it")[:3]
+    early, late, moved = (compiler.open_matcher(limited) for _ in range(3))
+    assert early.feed([1, *words[:2], 0], 0)
+    assert late.feed([1, *words[:2]], 0)
+    assert late.mask() is None or len(allowed(late.mask())) > 1
+    assert late.feed([1, *words], 0)
+    assert moved.feed([7, 1, *words], 1)
+    assert allowed(late.mask()) == allowed(moved.mask()) == [0]
+    assert late.feed([1, *words, 0], 0)
+    for matcher in (early, late):
+        assert matcher.mask() is None if form.kind == "text" else matcher.mask() is not None
+    inside = compiler.open_matcher(replace(form, reasoning_end=end, reasoning_limit=0))
+    assert allowed(inside.mask()) == [0]
+
+
+def test_reasoning_that_begins_again_has_what_is_left_of_its_limit(
+    compiler: GrammarCompiler, tokenizer: Any
+) -> None:
+    start, end = pack_ids([1]), pack_ids([0])
+    form = StructuredOutput("text", "", "", start, end, reasoning_limit=2)
+    matcher = compiler.open_matcher(form)
+    one, two = tokenizer_ids(tokenizer, "a b")[:2]
+    assert matcher.feed([1, one, 0, two, 1], 0)
+    assert matcher.mask() is None
+    assert matcher.feed([1, one, 0, two, 1, two], 0)
+    assert allowed(matcher.mask()) == [0]
+
+
+def test_an_escaped_anchor_is_a_character(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    matcher = compiler.open_matcher(StructuredOutput("regex", r"^(a|b)\$"))
+    assert random_answer(matcher, tokenizer, 1) in ("a$", "b$")
 
 
 def test_only_so_many_grammars_are_remembered(compiler: GrammarCompiler) -> None:

@@ -19,7 +19,13 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers, Unsupported
 from dynamo.core.reply import Reply
-from dynamo.core.values import GenerateRequest, RequestGroup, SamplingParams, StructuredOutput
+from dynamo.core.values import (
+    GenerateRequest,
+    RequestGroup,
+    SamplingParams,
+    StructuredOutput,
+    required_features,
+)
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router import BasicPolicy, WorkerRouter
@@ -111,3 +117,35 @@ def test_a_changed_request_is_no_choice_of_its_group(change: dict[str, object]) 
     group = RequestGroup(REQUEST)
     assert group.covers(replace(REQUEST, choice=1))
     assert not group.covers(replace(REQUEST, **change))
+
+
+LIMIT = StructuredOutput("text", reasoning_limit=5)
+SCHEMA = StructuredOutput("json_schema", "{}", reasoning_limit=5)
+CALLS = StructuredOutput("calls", "start: x", reasoning_limit=5, optional=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "required", "without", "with_limits"),
+    [
+        (LIMIT, ["thinking_budget"], LIMIT, LIMIT),
+        (replace(LIMIT, soft_limit=True), [], None, replace(LIMIT, soft_limit=True)),
+        (SCHEMA, ["thinking_budget", "structured"], SCHEMA, SCHEMA),
+        (CALLS, ["thinking_budget"], LIMIT, LIMIT),
+        (replace(CALLS, reasoning_limit=None), [], None, None),
+        (
+            replace(SCHEMA, soft_limit=True),
+            ["structured"],
+            replace(SCHEMA, reasoning_limit=None, soft_limit=True),
+            replace(SCHEMA, soft_limit=True),
+        ),
+    ],
+)
+def test_soft_limits_and_optional_forms_are_left_out(
+    form: StructuredOutput,
+    required: list[str],
+    without: StructuredOutput | None,
+    with_limits: StructuredOutput | None,
+) -> None:
+    assert required_features(replace(REQUEST, structured=form)) == required
+    assert form.supported_by(("structured",)) == without
+    assert form.supported_by(("structured", "thinking_budget")) == with_limits

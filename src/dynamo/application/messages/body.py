@@ -15,6 +15,13 @@ from dynamo.core.errors import InvalidRequest, Unsupported
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
+class MessagesChat(ChatBody, kw_only=True):
+    """A chat whose budget for thinking holds where the model and the engine can enforce one, since
+    Anthropic's clients must send one."""
+
+    soft_thinking_budget = True
+
+
 class TokenCountBody(msgspec.Struct, kw_only=True):
     """The body of /v1/messages/count_tokens, with Anthropic's fields; None means absent."""
 
@@ -60,7 +67,7 @@ def prompt_body(body: TokenCountBody) -> ChatBody:
     if body.system is not None:
         system = join_text(body.system, "system")
         messages = [{"role": "system", "content": system}, *messages] if system else messages
-    chat = ChatBody(model=body.model, messages=messages)
+    chat = MessagesChat(model=body.model, messages=messages)
     if body.tools:
         chat.tools = [_convert_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -115,8 +122,8 @@ def _convert_choice(choice: dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _apply_thinking(body: TokenCountBody, chat: ChatBody) -> None:
-    """Turn thinking on or off where the model's template can. Budgets have no effect. The body's
-    own `chat_template_kwargs` are stronger."""
+    """Turn thinking on or off where the model's template can, and set its budget. The body's own
+    `chat_template_kwargs` are stronger."""
     kind = None if body.thinking is None else body.thinking.get("type")
     if kind not in (None, "enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type: expected enabled, adaptive or disabled")
@@ -124,8 +131,16 @@ def _apply_thinking(body: TokenCountBody, chat: ChatBody) -> None:
     if effort is not None and not isinstance(effort, str):
         raise InvalidRequest("output_config.effort: expected str")
     chat.reasoning_effort = "none" if kind == "disabled" else effort
+    if kind == "enabled" and body.thinking is not None:
+        chat.thinking_token_budget = _thinking_budget(body.thinking.get("budget_tokens"))
     on = {"enable_thinking": True, "thinking": True} if kind in ("enabled", "adaptive") else {}
     chat.chat_template_kwargs = on | (body.chat_template_kwargs or {})
+
+
+def _thinking_budget(tokens: Any) -> int | None:
+    if tokens is not None and (type(tokens) is not int or not 1 <= tokens <= 1 << 31):
+        raise InvalidRequest("thinking.budget_tokens: expected a number of tokens, at least 1")
+    return tokens
 
 
 def _convert_format(output_format: Any) -> dict[str, Any]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from dynamo.application.http_errors import RETRY_HINT, ErrorFormat, status_of
 from dynamo.core.errors import DynamoError
 
 OVERLOADED_STATUS = 529
+_RENAMED_FIELDS = (
+    (re.compile(r"\b(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
+    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+    (re.compile(r"^stop: "), "stop_sequences: "),
+)
+"""Fields of a chat request in errors about it, and their names in a request for a message."""
 ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,6 +43,8 @@ class AnthropicErrorFormat(ErrorFormat):
         kind = ERROR_TYPE_BY_STATUS.get(self.status_of(error), "invalid_request_error")
         hint = error.hint or (RETRY_HINT if error.retryable else "")
         message = f"{error.message} ({hint})" if hint else error.message
+        for pattern, name in _RENAMED_FIELDS:
+            message = pattern.sub(name, message)
         body = {"type": "error", "error": {"type": kind, "message": message}}
         return msgspec.json.encode(body | {"request_id": request_id})
 

@@ -89,7 +89,8 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     names, call_mode = None, FREE
     if body.tools or body.tool_choice:
         names, call_mode = check_tools(body.tools, body.tool_choice)
-        if options.structured is not None and call_mode in ("required", "named"):
+        form = options.structured
+        if form is not None and form.kind != "text" and call_mode in ("required", "named"):
             raise InvalidRequest(
                 "tool_choice: a call is forced, so that the answer has no other form",
                 hint="leave response_format out, or set tool_choice to auto",

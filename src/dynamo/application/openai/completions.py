@@ -37,6 +37,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
+    thinking_token_budget: Annotated[Any, Neutral(-1)] = None
     suffix: Annotated[Any, Neutral("")] = None
     prompt_embeds: Annotated[Any, Neutral()] = None
     add_special_tokens: Annotated[Any, Neutral(True)] = None

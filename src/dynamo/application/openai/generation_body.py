@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from dynamo.application.openai.structured import read_structured_output
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import SamplingOverrides, TextOptions
+from dynamo.core.values import StructuredOutput
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
@@ -53,6 +55,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class GenerationBody(msgspec.Struct, kw_only=True):
     """The fields of both kinds of request; None means absent."""
 
+    soft_thinking_budget: ClassVar[bool] = False
+    """Whether engines without `thinking_token_budget` answer without it."""
+
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -82,6 +87,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
 
     best_of: Annotated[Any, Neutral(1)] = None
     use_beam_search: Annotated[Any, Neutral(False)] = None
@@ -142,6 +148,12 @@ def text_options(
     ):
         structured = read_structured_output(
             {name: getattr(body, name) for name in STRUCTURE_FIELDS}
+        )
+    if body.thinking_token_budget is not None and body.thinking_token_budget >= 0:
+        structured = replace(
+            structured or StructuredOutput("text"),
+            reasoning_limit=body.thinking_token_budget,
+            soft_limit=body.soft_thinking_budget,
         )
     return TextOptions(
         n=body.n or 1,

@@ -50,30 +50,12 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
         body |= structured_output_fields(request.options.structured)
     if request.tools:
         body["tools"] = list(request.tools)
-        body |= _tool_options(request)
+        body |= request.tool_options()
     if request.template_args:
         body["chat_template_kwargs"] = request.template_args
     if not request.add_generation_prompt:
         body["add_generation_prompt"] = False
     return {"model": request.model, "messages": list(request.messages)} | body
-
-
-def _tool_options(request: ChatRequest) -> dict[str, Any]:
-    names, options = request.callable_tools, dict[str, Any]()
-    required = request.call_mode == "required"
-    if names == ():
-        options["tool_choice"] = "none"
-    elif names is not None:
-        tools = [{"type": "function", "function": {"name": name}} for name in names]
-        mode = "required" if required else "auto"
-        options["tool_choice"] = {"type": "allowed_tools", "mode": mode, "tools": tools}
-        if request.call_mode == "named":
-            options["tool_choice"] = tools[0]
-    elif required:
-        options["tool_choice"] = "required"
-    if not request.parallel_tool_calls:
-        options["parallel_tool_calls"] = False
-    return options
 
 
 def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRequest:

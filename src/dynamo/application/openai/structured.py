@@ -32,15 +32,20 @@ def read_structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None
 
 
 def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the field of a body that prescribes this form."""
+    """Return the fields of a body that prescribe this form. A soft limit of reasoning is left out:
+    bodies have none."""
+    limit = None if structured.soft_limit else structured.reasoning_limit
+    budget = {} if limit is None else {"thinking_token_budget": limit}
+    if structured.kind == "text":
+        return budget
     if structured.kind == "json_object":
-        return {"response_format": {"type": "json_object"}}
+        return {"response_format": {"type": "json_object"}} | budget
     form = "json" if structured.kind == "json_schema" else structured.kind
     value = msgspec.json.decode(structured.value) if form == "choice" else structured.value
     fields: dict[str, Any] = {form: value}
     if structured.whitespace_pattern:
         fields["whitespace_pattern"] = structured.whitespace_pattern
-    return {"structured_outputs": fields}
+    return {"structured_outputs": fields} | budget
 
 
 def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:

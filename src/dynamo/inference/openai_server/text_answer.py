@@ -41,7 +41,13 @@ OPENAI_NAMES = frozenset(
 )
 """The parameters that any server takes."""
 MISSING_NAMES: dict[Kind, frozenset[str]] = {
-    "llamacpp": frozenset({"min_tokens", "skip_special_tokens", "include_stop_str_in_output"}),
+    "llamacpp": frozenset(
+        {
+            *("min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+            "thinking_token_budget",
+        }
+    ),
+    "sglang": frozenset({"thinking_token_budget"}),
 }
 
 

@@ -32,6 +32,11 @@ CORE_DIED = "the engine core of vLLM has died"
 CORE_HANGS = f"the engine core of vLLM has requests and made no step for {HUNG_S:g} s"
 
 
+def _bounds_reasoning(config: Any) -> bool:
+    """Return whether vLLM knows the markers of the model's reasoning (`reasoning_config`)."""
+    return bool(getattr(getattr(config, "reasoning_config", None), "enabled", False))
+
+
 class VllmEngine(ExternalEngine):
     """Sends token ids to AsyncLLM and passes its token ids on; nothing is decoded here."""
 
@@ -112,7 +117,7 @@ class VllmEngine(ExternalEngine):
             data_parallel=ranks,
             prefix_caching=bool(cache.enable_prefix_caching),
             kv_events=bool(cache.enable_prefix_caching),
-            features=FEATURES,
+            features=(*FEATURES, "thinking_budget") if _bounds_reasoning(config) else FEATURES,
         )
 
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:

@@ -52,6 +52,7 @@ class RequestTranslator:
                 detokenize=False,
                 skip_clone=True,
                 output_kind=self._delta,
+                **_thinking_budget(structured),
                 **self._extra(request),
             )
         except ValueError as error:
@@ -59,6 +60,8 @@ class RequestTranslator:
 
     def _structure(self, structured: StructuredOutput) -> Any:
         kind, value = structured.kind, structured.value
+        if kind == "text":
+            return None
         if kind == "choice":
             return self._structured(choice=msgspec.json.decode(value))
         if kind == "json_object":
@@ -77,6 +80,12 @@ class RequestTranslator:
             return request.extra
         params = {"kv_transfer_params": decode_params(request.kv)}
         return request.extra | {"extra_args": further | params}
+
+
+def _thinking_budget(structured: StructuredOutput | None) -> dict[str, int]:
+    """Return the field for a limit of reasoning, which older versions do not have."""
+    limit = None if structured is None else structured.reasoning_limit
+    return {} if limit is None else {"thinking_token_budget": limit}
 
 
 def make_seed(request: GenerateRequest) -> int:

@@ -26,14 +26,17 @@ class GrammarMatcher:
 
     `finished`: the answer is complete, so that it must end. `error`: why no token can be chosen;
     empty: none. Reasoning before the constrained part is free, but cannot end the answer:
-    `reasoning_mask` has a bit for each token that it may have.
+    `reasoning_mask` has a bit for each token that it may have. Without a `matcher`, any text may
+    follow, and only the length of reasoning is bounded.
     """
 
     __slots__ = (
         "_fed",
+        "_limit",
         "_matcher",
         "_reasoning_end",
         "_reasoning_mask",
+        "_reasoning_tokens",
         "_start_id",
         "_tail",
         "error",
@@ -41,10 +44,15 @@ class GrammarMatcher:
     )
 
     def __init__(
-        self, matcher: LLMatcher, structured: StructuredOutput, reasoning_mask: bytes
+        self,
+        matcher: LLMatcher | None,
+        structured: StructuredOutput,
+        reasoning_mask: bytes | None = None,
     ) -> None:
         self._matcher = matcher
         self._reasoning_mask = reasoning_mask
+        self._reasoning_tokens = 0
+        self._limit = structured.reasoning_limit
         self._fed = 0
         start, end = structured.reasoning_start, structured.reasoning_end
         self._start_id = unpack_ids(start)[0] if start else None
@@ -60,8 +68,10 @@ class GrammarMatcher:
             self._fed += 1
             if self._tail is not None:
                 self._reason(token)
-            elif token == self._start_id and self._fed == 1:
+            elif token == self._start_id and (self._fed == 1 or self._matcher is None):
                 self._tail = []
+            elif self._matcher is None:
+                continue
             elif self.finished or not self._matcher.consume_token(token):
                 self.fail(f"token {token} is not allowed: {self._matcher.get_error()}")
                 break
@@ -70,13 +80,17 @@ class GrammarMatcher:
         return not self.error
 
     def mask(self) -> bytes | None:
-        """Return one bit for each token that may come next, the lowest bit of a byte first. None
-        after an error."""
+        """Return one bit for each token that may come next, the lowest bit of a byte first; bits
+        may be missing at the end. None for any token, and after an error."""
         if self.error:
             return None
         if self._tail is not None:
+            if self._limit is not None and self._reasoning_tokens >= self._limit:
+                return _mask_of(self._reasoning_end[0])
             return self._reasoning_mask
         matcher = self._matcher
+        if matcher is None:
+            return None
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             self.fail(matcher.get_error())
@@ -104,6 +118,8 @@ class GrammarMatcher:
         self._tail = [*(self._tail or ()), token][-len(end) :]
         if self._tail == end:
             self._tail = None
+        else:
+            self._reasoning_tokens += 1
 
 
 class GrammarCompiler:
@@ -122,6 +138,8 @@ class GrammarCompiler:
     def open_matcher(self, structured: StructuredOutput) -> GrammarMatcher:
         """Return a matcher at the beginning of an answer. Raises `InvalidRequest` and
         `SchemaTooComplex`."""
+        if structured.kind == "text":
+            return GrammarMatcher(None, structured)
         key = (structured.kind, structured.value, structured.whitespace_pattern)
         with self._lock:
             compiled = self._compiled.get(key)
@@ -157,6 +175,11 @@ def _mask_without(ids: tuple[int, ...], vocab_size: int) -> bytes:
     for token in ids:
         mask[token >> 3] &= ~(1 << (token & 7)) & 0xFF
     return bytes(mask)
+
+
+def _mask_of(token: int) -> bytes:
+    """Return a mask of one token, which ends with its byte."""
+    return bytes(token >> 3) + bytes((1 << (token & 7),))
 
 
 @lru_cache(maxsize=2)

@@ -101,29 +101,40 @@ class AnswerParsing:
 
     def constrain(self, request: ChatRequest, prompt_end: str) -> StructuredOutput | None:
         """Return the form of an answer that is read: calls, the form of the request, or either. The
-        form begins behind the reasoning. Raises `Unsupported`."""
-        form, tools = request.options.structured, _callable_tools(request)
+        form begins behind the reasoning, which may have a limit. Raises `Unsupported`."""
+        wanted, tools = request.options.structured, _callable_tools(request)
+        form = None if wanted is None or wanted.kind == "text" else wanted
         if tools and (request.call_mode != "free" or form is not None):
             form = self._call_form(request, tools, form)
-        if form is not None and form.kind != "calls" and self._answer_start:
-            return replace(form, reasoning_end=self._answer_start)
-        if form is None or not self._format.openings:
-            return form
+        if wanted is not None and wanted.reasoning_limit is not None:
+            form = form or StructuredOutput("text")
+            form = replace(
+                form, reasoning_limit=wanted.reasoning_limit, soft_limit=wanted.soft_limit
+            )
+        return None if form is None else self._place_behind_reasoning(form, prompt_end)
+
+    def _place_behind_reasoning(
+        self, form: StructuredOutput, prompt_end: str
+    ) -> StructuredOutput | None:
+        """Return the form with the markers of the reasoning before it. Raises `Unsupported`."""
+        if form.kind not in ("calls", "text") and self._answer_start:
+            return replace(_without_limit(form), reasoning_end=self._answer_start)
         inside = self._format.begins_in_reasoning(prompt_end)
         tokens = {char: token for token, char in self.chars.items()}
         pairs = [tuple(map(self._format.alphabet.mark, pair)) for pair in self._family.reasoning]
-        for opening, closing in pairs:
+        for opening, closing in pairs if self._format.openings else ():
             if opening in tokens and closing in tokens:
                 start = b"" if inside else pack_ids([tokens[opening]])
                 return replace(
                     form, reasoning_start=start, reasoning_end=pack_ids([tokens[closing]])
                 )
-        if inside:
+        form = _without_limit(form)
+        if inside and form.kind != "text":
             raise Unsupported(
                 "response_format: the model's reasoning does not end in a token of its own",
                 param="response_format",
             )
-        return form
+        return None if form.kind == "text" else form
 
     def _call_form(
         self, request: ChatRequest, tools: dict[str, Any], form: StructuredOutput | None
@@ -180,6 +191,17 @@ def _callable_tools(request: ChatRequest) -> dict[str, Any]:
         for function in functions
         if names is None or function["name"] in names
     }
+
+
+def _without_limit(form: StructuredOutput) -> StructuredOutput:
+    """Return a form without a limit of reasoning. Raises `Unsupported` for one that must hold."""
+    if form.reasoning_limit is not None and not form.soft_limit:
+        raise Unsupported(
+            "thinking_token_budget: this model has no tokens that begin and end its reasoning",
+            hint="leave thinking_token_budget out, and bound the answer by max_tokens",
+            param="thinking_token_budget",
+        )
+    return replace(form, reasoning_limit=None)
 
 
 def _strict_names(request: ChatRequest) -> set[str]:

@@ -25,6 +25,7 @@ from dynamo.core.values import (
     SamplingParams,
     Started,
     StopConditions,
+    StructuredOutput,
 )
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.card import ModelCard
@@ -179,7 +180,10 @@ class ChatProcessor:
         for form, field in self._answers.argument_forms(request):
             if self._grammar_checker is not None:
                 await self._grammar_checker.check(form, field)
-        if request.tools or self._answers.always:
+        structured = request.options.structured
+        limited = structured is not None and structured.reasoning_limit is not None
+        if request.tools or self._answers.always or limited:
+            request = await self._constrain(prompt, request)
             await self._send_parsed(prompt, request, context, reply)
             return
         max_tokens = self._accept(prompt, request.options, reply)
@@ -188,22 +192,29 @@ class ChatProcessor:
     def _send_parsed(
         self, prompt: bytes, request: ChatRequest, context: Context, reply: TextReply
     ) -> Awaitable[None]:
-        options = request.options
-        max_tokens = self._accept(prompt, options, reply)
-        prompt_end = self._decode_end(prompt)
-        make_reader = self._answers.prepare(request, prompt_end)
-        free = request.call_mode == "free"
-        if not free or (options.structured is not None and self._grammar_checker is not None):
-            options = replace(options, structured=self._answers.constrain(request, prompt_end))
+        max_tokens = self._accept(prompt, request.options, reply)
+        make_reader = self._answers.prepare(request, self._decode_end(prompt))
         return self._send_choices(
-            prompt, max_tokens, options, context, reply, make_reader=make_reader
+            prompt, max_tokens, request.options, context, reply, make_reader=make_reader
         )
+
+    async def _constrain(self, prompt: bytes, request: ChatRequest) -> ChatRequest:
+        """Return the request with the form of its calls, of its reasoning and of its text. Raises
+        as `GrammarChecker.check`, and `Unsupported`."""
+        structured, checker = request.options.structured, self._grammar_checker
+        if request.call_mode == "free" and (structured is None or checker is None):
+            return request
+        form = self._answers.constrain(request, self._decode_end(prompt))
+        if form is not None and form.kind == "calls" and checker is not None:
+            await checker.check(StructuredOutput("calls", form.value), "tools")
+        return replace(request, options=replace(request.options, structured=form))
 
     async def _check_form(self, options: TextOptions) -> None:
         """Raise `InvalidRequest` for a form that our engines cannot enforce. Other engines check
         forms by themselves."""
-        if options.structured is not None and self._grammar_checker is not None:
-            await self._grammar_checker.check(options.structured)
+        form = options.structured
+        if form is not None and form.kind != "text" and self._grammar_checker is not None:
+            await self._grammar_checker.check(replace(form, reasoning_limit=None, soft_limit=False))
 
     def _decode_end(self, prompt: bytes) -> str:
         return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))

@@ -114,16 +114,18 @@ class TextProcessor:
         values: dict[str, Any] = {}
         if request.tools:
             conversation = {"tools": request.tools} | conversation
-            tool_choice = _tool_choice(request)
-            if tool_choice is not None:
-                values["tool_choice"] = tool_choice
-            if not request.parallel_tool_calls:
-                values["parallel_tool_calls"] = False
+            values |= request.tool_options()
         if request.template_args:
             values["chat_template_kwargs"] = request.template_args
         if not request.add_generation_prompt:
             values["add_generation_prompt"] = False
         options = request.options
+        form = options.structured
+        if form is not None and form.reasoning_limit is not None:
+            if not form.soft_limit:
+                values["thinking_token_budget"] = form.reasoning_limit
+            form = None if form.kind == "text" else replace(form, reasoning_limit=None)
+            options = replace(options, structured=form)
         values |= self._sampling(options)
         reply.prompt(0)
         parameters = TextParameters(chat=True, values=values)
@@ -225,20 +227,6 @@ class TextProcessor:
             await self._send(replace(request, choice=choice), context, answer)
 
         await run_in_slices(map(send_choice, range(options.n)), CHOICES_PER_SLICE)
-
-
-def _tool_choice(request: ChatRequest) -> str | dict[str, Any] | None:
-    """Return OpenAI's `tool_choice`, or None where the model is free to choose among all tools."""
-    names, required = request.callable_tools, request.call_mode in {"required", "named"}
-    if names is None:
-        return "required" if required else None
-    if not names:
-        return "none"
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    if request.call_mode == "named":
-        return tools[0]
-    mode = "required" if required else "auto"
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def _pad(text: bytes) -> bytes:

@@ -13,6 +13,7 @@ PARAMETERS: dict[Feature, str] = {
     "prompt_logprobs": "prompt_logprobs",
     "logit_bias": "logit_bias",
     "structured": "response_format",
+    "thinking_budget": "thinking_token_budget",
     "calls": "tool_choice",
     "adapters": "model",
     "extra": "extra",
