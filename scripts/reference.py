@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -25,6 +25,7 @@ from dynamo.application.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from dynamo.application.messages.body import MessagesBody
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
+from dynamo.application.openai.generation_body import Neutral
 from dynamo.application.responses.body import ResponsesBody
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
@@ -246,7 +247,6 @@ def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
 def http_page() -> str:
     """Return the page of HTTP routes and request fields."""
     parts = [_title("HTTP")]
-    rejected: set[str] = set()
     rows = [(f"`{method}`", f"`{path}`", text) for path, method, text in declared_routes()]
     parts.append(_table(("method", "path", "response"), rows))
     parts.append(
@@ -282,12 +282,11 @@ def http_page() -> str:
         ("rerank", RerankBody),
     ):
         parts.append(f"## /v1/{title}\n")
-        fields = list(_fields(body))
-        rejected |= {name.strip("`") for name, kind, _ in fields if kind == "any"}
-        rows = [row for row in fields if row[1] != "any"]
+        rejected = sorted(f"`{name}`" for name in _rejected_fields(body))
+        rows = [row for row in _fields(body) if row[0] not in rejected]
         parts.append(_table(("field", "type", "range"), rows))
-    names = ", ".join(f"`{name}`" for name in sorted(rejected))
-    parts.append(f"\nThese fields are rejected if they would change the answer: {names}.\n")
+        if rejected:
+            parts.append(f"Rejected if they would change the answer: {', '.join(rejected)}.\n")
     return "\n".join(parts)
 
 
@@ -308,6 +307,7 @@ ROUTES = {
     "/v1/models/": "one model; its name follows",
     "/tokenize": "the token ids of a text or conversation",
     "/detokenize": "the text of token ids",
+    "/tokenizer_info": "the tokens that begin and end a text of the model `default`",
     "/health": "200 if requests can be served, else 503 with the reason",
     "/live": "200 while the process responds",
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
@@ -335,6 +335,12 @@ def declared_routes() -> Iterator[tuple[str, str, str]]:
                     yield path, str(ast.literal_eval(method or "")), ROUTES[path]
 
 
+def _rejected_fields(body: type[msgspec.Struct]) -> Iterator[str]:
+    for field in msgspec.structs.fields(body):
+        if any(isinstance(mark, Neutral) for mark in get_args(field.type)[1:]):
+            yield field.name
+
+
 def _fields(body: type[msgspec.Struct]) -> Iterator[Sequence[str]]:
     schema = msgspec.json.schema(body)["$defs"][body.__name__]
     for name, field in schema["properties"].items():
@@ -347,6 +353,8 @@ def _fields(body: type[msgspec.Struct]) -> Iterator[Sequence[str]]:
 def _kind(arm: Mapping[str, Any]) -> str:
     if arm.get("type") == "array":
         return f"list of {_kind(arm.get('items') or {})}"
+    if "enum" in arm:
+        return " or ".join(f"`{value}`" for value in arm["enum"])
     return str(arm.get("type") or arm.get("$ref", "any").rpartition("/")[2])
 
 

@@ -22,6 +22,7 @@ CASES = {
     "langchain_client.py": (*CHAT, "structured", "forced_call", "embeddings"),
     "litellm_client.py": (*CHAT, "structured", "embeddings"),
     "llama_index_client.py": (*CHAT, "structured", "embeddings"),
+    "lm_eval_client.py": ("score", "generate", "error"),
     "openai_client.mjs": (*CHAT, "structured", "embeddings"),
     "openai_client.py": (*CHAT, "structured", "forced_call", "embeddings"),
     "pydantic_ai_client.py": (*CHAT, "structured", "forced_call", "embeddings"),

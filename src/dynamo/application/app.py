@@ -162,7 +162,7 @@ class Application:
     ) -> dict[str, dict[str, Route]]:
         store = response_store or ResponseStore(None, ResponsesSettings(), self._clock.wall)
         self._responses = ResponsesHandler(
-            self._gateway, self.generation, store, self._keys, self._clock, server.unknown_roles
+            self._gateway, self.generation, store, self._keys, self._clock
         )
         models = ModelsHandler(self._gateway)
         tokens = TokenizationHandler(
@@ -189,6 +189,7 @@ class Application:
                 "/v1/rerank": {"POST": embeddings.rerank},
                 "/tokenize": {"POST": tokens.tokenize},
                 "/detokenize": {"POST": tokens.detokenize},
+                "/tokenizer_info": {"GET": tokens.describe},
                 **pages,
             }
         )

@@ -22,7 +22,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     `derived` models are built on other models. The name `default` prefers models that are not.
     `context_tokens` is 0 where the length is unknown; `created` is Unix time. `tool_format` is
     the family whose tool calls are read from answers, and why; empty where that is unknown.
-    `sampling` holds the values of requests without their own.
+    `sampling` holds the values of requests without their own. `bos_token` and `eos_token` are ""
+    where a model has none or they are unknown.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     derived: bool = False
     tool_format: str = ""
     sampling: SamplingParams = SamplingParams()
+    bos_token: str = ""
+    eos_token: str = ""
 
 
 class ServedEmbeddingModel(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, with vLLM's bodies."""
+"""The routes /tokenize, /detokenize and /tokenizer_info, with vLLM's bodies."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ class TokenizationHandler:
             _, served = self._gateway.find(body.model)
             text = await served.processor.detokenize(body.tokens)
         exchange.send_json(200, msgspec.json.encode({"prompt": text}))
+
+    async def describe(self, exchange: Exchange) -> None:
+        """GET /tokenizer_info. Evaluation programs read it before they use /tokenize."""
+        _, served = self._gateway.find(DEFAULT_MODEL)
+        info = {
+            "bos_token": served.bos_token or None,
+            "eos_token": served.eos_token or None,
+            "model_max_length": served.context_tokens,
+        }
+        exchange.send_json(200, msgspec.json.encode(info))
 
     async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse:
         _unsupported_fields.check(body)

@@ -158,6 +158,8 @@ class ModelWatcher:
             card.context_tokens,
             tool_format=processor.tool_format,
             sampling=processor.default_sampling,
+            bos_token=card.bos_token,
+            eos_token=card.eos_token,
         )
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline

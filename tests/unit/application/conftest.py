@@ -158,7 +158,8 @@ class Site:
         self.url = f"http://127.0.0.1:{port}"
 
     def add(self, *names: str) -> None:
-        self.gateway.add(ServedModel(names, self.processor, 1_700_000_000, CONTEXT_TOKENS))
+        served = ServedModel(names, self.processor, 1_700_000_000, CONTEXT_TOKENS, eos_token="</s>")
+        self.gateway.add(served)
 
 
 Open = Callable[..., Awaitable[Site]]

@@ -161,6 +161,11 @@ async def test_tokenize(site: Any, connect: Any) -> None:
         assert (await get(connect, site, "/tokenize", "POST", wrong)).status == 400
 
 
+async def test_tokenizer_info(site: Any, connect: Any) -> None:
+    answer = await get(connect, site, "/tokenizer_info")
+    assert answer.json == {"bos_token": None, "eos_token": "</s>", "model_max_length": 100_000}
+
+
 async def test_detokenize(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/detokenize", "POST", {"model": "words", "tokens": [1, 2]})
     assert answer.json == {"prompt": "x xx"}

@@ -38,14 +38,12 @@ class ResponsesHandler:
         store: ResponseStore,
         keys: ApiKeys,
         clock: Clock,
-        unknown_roles: str,
     ) -> None:
         self._gateway = gateway
         self._generation = generation
         self._store = store
         self._owner = keys.owner
         self._clock = clock
-        self._unknown_roles = unknown_roles
         self._background = BackgroundResponses(generation, store, clock)
 
     def routes(self) -> dict[str, dict[str, Route]]:
@@ -75,11 +73,8 @@ class ResponsesHandler:
     async def count_input_tokens(self, exchange: Exchange) -> None:
         """POST /v1/responses/input_tokens."""
         turn = await self._read_turn(exchange)
-        model, served = self._gateway.find(turn.chat.model)
-        request = turn.chat_request(model, self._unknown_roles)
-        async with self._generation.concurrency.slot():
-            ids = await served.processor.tokenize(request)
-        answer = {"object": "response.input_tokens", "input_tokens": len(ids)}
+        tokens = await turn.count_tokens(self._generation, exchange)
+        answer = {"object": "response.input_tokens", "input_tokens": tokens}
         exchange.send_json(200, msgspec.json.encode(answer))
 
     async def refuse_compaction(self, exchange: Exchange) -> None:

@@ -10,13 +10,12 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
-from dynamo.application.openai.chat import ChatBody, chat_request
+from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.input_items import ChatMessages, Item
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.writer import HeldReply, HeldStreamReply, ResponseItemWriter
 from dynamo.core.errors import DynamoError, StoreUnavailable
-from dynamo.core.text import ChatRequest
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +45,10 @@ class Turn(msgspec.Struct):
     writer: ResponseItemWriter
     reply: HeldReply | None = None
 
-    def chat_request(self, model: str, unknown_roles: str) -> ChatRequest:
-        """Return the request for a processor. Raises `InvalidRequest`, `Unsupported`."""
+    async def count_tokens(self, generation: GenerationHandler, exchange: Exchange) -> int:
+        """Return the tokens of the prompt. Raises as `generate`."""
         try:
-            return chat_request(self.chat, model, unknown_roles)
+            return await generation.count_tokens(exchange, self.chat)
         except DynamoError as error:
             self.messages.rename_fields(error)
             raise
