@@ -25,9 +25,18 @@ from servers import Server, start_ours, start_peer
 HERE = Path(__file__).parent
 FAST, PACED = 1_000_000, 1
 CHAT = "-c 1 --isl 8192 --turns 16 --osl 1 --requests 16 --warmup 1"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TOOLS = json.dumps({"tools": [TOOL]}, separators=(",", ":"))
 CASES: dict[str, tuple[float, str]] = {
     "token_saturated_c256": (FAST, "-c 256 --isl 128 --osl 64 --duration 8"),
     "token_saturated_c32": (FAST, "-c 32 --isl 128 --osl 64 --duration 6"),
+    "token_with_tools_c256": (FAST, f"-c 256 --isl 128 --osl 64 --duration 8 --extra {TOOLS}"),
     "request_short_c256": (FAST, "-c 256 --isl 128 --osl 1 --duration 8"),
     "request_8k_cold": (FAST, "-c 1 --isl 8192 --osl 1 --duration 8"),
     "request_8k_next_turn": (FAST, CHAT),

@@ -182,8 +182,13 @@ class Load:
             "stream_options": {"include_usage": True},
             **json.loads(args.extra),
         }
+        path = "/v1/chat/completions"
+        if args.responses:
+            path = "/v1/responses"
+            text = body["messages"][-1]["content"]
+            body = {"model": args.model, "input": text, "max_output_tokens": args.osl}
         data = json.dumps(body, separators=(",", ":")).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
         return (
             head + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         ).encode() + data
@@ -260,8 +265,8 @@ class Load:
     ) -> dict[str, Any]:
         """Return the metrics of the run."""
         requests = len(self.ok)
-        tokens = sum(x[4]["completion_tokens"] for x in self.ok)
-        prompt = sum(x[4]["prompt_tokens"] for x in self.ok)
+        tokens = sum(x[4].get("completion_tokens") or x[4].get("output_tokens", 0) for x in self.ok)
+        prompt = sum(x[4].get("prompt_tokens", 0) for x in self.ok)
         cached = sum(
             (x[4].get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for x in self.ok
         )
@@ -303,6 +308,9 @@ def main() -> None:
         "--one-message",
         action="store_true",
         help="the conversation grows inside one message, as traces do",
+    )
+    parser.add_argument(
+        "--responses", action="store_true", help="whole answers of /v1/responses, which stores them"
     )
     parser.add_argument("--osl", type=int, default=64)
     parser.add_argument("--duration", type=float, default=8)

@@ -8,10 +8,11 @@
 - prompts: 12,000 distinct prompts of 4,096 tokens, 1 output token, mode kv.
 - router: 30,000 short requests in mode kv with a router process.
 - long: 100,000 requests of 128 prompt tokens, round robin.
+- responses: 20,000 stored answers of /v1/responses.
 
 `--warmup` short requests run before each case. Growth is the memory after the load and two idle
 seconds minus the memory after the warm-up. Exits with 1 if the frontend grows by more than its limit
-(short 10 MB, prompts 30 MB).
+(short and responses 10 MB, prompts 30 MB).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     router: str
     limit_mb: float = 0.0
     more: tuple[str, ...] = ()
+    load: tuple[str, ...] = ()
 
 
 CASES = {
@@ -48,6 +50,7 @@ CASES = {
     "prompts": Case(12_000, 4_096, 1, "kv", 30.0),
     "router": Case(30_000, 64, 4, "kv", more=("--router-replicas", "1")),
     "long": Case(100_000, 128, 4, "round_robin"),
+    "responses": Case(20_000, 64, 4, "round_robin", 10.0, load=("--responses",)),
 }
 
 
@@ -57,7 +60,7 @@ def send_requests(url: str, vocabulary: str, requests: int, case: Case, seed: in
     command += ["--vocabulary", vocabulary, "-c", "32", "--requests", str(requests)]
     command += ["--isl", str(case.prompt_tokens), "--osl", str(case.answer_tokens)]
     done = subprocess.run(
-        [*command, "--seed", str(seed)], check=True, stdout=subprocess.PIPE, text=True
+        [*command, *case.load, "--seed", str(seed)], check=True, stdout=subprocess.PIPE, text=True
     )
     if errors := json.loads(done.stdout)["errors"]:
         sys.exit(f"requests failed: {errors}")

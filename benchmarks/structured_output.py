@@ -1,13 +1,14 @@
-"""Measure structured output and forced calls in the native engine, on the default model.
+"""Measure structured output in the native engine, on the default model.
 
     python benchmarks/structured_output.py [--schemas 20] [--seeds 10] [--maskbench FILE_OR_FOLDER]
-        [--streams 1,8,32] [--calls 100] [--parts answers,maskbench,rate,calls]
+        [--streams 1,8,32] [--parts answers,maskbench,rate]
 
 - answers: bounded schemas at temperature 1. Every answer has to parse, to be valid and to end by `stop`.
 - maskbench: a file of JSON lines (.gz or not), each {"id", "schema", "tests": [{"valid", "data"}]}. The
   part counts schemas that judge every instance right, accepted invalid instances, and refused schemas.
 - rate: decode tokens/s with a form and without, alternating, in one engine.
-- calls: forced calls through the chat processor. Every one has to be a call with valid arguments.
+
+`benchmarks/structured_output_http.py` measures the same over HTTP, and forced calls.
 """
 
 from __future__ import annotations
@@ -24,22 +25,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import run_all
-from dynamo.core.text import (
-    ArgumentsDelta,
-    CallBegun,
-    ChatRequest,
-    SamplingOverrides,
-    TextFinish,
-    TextOptions,
-    TextReply,
-)
 from dynamo.core.values import (
     Finish,
     GenerateRequest,
@@ -49,12 +39,10 @@ from dynamo.core.values import (
 )
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.grammar.checker import GrammarChecker
 from dynamo.models.grammar.matcher import GrammarCompiler
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer
-from dynamo.scheduling.processor import ChatProcessor
 
 WORDS = ("colour", "city", "size", "name", "price", "month", "animal", "level")
 
@@ -167,7 +155,7 @@ def read_maskbench(path: Path) -> Iterator[Any]:
 
 
 async def measure_maskbench(path: Path, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    checker, counts = GrammarChecker(SystemClock()), Counter[str]()
+    checker, counts = GrammarChecker(), Counter[str]()
     refusals, times = Counter[str](), list[float]()
     for case in read_maskbench(path):
         form = StructuredOutput("json_schema", json.dumps(case["schema"]))
@@ -233,63 +221,6 @@ async def measure_rate(engine: BatchedEngine, tokenizer: Tokenizer, streams: int
     )
 
 
-class CallCollector(TextReply):
-    """Collects the calls of one answer."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[str]] = []
-        self.reason = ""
-
-    def begin(self, choice: int, started: Any) -> None:
-        pass
-
-    def text(self, choice: int, text: str, logprobs: Any = None) -> bool:  # noqa: ARG002
-        return True
-
-    def event(self, choice: int, event: Any) -> bool:  # noqa: ARG002
-        if isinstance(event, CallBegun):
-            self.calls.append([event.name, ""])
-        elif isinstance(event, ArgumentsDelta):
-            self.calls[-1][1] += event.text
-        return True
-
-    def finish(self, choice: int, end: TextFinish) -> None:  # noqa: ARG002
-        self.reason = end.reason
-
-
-async def measure_calls(processor: ChatProcessor, prompts: int) -> None:
-    tools = tuple(
-        {"type": "function", "function": {"name": f"tool_{n}", "parameters": make_schema(n)}}
-        for n in range(4)
-    )
-    right = 0
-
-    async def ask(number: int) -> bool:
-        named = number % 2 == 1
-        request = ChatRequest(
-            "m",
-            ({"role": "user", "content": f"Use a tool for task {number}, please."},),
-            TextOptions(max_tokens=800, sampling=SamplingOverrides(temperature=1.0, seed=number)),
-            tools=tools,
-            callable_tools=(f"tool_{number % 4}",) if named else None,
-            call_mode="named" if named else "required",
-            parallel_tool_calls=number % 4 < 2,
-        )
-        collector = CallCollector()
-        await processor.chat(request, Context(str(number)), collector)
-        valid = [
-            is_valid(make_schema(int(name.removeprefix("tool_"))), json.loads(arguments))
-            for name, arguments in collector.calls
-        ]
-        if not (valid and all(valid) and collector.reason == "tool_calls"):
-            print("wrong:", collector.reason, collector.calls)
-        return bool(valid) and all(valid) and collector.reason == "tool_calls"
-
-    for start in range(0, prompts, 10):
-        right += sum(await run_all(*(ask(number) for number in range(start, start + 10))))
-    print(f"calls: {right} of {prompts} are calls with valid arguments")
-
-
 async def measure(args: argparse.Namespace) -> None:
     files = resolve_model_blocking(ensure_verified=False)
     card = files.build_card(context_tokens=2048)
@@ -309,14 +240,6 @@ async def measure(args: argparse.Namespace) -> None:
         await measure_answers(engine, tokenizer, args.schemas, args.seeds)
     for streams in map(int, args.streams.split(",")) if "rate" in parts else ():
         await measure_rate(engine, tokenizer, streams)
-    if "calls" in parts:
-        template = ChatTemplate(
-            card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
-        )
-        processor = ChatProcessor(
-            card, tokenizer, template, engine.generate, SamplingSettings(), SystemClock()
-        )
-        await measure_calls(processor, args.calls)
     await engine.stop()
 
 
@@ -326,8 +249,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--maskbench", type=Path)
     parser.add_argument("--streams", default="1,8,32")
-    parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--parts", default="answers,maskbench,rate,calls")
+    parser.add_argument("--parts", default="answers,maskbench,rate")
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -21,10 +21,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -40,8 +40,25 @@ from tests.support.recorded_outputs import (
 from dynamo.testing.family import write_family_folder
 
 READY_S = 120
-Ask = Callable[[str, RecordedOutput, int], ParsedAnswer]
-"""Asks a server for an output; the number is the seed of its grouping."""
+
+
+class Api(NamedTuple):
+    """A surface: its path, the body of a chat request there, and the readers of its answers."""
+
+    path: str
+    make_body: Callable[[dict[str, Any]], dict[str, Any]]
+    read_whole: Callable[[Any], ParsedAnswer]
+    read_stream: Callable[[Iterable[bytes]], ParsedAnswer]
+
+    def ask(self, url: str, chat: dict[str, Any], *, stream: bool) -> ParsedAnswer:
+        """Send a chat request in the form of this surface and return its answer."""
+        body = self.make_body(chat | ({"stream": True} if stream else {}))
+        request = urllib.request.Request(f"{url}{self.path}", json.dumps(body).encode())
+        try:
+            with closing(urllib.request.urlopen(request)) as answer:
+                return self.read_stream(answer) if stream else self.read_whole(json.load(answer))
+        except urllib.error.HTTPError as error:
+            raise SystemExit(error.read().decode()) from None
 
 
 def main() -> int:
@@ -52,11 +69,10 @@ def main() -> int:
     parser.add_argument("--groupings", type=int, default=8, help="streams of each output")
     parser.add_argument("--api", choices=APIS, default="chat")
     options = parser.parse_args()
-    ask_whole, ask_stream = APIS[options.api]
     total: Counter[str] = Counter()
     for family, outputs in read_collection(options.folder):
         if not options.family or family.slug in options.family:
-            counts = measure(family, outputs, options.groupings, ask_whole, ask_stream)
+            counts = measure(family, outputs, options.groupings, APIS[options.api])
             print(f"{family.slug}: {describe(counts)}", flush=True)
             total += counts
     print(f"all: {describe(total)}")
@@ -73,8 +89,7 @@ def measure(
     family: FamilyFile,
     outputs: list[RecordedOutput],
     groupings: int,
-    ask_whole: Ask,
-    ask_stream: Ask,
+    api: Api,
 ) -> Counter[str]:
     """Serve a family, one deployment for tokens alone and one for groups of tokens."""
     verdicts: dict[str, set[str]] = {output.id: set() for output in outputs}
@@ -100,11 +115,9 @@ def measure(
                 wait_until_ready(url)
                 for output in outputs:
                     for seed in seeds:
-                        whole = ask_whole(url, output, seed)
-                        verdicts[output.id].add(judge(output, whole))
-                        if not output.truncated:
-                            streamed = ask_stream(url, output, seed)
-                            verdicts[output.id].add(judge(output, streamed))
+                        for stream in (False,) if output.truncated else (False, True):
+                            answer = api.ask(url, chat_body(output, seed), stream=stream)
+                            verdicts[output.id].add(judge(output, answer))
             finally:
                 server.terminate()
                 server.wait(60)
@@ -128,9 +141,9 @@ def wait_until_ready(url: str) -> None:
     raise SystemExit("the server was not ready")
 
 
-def body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
-    """Return the body of a request for an output."""
-    fields = {
+def chat_body(output: RecordedOutput, seed: int) -> dict[str, Any]:
+    """Return the chat request for an output; `seed` draws its grouping."""
+    return {
         "model": "default",
         "messages": [{"role": "user", "content": f"[{output.id}]"}],
         "tools": output.tools,
@@ -138,60 +151,52 @@ def body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
         "max_tokens": 4096,
         "chat_template_kwargs": {"generation_prompt": output.generation_prompt or ""},
     }
-    return json.dumps(fields | more).encode()
 
 
-def responses_body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
-    """Return the body of the same request to the Responses API."""
-    fields = json.loads(body(output, seed, **more))
-    (message,) = fields.pop("messages")
-    tools = [{"type": "function", **tool["function"]} for tool in output.tools]
-    limit = fields.pop("max_tokens")
-    own = {"input": message["content"], "tools": tools, "max_output_tokens": limit, "store": False}
-    return json.dumps(fields | own).encode()
-
-
-def ask(url: str, data: bytes, path: str = "/v1/chat/completions") -> Any:
-    """Send a request and return the open answer."""
-    request = urllib.request.Request(f"{url}{path}", data)
-    try:
-        return urllib.request.urlopen(request)
-    except urllib.error.HTTPError as error:
-        raise SystemExit(error.read().decode()) from None
-
-
-def ask_whole(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer to a request without `stream`."""
-    with closing(ask(url, body(output, seed))) as answer:
-        message = json.load(answer)["choices"][0]["message"]
+def read_chat(answer: Any) -> ParsedAnswer:
+    message = answer["choices"][0]["message"]
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [(function["name"], function["arguments"]) for function in functions]
     return ParsedAnswer(message["content"], message.get("reasoning_content"), calls)
 
 
-def ask_stream(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer that a client puts together out of a stream."""
+def read_chat_stream(lines: Iterable[bytes]) -> ParsedAnswer:
     texts: dict[str, str] = {"content": "", "reasoning_content": ""}
     calls: dict[int, tuple[str, str]] = {}
-    with closing(ask(url, body(output, seed, stream=True))) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            delta = json.loads(line[6:])["choices"][0]["delta"]
-            for key in texts:
-                texts[key] += delta.get(key) or ""
-            for call in delta.get("tool_calls", []):
-                name, arguments = calls.get(call["index"], ("", ""))
-                function = call["function"]
-                name = function.get("name", name)
-                calls[call["index"]] = (name, arguments + function["arguments"])
+    for event in read_events(lines):
+        delta = event["choices"][0]["delta"]
+        for key in texts:
+            texts[key] += delta.get(key) or ""
+        for call in delta.get("tool_calls", []):
+            name, arguments = calls.get(call["index"], ("", ""))
+            function = call["function"]
+            name = function.get("name", name)
+            calls[call["index"]] = (name, arguments + function["arguments"])
     return ParsedAnswer(texts["content"], texts["reasoning_content"], list(calls.values()))
 
 
-def ask_whole_response(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer of the Responses API without `stream`."""
-    with closing(ask(url, responses_body(output, seed), "/v1/responses")) as answer:
-        items = json.load(answer)["output"]
+def read_events(lines: Iterable[bytes]) -> Iterable[Any]:
+    """Yield the events of a stream."""
+    return (json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
+
+
+def responses_body(chat: dict[str, Any]) -> dict[str, Any]:
+    (message,) = chat["messages"]
+    own = {
+        "input": message["content"],
+        "tools": [{"type": "function", **tool["function"]} for tool in chat["tools"]],
+        "max_output_tokens": chat["max_tokens"],
+        "store": False,
+    }
+    choice = chat.get("tool_choice")
+    if isinstance(choice, dict):
+        own["tool_choice"] = {"type": "function", **choice["function"]}
+    others = {key: chat[key] for key in chat.keys() - {"messages", "max_tokens"}}
+    return others | own
+
+
+def read_response(answer: Any) -> ParsedAnswer:
+    items = answer["output"]
     texts: dict[str, str] = {"message": "", "reasoning": ""}
     for item in items:
         if item["type"] in texts:
@@ -200,13 +205,10 @@ def ask_whole_response(url: str, output: RecordedOutput, seed: int) -> ParsedAns
     return ParsedAnswer(texts["message"] or None, texts["reasoning"] or None, calls)
 
 
-def ask_stream_response(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer that a client puts together out of the deltas of a response."""
+def read_response_stream(lines: Iterable[bytes]) -> ParsedAnswer:
     texts = {"response.output_text.delta": "", "response.reasoning_text.delta": ""}
     calls: dict[int, tuple[str, str]] = {}
-    with closing(ask(url, responses_body(output, seed, stream=True), "/v1/responses")) as answer:
-        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
-    for event in events:
+    for event in read_events(lines):
         kind, index = event["type"], event.get("output_index")
         if kind in texts:
             texts[kind] += event["delta"]
@@ -221,21 +223,23 @@ def ask_stream_response(url: str, output: RecordedOutput, seed: int) -> ParsedAn
     return ParsedAnswer(content or None, reasoning or None, list(calls.values()))
 
 
-def messages_body(output: RecordedOutput, seed: int, **more: Any) -> bytes:
-    """Return the body of the same request to the Messages API. The server draws the grouping."""
-    fields = json.loads(body(output, seed, **more))
-    functions = [tool["function"] for tool in output.tools]
-    fields["tools"] = [
+def messages_body(chat: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a message, without the seed, which the server draws."""
+    functions = [tool["function"] for tool in chat["tools"]]
+    tools = [
         {"name": function["name"], "input_schema": function.get("parameters") or {"type": "object"}}
         for function in functions
     ]
-    return json.dumps(fields).encode()
+    choice = chat.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": "tool", "name": choice["function"]["name"]}
+    elif choice == "required":
+        choice = {"type": "any"}
+    return chat | {"tools": tools, "tool_choice": choice}
 
 
-def ask_whole_message(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer of the Messages API without `stream`."""
-    with closing(ask(url, messages_body(output, seed), "/v1/messages")) as answer:
-        blocks = json.load(answer)["content"]
+def read_message(answer: Any) -> ParsedAnswer:
+    blocks = answer["content"]
     texts = {"text": "", "thinking": ""}
     for block in blocks:
         if block["type"] in texts:
@@ -248,13 +252,10 @@ def ask_whole_message(url: str, output: RecordedOutput, seed: int) -> ParsedAnsw
     return ParsedAnswer(texts["text"] or None, texts["thinking"] or None, calls)
 
 
-def ask_stream_message(url: str, output: RecordedOutput, seed: int) -> ParsedAnswer:
-    """Return the answer that a client puts together out of the deltas of a message."""
+def read_message_stream(lines: Iterable[bytes]) -> ParsedAnswer:
     texts = {"text": "", "thinking": ""}
     calls: dict[int, tuple[str, str]] = {}
-    with closing(ask(url, messages_body(output, seed, stream=True), "/v1/messages")) as answer:
-        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
-    for event in events:
+    for event in read_events(lines):
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
             calls[event["index"]] = (event["content_block"]["name"], "")
         elif event["type"] == "content_block_delta":
@@ -270,9 +271,9 @@ def ask_stream_message(url: str, output: RecordedOutput, seed: int) -> ParsedAns
 
 
 APIS = {
-    "messages": (ask_whole_message, ask_stream_message),
-    "chat": (ask_whole, ask_stream),
-    "responses": (ask_whole_response, ask_stream_response),
+    "messages": Api("/v1/messages", messages_body, read_message, read_message_stream),
+    "chat": Api("/v1/chat/completions", dict, read_chat, read_chat_stream),
+    "responses": Api("/v1/responses", responses_body, read_response, read_response_stream),
 }
 
 if __name__ == "__main__":
