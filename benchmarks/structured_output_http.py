@@ -3,8 +3,8 @@
 
     benchmarks/structured_output_http.py [--parts ttft,hostile,killed,calls] [--prompts 100]
 
-- ttft: what a form adds to the time of the first token, one request at a time, with the mock engine: in a
-  form that was never seen before (trial and compilation), and in the same form once more.
+- ttft: what a form adds to the time of the first token with the mock engine, one request at a time. A new
+  form is tried and compiled; then the same form comes once more.
 - hostile: gaps between the tokens of eight streams, with and without 64 hostile schemas at once.
 - killed: 20 schemas x 10 seeds at temperature 1 on two workers, of which one is killed in the middle.
 - calls: prompts x 3 surfaces x whole and streamed, half of them `required` and half a named function.

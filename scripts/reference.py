@@ -251,10 +251,9 @@ def http_page() -> str:
     parts.append(_table(("method", "path", "response"), rows))
     parts.append(
         "\nOther fields are ignored. If `server.api_keys` is set, requests need `Authorization: "
-        "Bearer KEY` or `x-api-key: KEY`. The response has the request's `x-request-id`, or a new "
-        "one. "
-        "`x-dynamo-timeout: SECONDS` limits the whole request (504 `deadline_exceeded`), if it is "
-        "shorter than `server.request_timeout`.\n\n"
+        "Bearer KEY` or `x-api-key: KEY`. Responses have the request's `x-request-id`, or a new "
+        "one. `x-dynamo-timeout: SECONDS` limits the whole request (504 `deadline_exceeded`) if it "
+        "is shorter than `server.request_timeout`.\n\n"
         "Requests of web pages, which browsers mark with `Origin`, need an origin in "
         "`server.cors_origins` and `content-type: application/json`. On loopback without keys, "
         "`Host` must be an IP address, localhost, a name without a dot, or one of "

@@ -161,10 +161,10 @@ def test_reasoning_that_begins_again_has_what_is_left_of_its_limit(
     start, end = pack_ids([1]), pack_ids([0])
     form = StructuredOutput("text", "", "", start, end, reasoning_limit=2)
     matcher = compiler.open_matcher(form)
-    one, two = tokenizer_ids(tokenizer, "a b")[:2]
-    assert matcher.feed([1, one, 0, two, 1], 0)
+    first, second = tokenizer_ids(tokenizer, "a b")[:2]
+    assert matcher.feed([1, first, 0, second, 1], 0)
     assert matcher.mask() is None
-    assert matcher.feed([1, one, 0, two, 1, two], 0)
+    assert matcher.feed([1, first, 0, second, 1, second], 0)
     assert allowed(matcher.mask()) == [0]
 
 
