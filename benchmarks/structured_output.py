@@ -196,7 +196,7 @@ async def measure_rate(engine: BatchedEngine, tokenizer: Tokenizer, streams: int
     schema = {"type": "array", "items": item, "minItems": 40, "maxItems": 40}
     form = StructuredOutput("json_schema", json.dumps(schema))
     rates: dict[bool, list[float]] = {False: [], True: []}
-    for round_number in range(3):
+    for round_number in range(5):
         for constrained in (False, True) if round_number % 2 else (True, False):
             requests = [
                 GenerateRequest(
@@ -204,7 +204,7 @@ async def measure_rate(engine: BatchedEngine, tokenizer: Tokenizer, streams: int
                     "m",
                     tokenizer.encode(f"Names, list {round_number} {number} {constrained}:"),
                     SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=number),
-                    StopConditions(max_tokens=64, ignore_eos=True),
+                    StopConditions(max_tokens=96, ignore_eos=True),
                     structured=form if constrained else None,
                 )
                 for number in range(streams)

@@ -5,7 +5,7 @@
 
 - ttft: what a form adds to the time of the first token with the mock engine, one request at a time. A new
   form is tried and compiled; then the same form comes once more.
-- hostile: gaps between the tokens of eight streams, with and without 64 hostile schemas at once.
+- hostile: gaps between the tokens of eight streams, with and without 64 hostile forms at once.
 - killed: 20 schemas x 10 seeds at temperature 1 on two workers, of which one is killed in the middle.
 - calls: prompts x 3 surfaces x whole and streamed, half of them `required` and half a named function.
 """
@@ -76,20 +76,14 @@ def measure_ttft(server: Server, _prompts: int) -> None:
         print(f"ttft, {kind}: median {middle:.1f} ms, p99 {p99(times):.1f} ms, {added:+.1f} ms")
 
 
-def hostile_schema(number: int) -> dict[str, Any]:
-    """Return a schema that is small and takes long to enforce."""
-    size = 1000 + number
-    patterns = (f"(x{{{size}}}){{{size}}}", f"(a|b|ab){{{size}}}[ab].{{{size}}}c")
-    if number % 4 < len(patterns):
-        return {"type": "string", "pattern": patterns[number % 4]}
-    if number % 4 == 2:
-        names = (f"p{number}_{index}" for index in range(2000))
-        return {"type": "object", "properties": {key: {"type": "integer"} for key in names}}
-    options = [
-        {"type": "object", "properties": {f"k{number}_{index}": {"pattern": f"(a?){{{size}}}b"}}}
-        for index in range(40)
-    ]
-    return {"anyOf": options}
+def hostile_form(number: int) -> dict[str, Any]:
+    """Return the fields of a form that is small and takes too long."""
+    if number % 2:
+        size = 1000 + number
+        return {"guided_regex": f"(x{{{size}}}){{{size}}}"}
+    names = (f"p{number}_{index}" for index in range(1900))
+    properties = {name: {"type": "integer"} for name in names}
+    return {"guided_json": {"type": "object", "properties": properties}}
 
 
 def stream_gaps(url: str, number: int) -> list[float]:
@@ -101,7 +95,7 @@ def stream_gaps(url: str, number: int) -> list[float]:
 
 def send_hostile(url: str, number: int) -> str:
     try:
-        post(url, chat("Hi", hostile_schema(number), max_tokens=4)).read()
+        post(url, chat("Hi", max_tokens=4, **hostile_form(number))).read()
     except urllib.error.HTTPError as error:
         return str(json.load(error)["error"]["code"])
     return "answered"
@@ -114,7 +108,7 @@ def measure_hostile(server: Server, _prompts: int) -> None:
         for round_number, attack in enumerate((False, True, True, False)):
             streams = [pool.submit(stream_gaps, server.url, number) for number in range(STREAMS)]
             time.sleep(2)
-            start = HOSTILE * round_number  # each round has schemas of its own
+            start = HOSTILE * round_number  # each round has forms of its own
             numbers = range(start, start + HOSTILE) if attack else ()
             attacks = [pool.submit(send_hostile, server.url, number) for number in numbers]
             gaps[attack] += [gap for stream in streams for gap in stream.result()]
@@ -122,7 +116,7 @@ def measure_hostile(server: Server, _prompts: int) -> None:
                 codes[sent.result()] = codes.get(sent.result(), 0) + 1
     for attack, values in gaps.items():
         middle = statistics.median(values) * 1e3
-        name = f"{HOSTILE} hostile schemas" if attack else "none"
+        name = f"{HOSTILE} hostile forms" if attack else "none"
         print(f"hostile: {name}: gaps median {middle:.1f} ms, p99 {p99(values):.1f} ms")
     print(f"hostile: answers {codes}, p99 {p99(gaps[True]) - p99(gaps[False]):+.1f} ms")
 

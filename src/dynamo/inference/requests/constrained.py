@@ -22,7 +22,10 @@ async def open_grammar(
     request = sequence.request
     if grammars is None or request is None or request.structured is None:
         raise Unsupported("this engine cannot enforce the form of an answer")
-    sequence.grammar = grammar = await asyncio.to_thread(grammars.open_matcher, request.structured)
+    grammar = grammars.copy_compiled(request.structured)
+    if grammar is None:
+        grammar = await asyncio.to_thread(grammars.open_matcher, request.structured)
+    sequence.grammar = grammar
     if not sequence.feed_grammar():
         raise grammar.failure()
     if grammar.finished:

@@ -138,19 +138,30 @@ class GrammarCompiler:
     def open_matcher(self, structured: StructuredOutput) -> GrammarMatcher:
         """Return a matcher at the beginning of an answer. Raises `InvalidRequest` and
         `SchemaTooComplex`."""
+        matcher = self.copy_compiled(structured)
+        if matcher is not None:
+            return matcher
+        compiled = self._compile(structured)
+        with self._lock:
+            self._compiled[_key(structured)] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return self._copy(compiled, structured)
+
+    def copy_compiled(self, structured: StructuredOutput) -> GrammarMatcher | None:
+        """Return a matcher of a form that needs no compilation; None for another one. Takes
+        microseconds."""
         if structured.kind == "text":
             return GrammarMatcher(None, structured)
-        key = (structured.kind, structured.value, structured.whitespace_pattern)
+        key = _key(structured)
         with self._lock:
             compiled = self._compiled.get(key)
-            if compiled is not None:
-                self._compiled.move_to_end(key)
-        if compiled is None:
-            compiled = self._compile(structured)
-            with self._lock:
-                self._compiled[key] = compiled
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            if compiled is None:
+                return None
+            self._compiled.move_to_end(key)
+        return self._copy(compiled, structured)
+
+    def _copy(self, compiled: LLMatcher, structured: StructuredOutput) -> GrammarMatcher:
         tables = _vocabulary_tables(self._tokenizer, self._eos_ids)
         mask = _mask_without(self._eos_ids, tables.vocab_size)
         return GrammarMatcher(compiled.deep_copy(), structured, mask)
@@ -166,6 +177,10 @@ class GrammarCompiler:
                 param="response_format",
             )
         return matcher
+
+
+def _key(structured: StructuredOutput) -> tuple[str, ...]:
+    return structured.kind, structured.value, structured.whitespace_pattern
 
 
 @lru_cache(maxsize=2)
