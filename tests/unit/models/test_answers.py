@@ -71,6 +71,14 @@ async def read(model: FamilyModel, recorded: RecordedOutput, **options: Any) -> 
     return answers[0]
 
 
+async def test_no_marker_is_formed_around_reasoning_and_a_call(plain: FamilyModel) -> None:
+    """Text before reasoning and text behind a call stand beside each other in the answer."""
+    answer = await read(plain, output(f"a <<think>tool_call>{CALL}tool_call> b"))
+    assert leaks(answer, find_family("qwen3-hermes").markers) == []
+    assert (answer.content or "").startswith("a <")
+    assert len(answer.calls) == 1
+
+
 async def test_markers_of_ordinary_text_are_found_across_tokens(plain: FamilyModel) -> None:
     text = (
         f"<think>\nRome?\n</think>\n\nOne moment.\n{CALL}\n{CALL.replace('Rome', 'Oslo')} Done.\n"

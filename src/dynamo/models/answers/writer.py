@@ -40,7 +40,7 @@ class AnswerWriter:
         self._at_start = False  # newlines behind reasoning are layout
         self._tail = ""  # the last text before something that was left out
         self._joining = ""  # text that may be the rest of a marker
-        self._last = ""
+        self._last = self._other_last = ""  # ends of this text and of the one beside reasoning
         self._call: tuple[str, str] | None = None
         self._begun = False
         self._held = ""  # argument text that is not certain
@@ -85,13 +85,15 @@ class AnswerWriter:
     def begin_reasoning(self) -> None:
         """Begin reasoning."""
         if not self.in_reasoning:
-            self.in_reasoning, self._space, self._last, self._at_start = True, "", "", True
+            self._switch(reasoning=True)
+            self._space, self._at_start = "", True
         self.leave_out()
 
     def end_reasoning(self) -> None:
         """End reasoning; text follows."""
         if self.in_reasoning:
-            self.in_reasoning, self._space, self._last, self._at_start = False, "", "", True
+            self._switch(reasoning=False)
+            self._space, self._at_start = "", True
         self.leave_out()
 
     def leave_out(self) -> None:
@@ -152,11 +154,18 @@ class AnswerWriter:
         if not self._begun and self._call is not None:
             name, call_id = self._call
             self._begun, self._after_call, self._space = True, True, ""
-            self.in_reasoning = self._at_start = False
+            self._switch(reasoning=False)
+            self._at_start = False
             self.events.append(CallBegun(self.calls_begun, self._make_id(call_id), name))
             self.calls_begun += 1
         text = escape_surrogates(text)
         self.events.append(ArgumentsDelta(self.calls_begun - 1, text))
+
+    def _switch(self, *, reasoning: bool) -> None:
+        """Go on in reasoning or in the text, behind what was written there before."""
+        if self.in_reasoning != reasoning:
+            self.in_reasoning = reasoning
+            self._last, self._other_last = self._other_last, self._last
 
     def _write(self, text: str) -> None:
         self._last = (self._last + text)[-self._alphabet.letters.longest :]
