@@ -4,8 +4,8 @@
         [--tokens 16] [--prompt-tokens 300] [--modes always,predicted,flexible] [--transfer shm:] [--faults]
         [--tiers host,disk,shared,all] [--blocks 600]
 
-Each line of PROMPTS has a `prompt`; without a file, prompts are random words. Every prompt is answered greedily
-and with a seed, by one engine alone and then by two. In mode `always` the second engine computes all prompts, in
+Each line of PROMPTS has a `prompt`; without a file, prompts are paragraphs of this project's docs. Every prompt is
+answered greedily and with a seed, by one engine alone and then by two. In mode `always` the second engine computes all prompts, in
 `predicted` a random half of them. In `flexible` either engine answers, and the other one computes half of its
 prompts. In `together`, each engine answers half of them alone. With --tiers, each mode runs with each tier, each part of
 the prompts twice, and --blocks should be few. An answer that differs is a near tie if the two tokens of the first difference are less than 0.001 apart in
@@ -29,7 +29,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
-from load import vocabulary
 from msgspec.structs import replace
 from tier_faults import TierFaults, tier_settings
 
@@ -57,7 +56,10 @@ from dynamo.testing.fakes import CollectedReply
 NEAR_TIE = 1e-3
 AT_ONCE = 8
 ALONE_BLOCKS = 600
+MIN_CHARACTERS = 200
 PART = 120
+TIER_PART = 40
+"""Requests that are repeated with tiers: more blocks than a tight device holds, fewer than host memory does."""
 FAULT_SHARE = 0.4
 REMOTE_SHARE = {"always": 1.0, "predicted": 0.5, "flexible": 0.5, "together": 0.0}
 DEFAULT_MODES = "always,predicted,flexible"
@@ -139,13 +141,13 @@ def first_difference(alone: CollectedReply, reply: CollectedReply) -> str:
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts of the file, or random ones."""
+    """Return the prompts of the file, or paragraphs of the docs."""
     if options.prompts:
         lines = Path(options.prompts).read_bytes().splitlines()[: options.count]
         return [msgspec.json.decode(line)["prompt"] for line in lines]
-    words = vocabulary("")
-    lengths = [rng.randint(1, options.prompt_tokens) for _ in range(options.count)]
-    return [" ".join(rng.choices(words, k=length)) for length in lengths]
+    pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+    paragraphs = [part for page in pages for part in page.read_text().split("\n\n")]
+    return rng.sample([part for part in paragraphs if len(part) >= MIN_CHARACTERS], options.count)
 
 
 def make_requests(options: argparse.Namespace, tokenizer: Any) -> list[GenerateRequest]:
@@ -173,8 +175,9 @@ async def connect(
 
 
 def parts(count: int, *, repeated: bool) -> list[slice]:
-    """Divide the requests. Repeated parts have more blocks than a tight device."""
-    whole = [slice(start, start + PART) for start in range(0, count, PART)]
+    """Divide the requests. Each repeated part comes twice in turn."""
+    size = TIER_PART if repeated else PART
+    whole = [slice(start, start + size) for start in range(0, count, size)]
     return [part for part in whole for _ in range(1 + repeated)]
 
 
@@ -251,7 +254,7 @@ async def compare(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prompts", nargs="?", default="", help="default: random words")
+    parser.add_argument("prompts", nargs="?", default="", help="default: paragraphs of docs/")
     parser.add_argument("--model", default="", help="default: the default model")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16)

@@ -88,6 +88,29 @@ async def test_loads_that_are_given_up_count_as_failures(
     assert "no answer in time" in tier.problem
 
 
+async def test_a_store_too_slow_for_its_time_limit_is_not_asked_again_for_a_while(
+    short_timeouts: None, open_remote: OpenRemote, s3_server: S3Process, clock: ManualClock
+) -> None:
+    memory = Memory(block_bytes=64)
+    chain = memory.chain("a", 3)
+    tier = await open_remote(memory)
+    await tier.store(memory.outgoing(chain))
+    guess_s = tier.predict_load_s(3)
+    freeze(s3_server.pid)
+    try:
+        loading = asyncio.ensure_future(load(tier, memory, chain))
+        await asyncio.sleep(0)
+        clock.time_s += 1.1  # the time that the read took, as the tier sees it
+        assert await loading == 0
+    finally:
+        s3_server.signal(signal.SIGCONT)
+
+    assert tier.problem == "", "one failure is none"
+    assert tier.predict_load_s(3) > 60
+    clock.time_s += 61
+    assert tier.predict_load_s(3) == guess_s
+
+
 @pytest.mark.parametrize("kind", ["away", "fails"])
 async def test_a_worker_starts_without_its_store(
     short_timeouts: None,

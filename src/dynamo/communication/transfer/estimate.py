@@ -92,8 +92,9 @@ class LoadEstimate(TransferEstimate):
         self._forget_s = min(2 * self._forget_s, MAX_FORGET_S)
 
     def finish_load(self, size_bytes: int, loaded_bytes: int, started_s: float, now: float) -> None:
-        """Count the end of a load. A slow one teaches the speed also if it failed."""
-        predicted_s = self.latency_s + size_bytes / self.bytes_per_s
+        """Count the end of a load. A slow one teaches the speed also if it failed, and one that
+        brought nothing need not be slower than predicted."""
+        predicted_s = self.latency_s + size_bytes / self.bytes_per_s if loaded_bytes else 0.0
         self.finish(size_bytes, now, completed=loaded_bytes == size_bytes)
         elapsed_s = now - started_s
         if loaded_bytes < size_bytes and elapsed_s > max(SLOW_S, SLOW_FACTOR * predicted_s):

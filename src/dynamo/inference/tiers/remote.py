@@ -160,7 +160,6 @@ class RemoteTier(MeasuredTier):
             raise TransferFailed.of("gone", "the blocks are not in the object store any more")
         end = pieces[-1].end
         load = self.measure_load(end, on_loaded)
-        load.learns_if_empty = False  # the breaker counts it
         if not self._breaker.start(load.started_s):
             raise TransferFailed.of("refused", self.problem)
         try:

@@ -154,7 +154,6 @@ class MeasuredLoad:
     ) -> None:
         self.loaded = 0
         self.started_s = clock.now()
-        self.learns_if_empty = True
         self._estimate = estimate
         self._clock = clock
         self._block_bytes = block_bytes
@@ -171,12 +170,8 @@ class MeasuredLoad:
         return self
 
     def __exit__(self, *_: object) -> None:
-        now = self._clock.now()
-        if self.loaded or self.learns_if_empty:
-            loaded_bytes = self.loaded * self._block_bytes
-            self._estimate.finish_load(self._size, loaded_bytes, self.started_s, now)
-        else:
-            self._estimate.finish(self._size, now, completed=False)
+        loaded_bytes = self.loaded * self._block_bytes
+        self._estimate.finish_load(self._size, loaded_bytes, self.started_s, self._clock.now())
 
 
 class MeasuredTier(KvTier):
