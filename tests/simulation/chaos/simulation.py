@@ -17,7 +17,7 @@ from tests.simulation.chaos.leaks import (
     PlaceCount,
     find_leaked_records,
     find_leaks,
-    find_open_planes,
+    open_planes,
 )
 from tests.simulation.chaos.processes import FlakyTiers, SimulatedFrontend, SimulatedNetwork
 from tests.simulation.chaos.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
@@ -127,12 +127,14 @@ def run_chaos(
 ) -> ChaosResult:
     """Run the scenario in virtual time. Raises `Deadlock`."""
     wall, cpu = time.perf_counter(), time.process_time()
+    planes = open_planes()
     result = run_in_virtual_time(lambda clock: _run_scenario(scenario, clock, progress))
     durations = {
         "wall_s": round(time.perf_counter() - wall, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
     }
-    return msgspec.structs.replace(result, leaks=[*result.leaks, *find_open_planes()], **durations)
+    left = [f"{count} {name} left open" for name, count in (open_planes() - planes).items()]
+    return msgspec.structs.replace(result, leaks=[*result.leaks, *left], **durations)
 
 
 def _make_network(scenario: ChaosScenario, clock: VirtualClock) -> SimulatedNetwork:
