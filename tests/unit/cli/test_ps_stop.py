@@ -13,6 +13,7 @@ from tests.conftest import until
 
 from dynamo.cli import main, ps, stop
 from dynamo.core.errors import ConfigError, NotFound
+from dynamo.runtime import deployment
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
 from dynamo.runtime.pids import is_stopped, start_ticks
 
@@ -22,16 +23,22 @@ Start = Callable[..., subprocess.Popen[bytes]]
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Return `start(deployment, role, root="dynamo")`, which starts a process that only waits, and
-    registers it under a state root."""
+    registers it under a state root. Roots outside `tmp_path` may hold deployments of others."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    candidates = deployment._candidate_roots
+    monkeypatch.setattr(
+        deployment,
+        "_candidate_roots",
+        lambda environ: [root for root in candidates(environ) if tmp_path in root.parents],
+    )
     running: list[subprocess.Popen[bytes]] = []
 
     def start_process(name: str, role: str, root: str = "dynamo") -> subprocess.Popen[bytes]:
         child = subprocess.Popen(["sleep", "60"])
         running.append(child)
-        deployment = Deployment(name, tmp_path / root / name)
-        deployment.create_folder()
-        deployment.write_record(
+        folder = Deployment(name, tmp_path / root / name)
+        folder.create_folder()
+        folder.write_record(
             ProcessRecord(
                 deployment=name,
                 role=role,
