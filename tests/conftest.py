@@ -162,15 +162,20 @@ class Deployment:
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Return status and JSON body of a POST."""
+        status, text = self.post_text(path, body)
+        return status, json.loads(text)
+
+    def post_text(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Return status and body of a POST."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, json.loads(response.read())
+                return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, json.loads(error.read())
+                return error.code, error.read().decode()
 
     def processes(self) -> list[dict[str, Any]]:
         """Return this deployment's processes from `dynamo ps --json`."""

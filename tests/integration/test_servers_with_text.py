@@ -16,6 +16,7 @@ from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
+from dynamo.core.features import required_features
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import SamplingSettings
@@ -34,7 +35,7 @@ from dynamo.core.text import (
     TextOptions,
     TextReply,
 )
-from dynamo.core.values import Started, StructuredOutput, required_features
+from dynamo.core.values import Started, StructuredOutput
 from dynamo.inference.openai_server.engine import OpenAIServerEngine
 from dynamo.inference.openai_server.factory import open_text_engine
 from dynamo.models.card import ModelCard

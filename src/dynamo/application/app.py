@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynamo.application.access import ApiKeys, Cors, make_header_check
+from dynamo.application.adapters import AdaptersHandler, OrderSender
 from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
@@ -107,6 +108,7 @@ class Application:
         routing: RoutingSource | None = None,
         share_cache: bool = False,
         response_store: ResponseStore | None = None,
+        adapter_orders: OrderSender | None = None,
     ) -> None:
         self.metrics = FrontendMetrics(registry)
         self.generation = GenerationHandler(
@@ -126,9 +128,8 @@ class Application:
         self._clock = clock
         self._log_requests = server.log_requests
         self._keys = ApiKeys(server.api_keys)
-        web_access = WebAccess.of_api(server.http_host, server)
-        self._cors = Cors(web_access)
-        self.check_headers = make_header_check(web_access, self._keys)
+        self._cors = Cors(access := WebAccess.of_api(server.http_host, server))
+        self.check_headers = make_header_check(access, self._keys)
         self._large_bodies = LargeBodies(gateway)
         self._request_ids = RequestIds()
         self._reasons = reasons
@@ -141,9 +142,9 @@ class Application:
             facts=self._health_facts,
             metrics_source=metrics_source,
         )
-        self._routes = RouteTable(
-            {**self._authenticated_routes(server, routing, response_store), **status.routes()}
-        )
+        adapters = AdaptersHandler(adapter_orders).routes()
+        protected = self._authenticated_routes(server, routing, response_store, adapters)
+        self._routes = RouteTable({**protected, **status.routes()})
 
     def update_settings(self, server: ServerSettings) -> None:
         """Apply reloaded limits and the log_requests switch."""
@@ -159,6 +160,7 @@ class Application:
         server: ServerSettings,
         routing: RoutingSource | None,
         response_store: ResponseStore | None,
+        further: Mapping[str, Mapping[str, Route]],
     ) -> dict[str, dict[str, Route]]:
         store = response_store or ResponseStore(None, ResponsesSettings(), self._clock.wall)
         self._responses = ResponsesHandler(
@@ -190,6 +192,7 @@ class Application:
                 "/tokenize": {"POST": tokens.tokenize},
                 "/detokenize": {"POST": tokens.detokenize},
                 "/tokenizer_info": {"GET": tokens.describe},
+                **further,
                 **pages,
             }
         )

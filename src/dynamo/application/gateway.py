@@ -23,7 +23,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     `context_tokens` is 0 where the length is unknown; `created` is Unix time. `tool_format` is
     the family whose tool calls are read from answers, and why; empty where that is unknown.
     `sampling` holds the values of requests without their own. `bos_token` and `eos_token` are ""
-    where a model has none or they are unknown.
+    where a model has none or they are unknown. `parent`: the model of a LoRA adapter, whose folder
+    is `root`.
     """
 
     names: tuple[str, ...]
@@ -36,6 +37,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     sampling: SamplingParams = SamplingParams()
     bos_token: str = ""
     eos_token: str = ""
+    parent: str = ""
+    root: str = ""
 
 
 class ServedEmbeddingModel(msgspec.Struct, frozen=True):
@@ -84,10 +87,17 @@ class Gateway:
         for name in served.names:
             self._pending.pop(name, None)
             self._models[name] = served
-        self._models = dict(sorted(self._models.items(), key=lambda item: item[1].derived))
+        self._models = dict(sorted(self._models.items(), key=_listing_rank))
         self.context_tokens = max(model.context_tokens for model in self._models.values())
         for listener in self._listeners:
             listener()
+
+    def set_adapters(self, parent: str, adapters: Mapping[str, ServedModel]) -> None:
+        """Serve these LoRA adapters of a model, and no others. Models keep their names."""
+        models = {name: model for name, model in self._models.items() if model.parent != parent}
+        for name, adapter in adapters.items():
+            models.setdefault(name, adapter)
+        self._models = dict(sorted(models.items(), key=_listing_rank))
 
     def add_embedding_model(self, served: ServedEmbeddingModel) -> None:
         """Serve an embedding model under its names, instead of an earlier one of its id."""
@@ -171,6 +181,12 @@ class Gateway:
                 param="model",
             )
         raise ModelNotFound(f"there is no embedding model {name[:200]!r}", hint=hint, param="model")
+
+
+def _listing_rank(item: tuple[str, ServedModel]) -> tuple[bool, bool]:
+    """Order models of workers before their adapters, and both before derived models."""
+    _, served = item
+    return served.derived, bool(served.parent)
 
 
 def _format_names(names: Mapping[str, Any]) -> str:

@@ -85,7 +85,8 @@ class StatusHandler:
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """OpenAI's model object, plus vLLM's `root` and `max_model_len`, and our `tool_format`."""
+    """OpenAI's model object, plus vLLM's `root`, `parent` and `max_model_len`, and our
+    `tool_format`."""
 
     id: str
     created: int
@@ -93,6 +94,7 @@ class ModelBody(msgspec.Struct, frozen=True):
     root: str
     max_model_len: int
     tool_format: str | msgspec.UnsetType = msgspec.UNSET
+    parent: str | msgspec.UnsetType = msgspec.UNSET
     object: str = "model"
 
 
@@ -125,4 +127,7 @@ class ModelsHandler:
 
 
 def _model_body(name: str, served: ServedModel | ServedEmbeddingModel) -> ModelBody:
-    return ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)
+    body = ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)
+    if isinstance(served, ServedModel) and served.parent:
+        return msgspec.structs.replace(body, root=served.root, parent=served.parent)
+    return body

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from struct import iter_unpack
 
 from xxhash import xxh3_64_intdigest
@@ -24,6 +24,13 @@ HASH_SCHEME = "xxh3-64 chained over u32 tokens, salt as root"
 def root_hash(salt: str = "") -> int:
     """Return the parent hash of first blocks under a tenant, adapter or media salt; 0 for ""."""
     return xxh3_64_intdigest(salt.encode()) if salt else 0
+
+
+def adapter_salt(adapter: str, salt: str) -> str:
+    """Return the salt of a request that names a LoRA adapter by its id, whose own salt is `salt`.
+    Blocks of different adapters are never shared."""
+    digest = blake2b(f"{adapter}\0{salt}".encode(), digest_size=IDENTITY_BYTES)
+    return f"adapter {digest.hexdigest()}"
 
 
 def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int = 0) -> list[int]:

@@ -142,6 +142,21 @@ class KvConnector(ABC):
         """Let the other engine free the KV that it keeps: no request will load it here."""
 
 
+class LoraAdapters(ABC):
+    """The LoRA adapters of an engine. `paths` has the path of each loaded one by its id."""
+
+    paths: Mapping[str, str]
+
+    @abstractmethod
+    async def load(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Load the adapter in the folder `path`, which requests may name when this returns. Raises
+        `InvalidRequest`, also for a name that has other content, unless `replace` is set."""
+
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. Requests in flight go on. Raises `NotFound`."""
+
+
 class Engine(EngineRank):
     """Computes tokens. A constructor does no I/O.
 
@@ -154,6 +169,9 @@ class Engine(EngineRank):
 
     kv_connector: KvConnector | None = None
     """Moves KV between this engine and others, if it was started with one."""
+
+    adapters: LoraAdapters | None = None
+    """The LoRA adapters, if the engine was started for them."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:

@@ -5,7 +5,7 @@ Token ids are packed as little-endian u32, 4 bytes a token (`array('I')`, `numpy
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -136,7 +136,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     - `itl_slo_ms`: the gap between tokens above which the worker counts a gap as slow; 0: it does
       not count.
     - `group`: the other choices of the same prompt. None on the wire and for a single choice.
-    - `adapter`: name of the LoRA adapter, "" for the model itself.
+    - `adapter`: a key of `EngineInfo.adapters`, "" for the model itself.
     - `structured`: the form of the answer, None for any.
     - `kv`: what `Finish.kv` of another engine said, which holds the KV of the prompt. Opaque.
     - `extra`: parameters of the engine itself, by its names.
@@ -234,17 +234,16 @@ Feature = Literal[
     "logit_bias",
     "structured",
     "thinking_budget",
+    "whitespace",
     "calls",
     "adapters",
     "extra",
     "text",
 ]
-"""A property of an engine that a request may need. "calls": grammars of tool calls. "extra",
-"text": that field of `GenerateRequest`."""
+"""A property of an engine that a request may need. "whitespace": a pattern for white space in JSON.
+"calls": grammars of tool calls. "extra", "text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
-GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "thinking_budget", "calls")
-"""Further features of these engines if they know the model's tokenizer."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -254,7 +253,8 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     each computes its own steps. `roles`: a worker without decode only computes prompts for others,
     a worker without prefill only its own. `prefix_caching`: prompts reuse the blocks of other
     prompts. `kv_events`: the engine tells its cached blocks; otherwise routers predict them.
-    `features`: what requests may need; others get no request that needs it.
+    `features`: what requests may need; others get no request that needs it. `adapters`: the path of
+    each loaded LoRA adapter by `core.adapters.adapter_id`.
     """
 
     engine: str
@@ -269,30 +269,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_caching: bool = True
     kv_events: bool = True
     features: tuple[str, ...] = OWN_FEATURES
-
-
-def required_features(request: GenerateRequest) -> Sequence[Feature]:
-    """Return the features without which an engine cannot answer the request."""
-    required: list[Feature] = []
-    if request.top_logprobs is not None:
-        required.append("logprobs")
-    if request.prompt_logprobs is not None:
-        required.append("prompt_logprobs")
-    if request.sampling.logit_bias:
-        required.append("logit_bias")
-    form = request.structured
-    if form is not None:
-        if form.reasoning_limit is not None and not form.soft_limit:
-            required.append("thinking_budget")
-        if form.kind != "text" and not form.optional:
-            required.append("calls" if form.kind == "calls" else "structured")
-    if request.adapter:
-        required.append("adapters")
-    if request.extra:
-        required.append("extra")
-    if request.text is not None:
-        required.append("text")
-    return required
+    adapters: dict[str, str] = {}
 
 
 class EngineTotals(msgspec.Struct):

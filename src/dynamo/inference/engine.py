@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from dynamo.core.context import Context
 from dynamo.core.errors import Unsupported, WorkerFailed
+from dynamo.core.features import GRAMMAR_FEATURES
 from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
-    GRAMMAR_FEATURES,
     EngineInfo,
     EngineTotals,
     GenerateRequest,

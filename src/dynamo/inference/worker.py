@@ -8,31 +8,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
+from dynamo.core.adapters import ADAPTERS_ENDPOINT
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
+from dynamo.core.features import required_features
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine, EngineRank, SendRequest
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import (
-    ROLES_BY_NAME,
-    BlocksCleared,
-    EngineInfo,
-    KvEvent,
-    required_features,
-    worker_role,
-)
+from dynamo.core.values import ROLES_BY_NAME, BlocksCleared, EngineInfo, KvEvent, worker_role
 from dynamo.inference.data_parallel import batched_engines
 from dynamo.inference.disaggregation.connector_prefill import ConnectorPrefill
 from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
+from dynamo.inference.engines.adapter_endpoint import AdapterEndpoint, load_peer_adapters
 from dynamo.inference.engines.arguments import ENGINES_WITH_CONNECTORS, check_role
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
 from dynamo.inference.load_publisher import LoadPublisher
@@ -132,6 +128,9 @@ class EngineWorker:
         add(generate)
         self._prefill.withdraw_after(generate)
         add(await endpoint("set_role").serve(self._set_role))
+        if self._engine.adapters is not None:
+            adapters = AdapterEndpoint(self._engine.adapters, self._announce_adapters)
+            add(await endpoint(ADAPTERS_ENDPOINT).serve(adapters.handle))
         add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
         add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
         control = KvControl(self._own_engines, runtime.clock)
@@ -151,7 +150,13 @@ class EngineWorker:
         if problem:
             log.warning("KV blocks are predicted", extra={"fields": {"reason": problem}})
         kv_events = info.kv_events and sends_events and not problem
-        return msgspec.structs.replace(info, roles=roles, kv_events=kv_events)
+        info = msgspec.structs.replace(info, roles=roles, kv_events=kv_events)
+        adapters = self._engine.adapters
+        if adapters is None:
+            return info
+        cards_prefix = self._discovery_key().removesuffix(self._runtime.instance_id)
+        await load_peer_adapters(adapters, self._runtime, cards_prefix)
+        return msgspec.structs.replace(info, adapters=dict(adapters.paths))
 
     async def _open_prefill(self, component: Component) -> None:
         connector = self._engine.kv_connector
@@ -224,17 +229,25 @@ class EngineWorker:
                 hint="start it with the role prefill or decode, which may be changed later",
             )
         self._prefill.set_roles(roles)
+        await self._announce_engine(roles=roles)
+        await self._runtime.set_role(worker_role(name))
+        outgoing.send(payload)
+
+    async def _announce_adapters(self) -> None:
+        assert self._engine.adapters is not None  # noqa: S101 - the engine has the endpoint
+        await self._announce_engine(adapters=dict(self._engine.adapters.paths))
+
+    async def _announce_engine(self, **changes: Any) -> None:
+        """Change fields of `EngineInfo` in every record that has them."""
         info = self._card.engine
         self._card = msgspec.structs.replace(
-            self._card, engine=info and msgspec.structs.replace(info, roles=roles)
+            self._card, engine=info and msgspec.structs.replace(info, **changes)
         )
         change = {"engine": msgspec.to_builtins(self._card.engine)}
         for served in self._endpoints:
             if served.capabilities.keys() >= change.keys():
                 await served.announce(change)
         await self._runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
-        await self._runtime.set_role(worker_role(name))
-        outgoing.send(payload)
 
     async def _dump_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Send the content of the prefix cache as payloads of `kv_events`."""

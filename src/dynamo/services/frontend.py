@@ -14,6 +14,7 @@ from dynamo.application.responses.store import ResponseStore
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.adapters import AdapterOrders
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.processor import ProcessorEndpoints
@@ -84,6 +85,9 @@ class FrontendService:
             routing=queries,
             share_cache=runtime.settings.engine.share_cache,
             response_store=_response_store(runtime),
+            adapter_orders=(
+                AdapterOrders(runtime, gateway) if runtime.settings.engine.lora_updates else None
+            ),
         )
         runtime.add_shutdown_hook(application.close)
         runtime.on_settings_change(lambda settings: application.update_settings(settings.server))

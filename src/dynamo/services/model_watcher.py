@@ -23,6 +23,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.scheduling.processor import ChatProcessor, TextProcessor
 from dynamo.scheduling.router.roles import only_decodes
+from dynamo.services.adapters import served_adapters
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
 from dynamo.services.routing import ProcessRouting
@@ -200,6 +201,8 @@ class ModelWatcher:
         if pipeline.client.instances:
             if name not in self._gateway.models:
                 self._gateway.add(served)
+            adapters = served_adapters(served, pipeline.client.instances.values())
+            self._gateway.set_adapters(name, adapters)
             health.set_healthy(name)
             return
         reason = self._unreachable_reason(name)

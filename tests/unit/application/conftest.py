@@ -169,14 +169,27 @@ Open = Callable[..., Awaitable[Site]]
 async def open_site() -> AsyncIterator[Open]:
     """`site = await open_site(**server_settings)` serves the model "words", alias "spoken".
 
-    `metrics_source` stands for the metrics of other processes.
+    `metrics_source` stands for the metrics of other processes, `adapter_orders` for the workers.
     """
     running: list[tuple[HttpServer, Application]] = []
 
-    async def start(*, empty: bool = False, metrics_source: Any = None, **settings: Any) -> Site:
+    async def start(
+        *,
+        empty: bool = False,
+        metrics_source: Any = None,
+        adapter_orders: Any = None,
+        **settings: Any,
+    ) -> Site:
         server = ServerSettings(**settings)
         clock, gateway, registry = SystemClock(), Gateway(), Registry()
-        application = Application(server, gateway, clock, registry, metrics_source=metrics_source)
+        application = Application(
+            server,
+            gateway,
+            clock,
+            registry,
+            metrics_source=metrics_source,
+            adapter_orders=adapter_orders,
+        )
         http = HttpServer(
             application.handle,
             HttpLimits.from_settings(server),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine import EngineAnswer
+from dynamo.inference.external.startup import without_collections
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
@@ -232,3 +234,15 @@ async def test_kv_is_released_where_vllm_can() -> None:
         connector.release(kv)
         await tasks.join()
     assert released == [("released-a", {"remote_request_id": "a"})]
+
+
+def test_collections_leave_what_an_engine_has_created_alone() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with without_collections():
+            assert not gc.isenabled()
+            created = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= frozen + len(created)
+    finally:
+        gc.unfreeze()

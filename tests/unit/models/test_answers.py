@@ -25,9 +25,10 @@ from tests.support.recorded_outputs import (
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.fast_path import FastPath, TextTable
+from dynamo.core.features import required_features
 from dynamo.core.reply import Reply
 from dynamo.core.text import TextOptions
-from dynamo.core.values import Finish, GenerateRequest, Started, required_features
+from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.models.answers.families import FAMILIES, find_family, make_format
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.answers.scanner import marker_set

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -18,14 +19,9 @@ from tests.unit.scheduling.test_router import (
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers, Unsupported
+from dynamo.core.features import required_features
 from dynamo.core.reply import Reply
-from dynamo.core.values import (
-    GenerateRequest,
-    RequestGroup,
-    SamplingParams,
-    StructuredOutput,
-    required_features,
-)
+from dynamo.core.values import GenerateRequest, RequestGroup, SamplingParams, StructuredOutput
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router import BasicPolicy, WorkerRouter
@@ -46,7 +42,9 @@ async def serve(runtime: DistributedRuntime, features: Sequence[str] | None) -> 
     async def generate(payload: bytes, out: ResponseWriter) -> None:
         out.send(payload)
 
-    engine = {} if features is None else {"features": list(features)}
+    engine: dict[str, Any] = {} if features is None else {"features": list(features)}
+    if "adapters" in engine.get("features", ()):
+        engine["adapters"] = {"poet": "/adapters/poet"}
     path = ENDPOINT.split(".")
     endpoint = runtime.namespace(path[0]).component(path[1]).endpoint(path[2])
     await endpoint.serve(generate, capabilities={"engine": engine})

@@ -106,6 +106,17 @@ class EngineSettings(SettingsSection, frozen=True):
         "arguments of the engine by the engine's own names, passed on as they are",
         flag="--engine-arg",
     )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters that each worker loads at its start: NAME=FOLDER",
+        flag="--lora-modules",
+    )
+    lora_updates: bool = setting(
+        False,
+        "load and unload LoRA adapters while serving, by POST /v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter",
+        flag="--allow-lora-updates",
+    )
     urls: tuple[str, ...] = setting(
         (),
         "servers with an OpenAI API, for engine openai: each is one worker; `out=openai URL..` "

@@ -87,10 +87,20 @@ def _of_all_slots(settings: Settings, context_tokens: int) -> int:
     return context_tokens * (settings.engine.max_num_seqs or LLAMACPP_SLOTS)
 
 
+def _yes(settings: Settings, value: Any) -> bool:
+    del settings, value
+    return True
+
+
 _SQUEEZELLM = {
     "squeezellm": "no engine loads these weights any more: use an awq or gptq version of the model"
 }
 _KV_BYTES_HINT = "set engine.gpu_memory_utilization or engine.num_blocks"
+
+_NO_LORA: Mapping[str, Row] = {
+    "engine.lora_modules": RefusedSetting("use --engine.kind vllm"),
+    "engine.lora_updates": IgnoredSetting("only vllm loads LoRA adapters"),
+}
 
 VLLM: Mapping[str, Row] = {
     "model.context_tokens": PassedSetting("max_model_len"),
@@ -106,6 +116,8 @@ VLLM: Mapping[str, Row] = {
     "engine.prefix_caching": PassedSetting("enable_prefix_caching"),
     "engine.kv_cache_dtype": PassedSetting("kv_cache_dtype", {"fp16": "float16"}),
     "engine.quantization": PassedSetting("quantization", refused=_SQUEEZELLM),
+    "engine.lora_modules": PassedSetting("enable_lora", convert=_yes),
+    "engine.lora_updates": PassedSetting("enable_lora", convert=_yes),
     "engine.swap_space": IgnoredSetting(
         "vLLM computes a swapped sequence anew; --engine-arg kv_offloading_size=GIB keeps KV "
         "blocks in host memory"
@@ -114,6 +126,7 @@ VLLM: Mapping[str, Row] = {
 """Arguments of `AsyncEngineArgs`."""
 
 SGLANG: Mapping[str, Row] = {
+    **_NO_LORA,
     "model.context_tokens": PassedSetting("context_length"),
     "engine.tensor_parallel_size": PassedSetting("tp_size"),
     "engine.pipeline_parallel_size": PassedSetting("pp_size"),
@@ -139,6 +152,7 @@ SGLANG: Mapping[str, Row] = {
 """Arguments of `ServerArgs`."""
 
 TRTLLM: Mapping[str, Row] = {
+    **_NO_LORA,
     "model.context_tokens": PassedSetting("max_seq_len"),
     "engine.tensor_parallel_size": PassedSetting("tensor_parallel_size"),
     "engine.pipeline_parallel_size": PassedSetting("pipeline_parallel_size"),
@@ -162,6 +176,7 @@ TRTLLM: Mapping[str, Row] = {
 """Arguments of `LLM`."""
 
 LLAMACPP: Mapping[str, Row] = {
+    **_NO_LORA,
     "model.context_tokens": PassedSetting("n_ctx", convert=_of_all_slots),
     "engine.tensor_parallel_size": IgnoredSetting(
         "llama.cpp spreads a model over its devices by itself"
@@ -190,6 +205,7 @@ LLAMACPP: Mapping[str, Row] = {
 
 _ON_CPU = IgnoredSetting("this engine computes on the CPU, in one process")
 OWN: Mapping[str, Row] = {
+    **_NO_LORA,
     "engine.tensor_parallel_size": _ON_CPU,
     "engine.pipeline_parallel_size": _ON_CPU,
     "engine.device_ids": _ON_CPU,
@@ -203,6 +219,7 @@ OWN: Mapping[str, Row] = {
 _AT_THE_SERVER = IgnoredSetting("set it where the server is started")
 OPENAI: Mapping[str, Row] = {
     **dict.fromkeys(OWN, _AT_THE_SERVER),
+    **_NO_LORA,
     "engine.num_blocks": _AT_THE_SERVER,
     "engine.max_num_batched_tokens": _AT_THE_SERVER,
 }

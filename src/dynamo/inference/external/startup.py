@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Let the garbage collector leave alone what is created in the `with` statement, for ever.
+
+    An engine's packages are a million objects. A full collection walks them for a second, and
+    several on busy cores, while it holds the GIL: the event loop answers nothing, and the
+    supervisor takes the process for hung.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager
@@ -20,7 +37,7 @@ def starting(title: str, logger: str, processes: EngineProcesses) -> Iterator[No
     output = EngineOutput(f"dynamo.engines.{logger}")
     output.open()
     try:
-        with processes.starting():
+        with without_collections(), processes.starting():
             yield
     except DynamoError:
         raise

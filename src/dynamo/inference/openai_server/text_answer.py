@@ -32,7 +32,7 @@ from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, Usage
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
-TEXT_FEATURES: tuple[Feature, ...] = ("logprobs", "structured", "text")
+TEXT_FEATURES: tuple[Feature, ...] = ("logprobs", "structured", "whitespace", "text")
 OPENAI_NAMES = frozenset(
     {
         *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"),
@@ -171,9 +171,9 @@ def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
     """Return the field that gives an answer its form. Raises `Unsupported`."""
     name, value = structured.kind, structured.value
     pattern = structured.whitespace_pattern
-    if pattern and kind not in {"vllm", "dynamo"}:
+    if pattern and kind != "dynamo":  # vLLM reads it and does not obey it
         raise Unsupported(
-            "structured_outputs.whitespace_pattern: the model's server does not know it",
+            "structured_outputs.whitespace_pattern: the model's server does not obey it",
             hint="leave whitespace_pattern out",
             param="structured_outputs",
         )

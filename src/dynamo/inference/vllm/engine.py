@@ -13,6 +13,7 @@ from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateReques
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
 from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
+from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
     VllmKvConnector,
@@ -32,11 +33,6 @@ CORE_DIED = "the engine core of vLLM has died"
 CORE_HANGS = f"the engine core of vLLM has requests and made no step for {HUNG_S:g} s"
 
 
-def _bounds_reasoning(config: Any) -> bool:
-    """Return whether vLLM knows the markers of the model's reasoning (`reasoning_config`)."""
-    return bool(getattr(getattr(config, "reasoning_config", None), "enabled", False))
-
-
 class VllmEngine(ExternalEngine):
     """Sends token ids to AsyncLLM and passes its token ids on; nothing is decoded here."""
 
@@ -48,6 +44,7 @@ class VllmEngine(ExternalEngine):
         super().__init__(inputs)
         self._llm: Any = None
         self.kv_connector: VllmKvConnector | None = None
+        self.adapters: VllmAdapters | None = None
         self._translator: RequestTranslator
 
     async def open_engine(self) -> EngineInfo:
@@ -55,6 +52,8 @@ class VllmEngine(ExternalEngine):
         size = arguments.get("data_parallel_size", 1)
         self._open_ranks(arguments, size)
         settings, environment = self.inputs.settings, dict[str, str]()
+        modules = settings.engine.lora_modules
+        await asyncio.to_thread(check_lora_modules, modules)
         if settings.engine.role != "both":
             self.kv_connector = VllmKvConnector(self.generate, self.tasks)
             arguments["kv_transfer_config"] = dict(CONNECTOR_CONFIG)
@@ -64,6 +63,9 @@ class VllmEngine(ExternalEngine):
             start_llm, path, arguments, self.processes, record, environment
         )
         self._translator = RequestTranslator()
+        if arguments.get("enable_lora"):
+            self.adapters = adapters = VllmAdapters()
+            await adapters.start(self._llm, modules)
         if self.kv_connector is not None:
             self.kv_connector.on_started(self._llm)
         self.tasks.start(self._watch_health(), "health of vLLM")
@@ -117,7 +119,16 @@ class VllmEngine(ExternalEngine):
             data_parallel=ranks,
             prefix_caching=bool(cache.enable_prefix_caching),
             kv_events=bool(cache.enable_prefix_caching),
-            features=(*FEATURES, "thinking_budget") if _bounds_reasoning(config) else FEATURES,
+            features=self._features(config),
+        )
+
+    def _features(self, config: Any) -> tuple[Feature, ...]:
+        """Return what this vLLM can do with its settings."""
+        reasoning = getattr(getattr(config, "reasoning_config", None), "enabled", False)
+        return (
+            *FEATURES,
+            *(("thinking_budget",) if reasoning else ()),  # vLLM knows the model's markers
+            *(() if self.adapters is None else ("adapters",)),
         )
 
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
@@ -172,6 +183,8 @@ class VllmEngine(ExternalEngine):
             options["priority"] = -request.priority  # vLLM computes the lowest first
         if len(self.ranks) > 1:
             options["data_parallel_rank"] = rank
+        if request.adapter and self.adapters is not None:
+            options["lora_request"] = self.adapters.find(request.adapter)
         if "traceparent" in context.metadata:
             options["trace_headers"] = {"traceparent": context.metadata["traceparent"]}
         return options

@@ -12,6 +12,7 @@ from typing import Any
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.external.startup import without_collections
 from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
 
 ENVIRONMENT = {
@@ -63,14 +64,15 @@ def start_llm(
     output = EngineOutput("dynamo.engines.vllm")
     output.open()
     try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with without_collections():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        with processes.starting():
-            config = AsyncEngineArgs(model=str(model), **arguments).create_engine_config()
-            return AsyncLLM.from_vllm_config(
-                config, stat_loggers=[_logger_factory(record)], disable_log_stats=True
-            )
+            with processes.starting():
+                config = AsyncEngineArgs(model=str(model), **arguments).create_engine_config()
+                return AsyncLLM.from_vllm_config(
+                    config, stat_loggers=[_logger_factory(record)], disable_log_stats=True
+                )
     except DynamoError:
         raise
     except TypeError as error:

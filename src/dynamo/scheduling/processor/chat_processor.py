@@ -12,13 +12,13 @@ from dynamo.core.clock import Clock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
+from dynamo.core.features import GRAMMAR_FEATURES
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply, SendRequest
 from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
 from dynamo.core.values import (
-    GRAMMAR_FEATURES,
     Finish,
     GenerateRequest,
     RequestGroup,
@@ -243,9 +243,8 @@ class ChatProcessor:
     ) -> Awaitable[None]:
         stop_ids = options.stop_token_ids
         if not options.ignore_eos:
-            stop_ids = self._eos_token_ids + stop_ids
-            if make_reader is not None:
-                stop_ids = tuple(dict.fromkeys((*stop_ids, *self._answers.stop_token_ids)))
+            further = () if make_reader is None else self._answers.stop_token_ids
+            stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *stop_ids, *further)))
         request = GenerateRequest(
             request_id=context.request_id,
             model=self._model,
@@ -257,6 +256,7 @@ class ChatProcessor:
             salt=options.salt,
             priority=options.priority,
             structured=options.structured,
+            adapter=options.adapter,
         )
         strings = (*options.stop, *self._default_stop_strings)
         stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None

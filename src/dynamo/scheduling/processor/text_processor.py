@@ -215,6 +215,7 @@ class TextProcessor:
             salt=options.salt,
             priority=options.priority,
             structured=options.structured,
+            adapter=options.adapter,
             text=parameters,
         )
         if options.n == 1:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from dynamo.core.errors import Unsupported
-from dynamo.core.values import OWN_FEATURES, Feature
+from dynamo.core.values import OWN_FEATURES
 from dynamo.runtime.calls.instances import Instance
 
-PARAMETERS: dict[Feature, str] = {
+PARAMETERS: dict[str, str] = {
     "logprobs": "logprobs",
     "prompt_logprobs": "prompt_logprobs",
     "logit_bias": "logit_bias",
     "structured": "response_format",
     "thinking_budget": "thinking_token_budget",
+    "whitespace": "structured_outputs.whitespace_pattern",
     "calls": "tool_choice",
     "adapters": "model",
     "extra": "extra",
@@ -28,13 +29,13 @@ class FeatureFilter:
 
     def __init__(self) -> None:
         self._instances: Mapping[str, Instance] = {}
-        self._unable: dict[tuple[Feature, ...], frozenset[str]] = {}
+        self._unable: dict[tuple[str, ...], frozenset[str]] = {}
 
     def workers_without(
-        self, instances: Mapping[str, Instance], required: Sequence[Feature]
+        self, instances: Mapping[str, Instance], required: Sequence[str]
     ) -> frozenset[str]:
-        """Return the ids of instances whose engine lacks a feature. Raises `Unsupported` if all
-        do."""
+        """Return the ids of instances whose engine lacks a feature, or an adapter whose id is among
+        the features. Raises `Unsupported` if all do."""
         if instances is not self._instances:
             self._instances = instances
             self._unable.clear()
@@ -52,20 +53,29 @@ class FeatureFilter:
 
 
 def instance_features(instance: Instance) -> Sequence[str]:
-    """Return the features that the instance's engine announces."""
+    """Return the features that the instance's engine announces, and the ids of its adapters."""
     capability = instance.capabilities.get("engine")
     features = capability.get("features") if isinstance(capability, dict) else None
-    return OWN_FEATURES if features is None else features
+    if features is None:
+        return OWN_FEATURES
+    return [*features, *instance_adapters(instance)]
 
 
-def _unsupported(instances: Iterable[Instance], required: Sequence[Feature]) -> Unsupported:
+def instance_adapters(instance: Instance) -> Mapping[str, str]:
+    """Return the path of each LoRA adapter that the instance announces, by its id."""
+    capability = instance.capabilities.get("engine")
+    adapters = capability.get("adapters") if isinstance(capability, dict) else None
+    return adapters if isinstance(adapters, dict) else {}
+
+
+def _unsupported(instances: Iterable[Instance], required: Sequence[str]) -> Unsupported:
     """Return the error for a request that no instance can answer. Its message names the features
     that no engine has, or all if only their combination is missing."""
     known = {feature for instance in instances for feature in instance_features(instance)}
     missing = [feature for feature in required if feature not in known] or required
-    names = ", ".join(missing)
+    names, param = ", ".join(missing), PARAMETERS.get(missing[0], "model")
     return Unsupported(
         f"no worker of this model supports: {names}",
-        hint=f"leave {PARAMETERS[missing[0]]} out, or start a worker whose engine supports it",
-        param=PARAMETERS[missing[0]],
+        hint=f"leave {param} out, or start a worker whose engine supports it",
+        param=param,
     )

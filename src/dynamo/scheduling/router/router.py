@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, InternalError, Unsupported
+from dynamo.core.features import required_features
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
-from dynamo.core.values import GenerateRequest, required_features
+from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import (
@@ -125,9 +126,10 @@ class WorkerRouter:
         if self._client is None:
             return frozenset()
         try:
-            return self._feature_filter.workers_without(
-                self._client.instances, required_features(request)
-            )
+            required: Sequence[str] = required_features(request)
+            if request.adapter:
+                required = (*required, request.adapter)
+            return self._feature_filter.workers_without(self._client.instances, required)
         except Unsupported:
             if context.attempt:
                 raise no_workers_error(self._client) from None

@@ -1,0 +1,80 @@
+"""The routes that load and unload LoRA adapters, with vLLM's names and bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.openai.body import decode_body
+from dynamo.application.routes import Route
+from dynamo.core.adapters import AdapterOrder
+from dynamo.core.errors import Forbidden, InvalidRequest
+
+TEXT_CONTENT_TYPE = ("content-type", "text/plain; charset=utf-8")
+
+
+class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /v1/load_lora_adapter. `lora_path`: a folder on the hosts of the workers."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+_load_decoder = msgspec.json.Decoder(LoadBody)
+_unload_decoder = msgspec.json.Decoder(UnloadBody)
+
+
+class OrderSender(Protocol):
+    """Sends orders to workers: `services.adapters.AdapterOrders`."""
+
+    async def execute(self, order: AdapterOrder) -> None: ...
+
+
+class AdaptersHandler:
+    """Loads and unloads adapters on all workers. `orders` is None where clients may not."""
+
+    def __init__(self, orders: OrderSender | None) -> None:
+        self._orders = orders
+
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        """Return the routes by path and method."""
+        return {
+            "/v1/load_lora_adapter": {"POST": self.load},
+            "/v1/unload_lora_adapter": {"POST": self.unload},
+        }
+
+    async def load(self, exchange: Exchange) -> None:
+        """POST /v1/load_lora_adapter."""
+        body = decode_body(_load_decoder, exchange.request)
+        if not body.lora_name or not body.lora_path:
+            raise InvalidRequest("lora_name and lora_path must not be empty", param="lora_name")
+        await self._execute(AdapterOrder(body.lora_name, body.lora_path, body.load_inplace))
+        _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, exchange: Exchange) -> None:
+        """POST /v1/unload_lora_adapter."""
+        body = decode_body(_unload_decoder, exchange.request)
+        await self._execute(AdapterOrder(body.lora_name))
+        _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _execute(self, order: AdapterOrder) -> None:
+        if self._orders is None:
+            raise Forbidden(
+                "LoRA adapters cannot be loaded or unloaded here",
+                hint="start with --allow-lora-updates; workers then read any folder they are told",
+            )
+        await self._orders.execute(order)
+
+
+def _send_text(exchange: Exchange, text: str) -> None:
+    exchange.response.send(200, (TEXT_CONTENT_TYPE, *exchange.headers), text.encode())

@@ -1,0 +1,41 @@
+"""Ids of LoRA adapters, and the orders to load and unload them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.core.errors import DECODE_ERRORS, ProtocolError
+
+ADAPTERS_ENDPOINT = "adapters"
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The order to load the adapter in the folder `path` under a name, or to unload it if `path` is
+    empty. `replace`: instead of another adapter of this name."""
+
+    name: str
+    path: str = ""
+    replace: bool = False
+
+
+encode_order = msgspec.msgpack.Encoder().encode
+_decode_order = msgspec.msgpack.Decoder(AdapterOrder).decode
+
+
+def decode_order(payload: bytes) -> AdapterOrder:
+    """Return the order in a payload. Raises `ProtocolError`."""
+    try:
+        return _decode_order(payload)
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"not an order for an adapter: {error}") from error
+
+
+def adapter_id(name: str, digest: str) -> str:
+    """Return the id of a LoRA adapter: its name and a digest of its files. An adapter that is
+    loaded again with other weights has another id."""
+    return f"{name}@{digest}"
+
+
+def adapter_name(adapter: str) -> str:
+    """Return the name in an adapter's id."""
+    return adapter.rpartition("@")[0]

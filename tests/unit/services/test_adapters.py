@@ -1,0 +1,191 @@
+"""LoRA adapters from the order of a frontend to the workers that have them, over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from tests.support.fake_lora import FakeLoraLlm, install_lora, write_adapter
+
+from dynamo.application import Gateway, ServedModel
+from dynamo.core.adapters import AdapterOrder
+from dynamo.core.context import Context
+from dynamo.core.errors import InvalidRequest, ModelNotFound, NotFound, Unsupported
+from dynamo.core.reply import Reply
+from dynamo.core.settings import Settings
+from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TextReply
+from dynamo.core.values import EngineInfo, GenerateRequest, Started
+from dynamo.inference.echo import EchoEngine
+from dynamo.inference.vllm.adapters import VllmAdapters
+from dynamo.inference.worker import EngineWorker
+from dynamo.models.card import ModelCard
+from dynamo.models.file_cache import FileRef
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.adapters import AdapterOrders
+from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.routing import ProcessRouting
+
+
+class AdaptedEngine(EchoEngine):
+    """Echoes, and records its requests. With `adapters` as vLLM has them."""
+
+    def __init__(self, *, with_adapters: bool) -> None:
+        super().__init__(context_tokens=4096, vocab_size=1000)
+        self.adapters = VllmAdapters() if with_adapters else None
+        self.requests: list[GenerateRequest] = []
+
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        if self.adapters is None:
+            return info
+        await self.adapters.start(FakeLoraLlm(), ())
+        return replace(info, features=("adapters",))
+
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        if request.adapter:
+            assert self.adapters is not None
+            self.adapters.find(request.adapter)
+        self.requests.append(request)
+        await super().generate(request, context, reply)
+
+
+class Deployment:
+    """Processes that share a discovery folder. Workers serve the model `tiny`."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+        self.processes: list[DistributedRuntime] = []
+        self.gateway = Gateway()
+
+    async def open_process(self) -> DistributedRuntime:
+        settings = Settings()
+        runtime = replace(settings.runtime, discovery=f"file:{self._folder}")
+        self.processes.append(
+            process := await DistributedRuntime.create(replace(settings, runtime=runtime))
+        )
+        return process
+
+    async def start_frontend(self) -> AdapterOrders:
+        runtime = await self.open_process()
+        ModelWatcher(runtime, self.gateway, ProcessRouting(runtime)).start()
+        return AdapterOrders(runtime, self.gateway)
+
+    async def start_worker(self, *, with_adapters: bool = True) -> AdaptedEngine:
+        path = self._model / "tokenizer.json"
+        data = path.read_bytes()
+        file = FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data), str(path))
+        card = ModelCard(names=("tiny",), context_tokens=4096, vocab_size=1000, tokenizer=file)
+        engine = AdaptedEngine(with_adapters=with_adapters)
+        await EngineWorker(engine, card).attach(await self.open_process())
+        return engine
+
+    async def complete(self, model: str, count: int = 1) -> None:
+        _, served = self.gateway.find(model)
+        for number in range(count):
+            request = CompletionRequest(model, "the lazy dog", TextOptions(max_tokens=2))
+            await served.processor.complete(request, Context(f"{model}-{number}"), IgnoredReply())
+
+
+class IgnoredReply(TextReply):
+    """Reads an answer and drops it."""
+
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        pass
+
+    def begin(self, choice: int, started: Started) -> None:
+        pass
+
+    def text(self, choice: int, delta: str, logprobs: object = None) -> bool:
+        return True
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        pass
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def deployment(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Deployment]:
+    install_lora(monkeypatch)
+    deployment = Deployment(tmp_path / "discovery", tiny_model)
+    yield deployment
+    for process in deployment.processes:
+        await process.shutdown(0)
+
+
+def adapters_of(gateway: Gateway) -> dict[str, ServedModel]:
+    return {name: model for name, model in gateway.models.items() if model.parent}
+
+
+async def test_requests_that_name_an_adapter_go_to_workers_that_have_it(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    without = await deployment.start_worker(with_adapters=False)
+    engines = [await deployment.start_worker() for _ in range(2)]
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    path = write_adapter(tmp_path / "sql")
+
+    await orders.execute(AdapterOrder("sql", path))
+
+    served = adapters_of(deployment.gateway)["sql"]
+    assert (served.names, served.parent, served.root) == (("sql",), "tiny", path)
+    await deployment.complete("sql", 6)
+    assert without.requests == []
+    sent = [request for engine in engines for request in engine.requests]
+    assert {request.adapter for request in sent} == set(engines[0].adapters.paths)
+    assert len(sent) == 6
+    await deployment.complete("tiny", 6)
+    own = next(request for request in without.requests + engines[0].requests if not request.adapter)
+    assert (own.adapter, own.salt) == ("", "")
+    assert {request.salt for request in sent}.isdisjoint({""})
+    assert deployment.gateway.find("default")[0] == "tiny"
+
+
+async def test_a_worker_that_comes_later_has_the_adapters_of_the_others(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    first = await deployment.start_worker()
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+
+    second = await deployment.start_worker()
+
+    assert second.adapters.paths == first.adapters.paths != {}
+
+
+async def test_an_unloaded_adapter_is_an_unknown_model(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    await deployment.start_worker()
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+    await orders.execute(AdapterOrder("sql"))
+    with pytest.raises(ModelNotFound, match="there is no model 'sql'"):
+        deployment.gateway.find("sql")
+    with pytest.raises(NotFound, match="no LoRA adapter 'sql'"):
+        await orders.execute(AdapterOrder("sql"))
+    with pytest.raises(InvalidRequest, match="is no LoRA adapter"):
+        await orders.execute(AdapterOrder("sql", str(tmp_path)))
+    with pytest.raises(InvalidRequest, match="name of a model"):
+        await orders.execute(AdapterOrder("tiny", "/x"))
+
+
+async def test_orders_need_a_worker_that_can_have_adapters(deployment: Deployment) -> None:
+    await deployment.start_worker(with_adapters=False)
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    with pytest.raises(Unsupported, match="no worker here has LoRA adapters"):
+        await orders.execute(AdapterOrder("sql", "/x"))
