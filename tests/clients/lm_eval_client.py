@@ -60,7 +60,7 @@ def generate() -> None:
         "output_type": "generate_until",
         "doc_to_target": "{{cities[label]}}",
         "generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 8},
-        "metric_list": [{"metric": "contains"}],
+        "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
         "process_results": lambda doc, answers: {
             "contains": float(doc["cities"][doc["label"]] in answers[0])
         },
