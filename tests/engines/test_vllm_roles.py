@@ -16,6 +16,7 @@ from tests.conftest import Deployment, until
 from tests.engines.test_vllm_serving import MAX_TOKENS, READY_S, chat, environ, flags
 
 PROMPTS = 20
+FALLBACKS = "dynamo_worker_prefill_fallbacks_total"
 __all__ = ["environ"]  # a fixture
 
 
@@ -54,15 +55,31 @@ def check_answers(deployment: Deployment, count: int) -> None:
             assert case["text"].startswith(text)
 
 
+def ask_with_new_prompt(deployment: Deployment) -> None:
+    """Ask for an answer to a prompt that no worker has seen."""
+    prompt = "Repeat after me: " + "the green bird sings at night, " * 8
+    body = {"model": "default", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    status, answer = deployment.post("/v1/completions", body)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 def test_prompts_come_from_the_prefill_worker(deployment: Deployment) -> None:
     check_answers(deployment, PROMPTS)
     chosen = read_counter(deployment, "frontend", "dynamo_router_remote_prefills_total")
-    failed = read_counter(deployment, "decode_worker", "dynamo_worker_prefill_fallbacks_total")
+    failed = read_counter(deployment, "decode_worker", FALLBACKS)
     assert chosen >= len(oracle()[:PROMPTS])
     assert failed < chosen / 2, deployment.log.read_text()[-5000:]
 
 
-def test_a_killed_prefill_worker_fails_no_request(deployment: Deployment) -> None:
+def test_a_prefill_worker_that_hangs_and_dies_fails_no_request(deployment: Deployment) -> None:
+    """Stop the prefill worker, whose prompt the decode worker then computes, and kill it."""
     (worker,) = (p for p in deployment.processes() if p["role"] == "prefill_worker")
-    os.kill(worker["pid"], signal.SIGKILL)
+    fallbacks = read_counter(deployment, "decode_worker", FALLBACKS)
+    os.kill(worker["pid"], signal.SIGSTOP)
+    try:
+        ask_with_new_prompt(deployment)
+    finally:
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert read_counter(deployment, "decode_worker", FALLBACKS) > fallbacks
     check_answers(deployment, 3)

@@ -20,7 +20,7 @@ def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list
     """
     from dynamo.core.plugins import ENGINES
     from dynamo.inference.engines.arguments import (
-        check_role,
+        check_roles,
         engine_arguments,
         explain_arguments,
     )
@@ -30,7 +30,7 @@ def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list
     for settings in parts:
         ENGINES.check(settings.engine.kind)
         try:
-            check_role(settings.engine.kind, settings.engine.role)
+            check_roles(settings)
             engine_arguments(settings)
         except ConfigError as error:
             origin = origins.get(error.param or "", DEFAULT_ORIGIN)

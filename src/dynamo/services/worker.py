@@ -13,7 +13,7 @@ from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference import worker as inference_worker
 from dynamo.inference.embedding.server import EmbeddingServer
 from dynamo.inference.engine_registry import EngineInputs, open_engine
-from dynamo.inference.engines.arguments import check_role, engine_environment
+from dynamo.inference.engines.arguments import check_roles, engine_environment
 from dynamo.inference.engines.packages import check_engine_package
 from dynamo.inference.native.engine_sizing import available_memory_bytes
 from dynamo.inference.openai_server.factory import open_text_engine
@@ -43,7 +43,7 @@ class WorkerService:
         settings = runtime.settings
         kind = settings.engine.kind
         ENGINES.check(kind)
-        check_role(kind, settings.engine.role)
+        check_roles(settings)
         check_engine_package(kind)
         os.environ.update(engine_environment(settings))
 

@@ -17,9 +17,11 @@ from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engines.arguments import (
     ENGINE_TABLES,
     check_role,
+    check_roles,
     engine_arguments,
     engine_environment,
     explain_arguments,
+    needs_connector,
 )
 from dynamo.inference.engines.packages import (
     ENGINE_PACKAGES,
@@ -223,6 +225,22 @@ def test_roles_of_vllm_need_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.hint == "pip install nixl"
     install_module(monkeypatch, "nixl")
     check_role("vllm", "decode")
+
+
+@pytest.mark.parametrize(("mode", "needed"), [("flexible", True), ("predicted", False)])
+def test_vllm_has_a_connector_where_workers_compute_prompts_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, mode: str, needed: bool
+) -> None:
+    text = f"{{router: {{disaggregation: {{mode: {mode}}}}}, engine: {{kind: %s}}}}"
+    assert needs_connector(read(text % "vllm")) == needed
+    assert not needs_connector(read(text % "native"))
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    check_roles(read(text % "native"))
+    if needed:
+        with pytest.raises(ConfigError, match="needs NIXL for the role flexible"):
+            check_roles(read(text % "vllm"))
+    else:
+        check_roles(read(text % "vllm"))
 
 
 async def test_a_serving_worker_refuses_a_role_that_its_engine_lacks(tmp_path: Path) -> None:

@@ -331,6 +331,21 @@ def _check_structures(kind: str, arguments: Mapping[str, Any]) -> None:
             )
 
 
+def needs_connector(settings: Settings) -> bool:
+    """Whether workers with these settings move KV to each other by a connector of their engine."""
+    if package_kind(settings.engine.kind) not in ENGINES_WITH_CONNECTORS:
+        return False
+    return settings.engine.role != "both" or settings.router.disaggregation.mode == "flexible"
+
+
+def check_roles(settings: Settings) -> None:
+    """Raise `ConfigError` if workers cannot have the role of the settings, or not both roles for
+    each other (`--flexible-workers`)."""
+    role = settings.engine.role
+    flexible = role == "both" and needs_connector(settings)
+    check_role(settings.engine.kind, "flexible" if flexible else role)
+
+
 def check_role(kind: str, role: str) -> None:
     """Raise `ConfigError` for a role that the workers of an engine cannot have."""
     kind = package_kind(kind)

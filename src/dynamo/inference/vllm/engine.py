@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
-from dynamo.inference.engines.arguments import engine_arguments
+from dynamo.inference.engines.arguments import engine_arguments, needs_connector
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
 from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
 from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
@@ -54,7 +54,7 @@ class VllmEngine(ExternalEngine):
         settings, environment = self.inputs.settings, dict[str, str]()
         modules = settings.engine.lora_modules
         await asyncio.to_thread(check_lora_modules, modules)
-        if settings.engine.role != "both":
+        if needs_connector(settings):
             self.kv_connector = VllmKvConnector(self.generate, self.tasks)
             arguments["kv_transfer_config"] = dict(CONNECTOR_CONFIG)
             environment = connector_environment(settings, size)
