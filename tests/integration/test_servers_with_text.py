@@ -93,7 +93,7 @@ async def processor_at(fake: FakeServer) -> AsyncIterator[TextProcessor]:
     engine = OpenAIServerEngine(HttpClient(fake.url, {}, None), None, SystemClock())
     info = await engine.start()
     send: SendRequest = engine.generate
-    assert set(info.features) == {"text", "logprobs", "structured"}
+    assert set(info.features) == {"text", "logprobs", "structured", "whitespace"}
     try:
         yield TextProcessor(card(), send, SamplingSettings())
     finally:
