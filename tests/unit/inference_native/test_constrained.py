@@ -23,7 +23,10 @@ from dynamo.models.grammar.matcher import GrammarCompiler, GrammarMatcher
 
 ITEM = {
     "type": "object",
-    "properties": {"kind": {"enum": ["red", "green"]}, "size": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "kind": {"enum": ["red", "green"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["kind", "size"],
     "additionalProperties": False,
 }
