@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -11,23 +11,26 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.openai.body import decode_body
 from dynamo.application.routes import Route
 from dynamo.core.adapters import AdapterOrder
-from dynamo.core.errors import Forbidden, InvalidRequest
+from dynamo.core.errors import Forbidden
 
 TEXT_CONTENT_TYPE = ("content-type", "text/plain; charset=utf-8")
+
+
+AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /v1/load_lora_adapter. `lora_path`: a folder on the hosts of the workers."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: AdapterName
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
 class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /v1/unload_lora_adapter."""
 
-    lora_name: str
+    lora_name: AdapterName
 
 
 _load_decoder = msgspec.json.Decoder(LoadBody)
@@ -56,8 +59,6 @@ class AdaptersHandler:
     async def load(self, exchange: Exchange) -> None:
         """POST /v1/load_lora_adapter."""
         body = decode_body(_load_decoder, exchange.request)
-        if not body.lora_name or not body.lora_path:
-            raise InvalidRequest("lora_name and lora_path must not be empty", param="lora_name")
         await self._execute(AdapterOrder(body.lora_name, body.lora_path, body.load_inplace))
         _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

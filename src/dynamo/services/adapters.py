@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
 
 from msgspec.structs import replace
 
 from dynamo.application import Gateway, ServedModel
+from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, AdapterOrder, adapter_name, encode_order
 from dynamo.core.context import Context
-from dynamo.core.errors import DeadlineExceeded, InvalidRequest, Unsupported
+from dynamo.core.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+)
 from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -35,6 +41,8 @@ def served_adapters(base: ServedModel, instances: Collection[Instance]) -> dict[
     adapters: dict[str, ServedModel] = {}
     for (adapter, path), _ in counts.most_common():
         name = adapter_name(adapter)
+        if name == DEFAULT_MODEL:
+            continue
         adapters.setdefault(
             name,
             replace(
@@ -57,10 +65,12 @@ class AdapterOrders:
         self._client: Client | None = None
 
     async def execute(self, order: AdapterOrder) -> None:
-        """Have all workers execute the order. Raises the first error of a worker, `Unsupported`
-        without workers, and `InvalidRequest` for the name of a model."""
-        served = self._gateway.models.get(order.name)
-        if order.name in self._gateway.embedding_models or (served and not served.parent):
+        """Have all workers execute the order, also where one of them fails. Raises the error of a
+        worker, `Unsupported` without workers, and `InvalidRequest` for the name of a model."""
+        gateway = self._gateway
+        served = gateway.models.get(order.name)
+        is_model = order.name in gateway.embedding_models or (served and not served.parent)
+        if is_model or order.name == DEFAULT_MODEL:
             raise InvalidRequest(
                 f"{order.name!r} is the name of a model and not of an adapter", param="lora_name"
             )
@@ -73,27 +83,37 @@ class AdapterOrders:
                 "no worker here has LoRA adapters",
                 hint="start workers with engine vllm and --allow-lora-updates",
             )
-        await run_all(*(self._send(self._client, worker, order) for worker in workers))
-        await self._wait_for_announcement(order)
+        results = await run_all(*(self._send(self._client, worker, order) for worker in workers))
+        adapters = [result for result in results if isinstance(result, str)]
+        for result in results:
+            unknown = isinstance(result, NotFound) and adapters  # by some of the workers
+            if isinstance(result, DynamoError) and not unknown:
+                raise result
+        await self._wait_for_announcement(order, adapters[0])
 
-    async def _send(self, client: Client, worker: Instance, order: AdapterOrder) -> None:
+    async def _send(
+        self, client: Client, worker: Instance, order: AdapterOrder
+    ) -> str | DynamoError:
+        """Return the id of the adapter that the worker has now ("": none), or its error."""
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
-                await client.collect(worker, encode_order(order), Context("adapters"))
+                answers = await client.collect(worker, encode_order(order), Context("adapters"))
         except TimeoutError:
-            raise DeadlineExceeded(
+            return DeadlineExceeded(
                 f"worker {worker.id} has not answered within {ORDER_TIMEOUT_S:g} s",
                 hint="GET /v1/models shows whether the adapter is loaded",
-            ) from None
+            )
+        except DynamoError as error:
+            return error
+        return b"".join(answers).decode()
 
-    async def _wait_for_announcement(self, order: AdapterOrder) -> None:
+    async def _wait_for_announcement(self, order: AdapterOrder, adapter: str) -> None:
         clock = self._runtime.clock
         deadline = clock.now() + ANNOUNCEMENT_TIMEOUT_S
-        while clock.now() < deadline and not self._is_known(order):
+        while clock.now() < deadline and self._known_adapter(order.name) != adapter:
             await clock.sleep(POLL_INTERVAL_S)
 
-    def _is_known(self, order: AdapterOrder) -> bool:
-        served: Any = self._gateway.models.get(order.name)
-        return (
-            served is None if not order.path else served is not None and served.root == order.path
-        )
+    def _known_adapter(self, name: str) -> str:
+        """Return the id of the adapter that requests for a name get, "" if there is none."""
+        served = self._gateway.models.get(name)
+        return served.processor.adapter if served and served.parent else ""

@@ -37,7 +37,7 @@ async def test_an_adapter_is_found_by_its_id_until_it_is_unloaded(
     await adapters.load("sql", path)  # the same again
     ((adapter, loaded),) = adapters.paths.items()
     assert (adapter_name(adapter), loaded) == ("sql", path)
-    assert adapters.find(adapter) == ("sql", 1, path)
+    assert adapters.find(adapter) == (adapter, 1, path)
     assert list(llm.loaded) == [1]
     await adapters.unload("sql")
     assert (adapters.paths, llm.loaded) == ({}, {})
@@ -45,6 +45,11 @@ async def test_an_adapter_is_found_by_its_id_until_it_is_unloaded(
         adapters.find(adapter)
     with pytest.raises(NotFound, match="no LoRA adapter 'sql'"):
         await adapters.unload("sql")
+
+
+async def test_a_folder_that_cannot_be_read_is_refused(adapters: VllmAdapters) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read: File name too long"):
+        await adapters.load("sql", "/" + 5000 * "x")
 
 
 async def test_other_weights_under_a_name_are_another_adapter(
@@ -58,7 +63,7 @@ async def test_other_weights_under_a_name_are_another_adapter(
     await adapters.load("sql", second, replace=True)
     (new,) = adapters.paths
     assert new != old
-    assert list(llm.loaded.values()) == [("sql", 2, second)]
+    assert list(llm.loaded.values()) == [(new, 2, second)]
     assert len({adapter_salt(old, ""), adapter_salt(new, ""), adapter_salt(new, "a"), "a"}) == 4
 
 

@@ -179,8 +179,42 @@ async def test_an_unloaded_adapter_is_an_unknown_model(
         await orders.execute(AdapterOrder("sql"))
     with pytest.raises(InvalidRequest, match="is no LoRA adapter"):
         await orders.execute(AdapterOrder("sql", str(tmp_path)))
-    with pytest.raises(InvalidRequest, match="name of a model"):
-        await orders.execute(AdapterOrder("tiny", "/x"))
+    for model in ("tiny", "default"):
+        with pytest.raises(InvalidRequest, match="name of a model"):
+            await orders.execute(AdapterOrder(model, "/x"))
+
+
+async def test_an_adapter_that_one_worker_lacks_is_unloaded(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    engines = [await deployment.start_worker() for _ in range(2)]
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+    assert engines[0].adapters is not None
+    await engines[0].adapters.unload("sql")
+
+    await orders.execute(AdapterOrder("sql"))
+
+    assert engines[1].adapters is not None
+    assert engines[1].adapters.paths == {}
+    assert adapters_of(deployment.gateway) == {}
+
+
+async def test_replaced_weights_of_one_folder_answer_the_next_request(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    engine = await deployment.start_worker()
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+    path = write_adapter(tmp_path / "sql", b"trained again")
+
+    await orders.execute(AdapterOrder("sql", path, replace=True))
+
+    await deployment.complete("sql")
+    assert engine.adapters is not None
+    assert [request.adapter for request in engine.requests] == list(engine.adapters.paths)
 
 
 async def test_orders_need_a_worker_that_can_have_adapters(deployment: Deployment) -> None:

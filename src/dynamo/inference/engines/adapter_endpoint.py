@@ -26,7 +26,8 @@ class AdapterEndpoint:
         self._announce = announce
 
     async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Load or unload an adapter. Raises `ProtocolError`, and the errors of the engine."""
+        """Load or unload an adapter, and answer with the id that the name has now. Raises
+        `ProtocolError`, and the errors of the engine."""
         order = decode_order(payload)
         try:
             if order.path:
@@ -35,7 +36,9 @@ class AdapterEndpoint:
                 await self._adapters.unload(order.name)
         finally:
             await self._announce()
-        outgoing.send(b"\xc0")
+        paths = self._adapters.paths
+        present = (adapter for adapter in paths if adapter_name(adapter) == order.name)
+        outgoing.send(next(present, "").encode())
 
 
 async def load_peer_adapters(

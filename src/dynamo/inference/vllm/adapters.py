@@ -105,7 +105,7 @@ class VllmAdapters(LoraAdapters):
     async def _load(self, adapter: str, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest(name, next(self._numbers), path)
+        request = LoRARequest(adapter, next(self._numbers), path)  # equal names are one in a batch
         try:
             loaded = await self._llm.add_lora(request)
         except Exception as error:
@@ -125,7 +125,17 @@ class VllmAdapters(LoraAdapters):
 
 
 def digest_adapter(folder: Path) -> str:
-    """Return a digest of an adapter's files. Raises `InvalidRequest` if there are none."""
+    """Return a digest of an adapter's files. Raises `InvalidRequest` if there are none, or they
+    cannot be read."""
+    try:
+        return _digest(folder)
+    except OSError as error:
+        raise InvalidRequest(
+            f"{folder} cannot be read: {error.strerror}", param="lora_path"
+        ) from error
+
+
+def _digest(folder: Path) -> str:
     config = folder / CONFIG_FILE
     weights = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
     if not config.is_file() or weights is None:

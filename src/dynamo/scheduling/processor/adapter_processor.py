@@ -19,7 +19,7 @@ class AdapterProcessor:
     def __init__(self, base: Any, adapter: str) -> None:
         self.tokenize, self.detokenize, self.texts = base.tokenize, base.detokenize, base.texts
         self._base = base
-        self._adapter = adapter
+        self.adapter = adapter
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Answer as the model does, with the adapter."""
@@ -42,5 +42,5 @@ class AdapterProcessor:
         return send
 
     def _with_adapter(self, request: Any) -> Any:
-        salt = adapter_salt(self._adapter, request.options.salt)
-        return replace(request, options=replace(request.options, adapter=self._adapter, salt=salt))
+        salt = adapter_salt(self.adapter, request.options.salt)
+        return replace(request, options=replace(request.options, adapter=self.adapter, salt=salt))
