@@ -19,6 +19,7 @@ from tests.conftest import Deployment
 
 ARGUMENTS = ("dtype=float32", "enforce_eager=true", "block_size=32", "num_gpu_blocks_override=256")
 STREAMS = 8
+CONVERSATIONS = 20
 MAX_TOKENS = 24
 KILLS = int(os.environ.get("DYNAMO_TEST_ENGINE_KILLS", "2"))
 READY_S = 280.0
@@ -98,7 +99,7 @@ def test_greedy_answers_are_those_of_the_oracle(client: openai.OpenAI) -> None:
 
 
 def test_second_turns_find_their_prompt_in_the_cache(client: openai.OpenAI) -> None:
-    for number in range(6):
+    for number in range(CONVERSATIONS):
         text = f"{number} is my number. " * 12 + "Which number is it?"
         first = [{"role": "user", "content": text}]
         answer = chat(client, first, 8).choices[0].message.content
