@@ -17,7 +17,11 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling of the next token. `temperature` 0 is greedy; `top_k` 0 means no limit."""
+    """Sampling of the next token. `temperature` 0 is greedy; `top_k` 0 means no limit.
+
+    `random_seed`: no client has asked for `seed`. Engines whose seeded requests cost more, such as
+    vLLM's, ignore it then.
+    """
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -28,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     seed: int = 0
     logit_bias: dict[int, float] = {}
+    random_seed: bool = False
 
 
 class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -254,7 +259,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     a worker without prefill only its own. `prefix_caching`: prompts reuse the blocks of other
     prompts. `kv_events`: the engine tells its cached blocks; otherwise routers predict them.
     `features`: what requests may need; others get no request that needs it. `adapters`: the path of
-    each loaded LoRA adapter by `core.adapters.adapter_id`.
+    each loaded LoRA adapter by `core.adapters.adapter_id`; ids of replaced ones are features.
     """
 
     engine: str

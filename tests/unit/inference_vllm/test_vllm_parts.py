@@ -17,7 +17,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, TokenLogprobs
 from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine import EngineAnswer
 from dynamo.inference.external.startup import without_collections
@@ -106,10 +106,20 @@ def test_a_failed_start_names_the_setting_with_its_value() -> None:
     assert isinstance(start_error("KeyError: 'model.layers.0'"), ModelUnavailable)
 
 
+SEEDED = replace(make_request(), sampling=SamplingParams(temperature=1.0, seed=3))
+
+
 def test_seeds_differ_by_choice_and_position() -> None:
-    request = make_request()
-    others = [replace(request, choice=1), replace(request, resumed=1, token_ids=pack_ids([3]))]
-    assert len({make_seed(request), *map(make_seed, others)}) == 3
+    others = [replace(SEEDED, choice=1), replace(SEEDED, resumed=1, token_ids=pack_ids([3]))]
+    seeds = {make_seed(SEEDED), *map(make_seed, others)}
+    assert len(seeds) == 3
+    assert None not in seeds
+
+
+def test_vllm_gets_only_seeds_that_a_client_asked_for() -> None:
+    sampling = replace(SEEDED.sampling, random_seed=True)
+    assert make_seed(replace(SEEDED, sampling=sampling)) is None
+    assert make_seed(make_request()) is None  # is greedy
 
 
 async def test_an_engine_argument_sets_the_number_of_ranks(

@@ -24,7 +24,9 @@ def defaults(
 
 def test_the_built_in_defaults() -> None:
     resolved = defaults().resolve_sampling(SamplingOverrides())
-    assert resolved == SamplingParams(temperature=0.7, top_p=0.9, top_k=50, seed=resolved.seed)
+    assert resolved == SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=50, seed=resolved.seed, random_seed=True
+    )
     assert defaults().resolve_max_tokens(TextOptions(), 10) == 1024
 
 
@@ -53,6 +55,20 @@ def test_seeds_are_random_and_replayable() -> None:
     assert len(set(seeds)) == 3
     assert seeds == [second.resolve_sampling(SamplingOverrides()).seed for _ in range(3)]
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "random"),
+    [
+        (SamplingOverrides(), True),
+        (SamplingOverrides(top_k=0), True),
+        (SamplingOverrides(seed=0), False),
+    ],
+)
+def test_a_seed_that_no_client_asked_for_is_marked(
+    overrides: SamplingOverrides, random: bool
+) -> None:
+    assert defaults().resolve_sampling(overrides).random_seed is random
 
 
 def test_max_tokens_are_limited_by_the_context() -> None:

@@ -77,8 +77,9 @@ def completion_body(
         "top_p": sampling.top_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "seed": (sampling.seed + request.choice) & ((1 << 63) - 1),
     }
+    if not sampling.random_seed:
+        body["seed"] = (sampling.seed + request.choice) & ((1 << 63) - 1)
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if kind == "openai":

@@ -41,7 +41,7 @@ class RequestTranslator:
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
-                seed=make_seed(request) if sampling.temperature else None,
+                seed=make_seed(request),
                 logit_bias=sampling.logit_bias or None,
                 max_tokens=max_tokens,
                 min_tokens=min(stops.min_tokens, max_tokens),
@@ -88,8 +88,14 @@ def _thinking_budget(structured: StructuredOutput | None) -> dict[str, int]:
     return {} if limit is None else {"thinking_token_budget": limit}
 
 
-def make_seed(request: GenerateRequest) -> int:
-    """Return a seed for this choice at this position, which vLLM's generators accept."""
+def make_seed(request: GenerateRequest) -> int | None:
+    """Return a seed for this choice at this position, which vLLM's generators accept, or None.
+
+    A request with a seed has a generator of its own, with which vLLM neither samples the requests
+    of a batch at once nor uses FlashInfer.
+    """
+    if request.sampling.random_seed or not request.sampling.temperature:
+        return None
     return (request.sampling.seed + request.choice + (request.resumed << 20)) % (1 << 63)
 
 

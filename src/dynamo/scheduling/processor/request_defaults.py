@@ -50,14 +50,16 @@ class RequestDefaults:
     def resolve_sampling(self, overrides: SamplingOverrides) -> SamplingParams:
         """Return the defaults with all overrides that are not None. The default seed is random."""
         if overrides == _NO_OVERRIDES:
-            return replace(self.sampling, seed=self._random_bits(SEED_BITS))
+            seed = self._random_bits(SEED_BITS)
+            return replace(self.sampling, seed=seed, random_seed=True)
         values = self._default_values.copy()
         for name in overrides.__struct_fields__:
             value = getattr(overrides, name)
             if value is not None:
                 values[name] = value
         if "seed" not in values:
-            return SamplingParams(seed=self._random_bits(SEED_BITS), **values)
+            seed = self._random_bits(SEED_BITS)
+            return SamplingParams(seed=seed, random_seed=True, **values)
         return SamplingParams(**values)
 
     def resolve_max_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
