@@ -15,6 +15,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from dynamo.core.clock import SystemClock
+from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, WorkerFailed
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
@@ -42,6 +43,9 @@ ARGUMENTS = {
     "block_size": 32,
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
+REASONING = {"reasoning_start_str": "<repo_name>", "reasoning_end_str": "<file_sep>"}
+REASONING_IDS = (3, 5)
+CANCELLED = 100
 
 
 async def make_engine(
@@ -69,11 +73,23 @@ class TestVllm(EngineConformance):
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
     @classmethod
     async def engine(cls, engine_model: Path) -> AsyncIterator[VllmEngine]:
-        engine = await make_engine(engine_model)
+        engine = await make_engine(engine_model, {"reasoning_config": REASONING})
         await engine.start()
         yield engine
         await engine.stop()
         assert not owned_processes(engine)
+
+    async def test_reasoning_ends_at_its_limit(self, engine: VllmEngine) -> None:
+        assert engine._info is not None
+        assert "thinking_budget" in engine._info.features
+        start, end = REASONING_IDS
+        prompt = make_request((*range(300, 320), start), 24)
+        assert end not in (await generate_reply(engine, prompt)).ids
+        for limit in (1, 7, 15):
+            form = StructuredOutput("text", reasoning_end=pack_ids([end]), reasoning_limit=limit)
+            reply = await generate_reply(engine, replace(prompt, structured=form))
+            assert reply.ids.index(end) == limit
+            assert len(reply.ids) == 24
 
     async def test_logprobs_are_those_of_the_greedy_tokens(self, engine: VllmEngine) -> None:
         reply = await generate_reply(engine, replace(make_request(tokens=4), top_logprobs=3))
@@ -132,7 +148,7 @@ class TestVllm(EngineConformance):
         assert view.drift.counts["too_high"] == wrong
 
     async def test_cancelled_requests_leave_an_idle_engine(self, engine: VllmEngine) -> None:
-        for turn in range(20):
+        for turn in range(CANCELLED):
             reply = OrderCheckingReply()
             request = make_request(tokens=400)
             task = asyncio.create_task(engine.generate(request, ENGINE_CONTEXT, reply))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
 
 FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias", "structured", "extra")
-HEALTH_CHECK_INTERVAL_S = 0.2
+HEALTH_CHECK_INTERVAL_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 CORE_DIED = "the engine core of vLLM has died"
 CORE_HANGS = f"the engine core of vLLM has requests and made no step for {HUNG_S:g} s"

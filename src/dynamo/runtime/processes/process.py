@@ -53,10 +53,9 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 MMAP_THRESHOLD_BYTES = 128 << 10
 SAMPLE_INTERVAL_S = 0.02
-IDLE_SAMPLE_INTERVAL_S = 0.25
-"""Waking an idle process costs 0.1 ms of CPU, so samples are rarer then."""
-IDLE_CPU_SHARE = 0.02
-"""A process that uses less of a core than this is idle."""
+MAX_SAMPLE_INTERVAL_S = 0.25
+CPU_S_PER_SAMPLE = 0.005
+"""A sample costs 0.1 ms of CPU in a process that sleeps, so it comes with 5 ms of other work."""
 LAG_BUCKETS_S = (
     0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075,
     0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
@@ -282,14 +281,14 @@ class ProcessRunner:
 
 
 class LoopLagMonitor:
-    """Samples the delay of a timer 50 times a second, or 4 times a second in an idle process. The
-    delay is the time that any event at that moment had to wait. The loop's timers have a resolution
-    of one millisecond, so an idle loop shows up to 1 ms."""
+    """Samples the delay of a timer 4 to 50 times a second, the more often the busier the process
+    is. The delay is the time that any event at that moment had to wait. The loop's timers have a
+    resolution of one millisecond, so an idle loop shows up to 1 ms."""
 
     def __init__(self, metrics: Registry) -> None:
         histogram = metrics.histogram(
             "dynamo_runtime_loop_pause_seconds",
-            "Lag of the event loop, sampled 50 times a second while the process is busy",
+            "Lag of the event loop, sampled up to 50 times a second while the process is busy",
             LAG_BUCKETS_S,
         )
         self._observe = histogram.observe
@@ -318,6 +317,6 @@ class LoopLagMonitor:
         late_s = max(0.0, time.monotonic() - self._due_at)
         self._observe(late_s)
         cpu_s = time.process_time()
-        idle = cpu_s - self._cpu_s < IDLE_CPU_SHARE * (self._interval_s + late_s)
+        share = max(1e-3, (cpu_s - self._cpu_s) / (self._interval_s + late_s))
         self._cpu_s = cpu_s
-        self._schedule(IDLE_SAMPLE_INTERVAL_S if idle else SAMPLE_INTERVAL_S)
+        self._schedule(min(MAX_SAMPLE_INTERVAL_S, max(SAMPLE_INTERVAL_S, CPU_S_PER_SAMPLE / share)))
