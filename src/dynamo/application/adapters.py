@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -20,17 +20,25 @@ AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of /v1/load_lora_adapter. `lora_path`: a folder on the hosts of the workers."""
+    """The body of /v1/load_lora_adapter.
+
+    `lora_path`: a folder on the hosts of the workers. `base_model`: the adapted model, which only
+    needs a name where several can have adapters. `is_3d_lora_weight` has its default alone: vLLM
+    reads the layout from the folder.
+    """
 
     lora_name: AdapterName
     lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     load_inplace: bool = False
+    base_model: str = ""
+    is_3d_lora_weight: Literal[False] = False
 
 
 class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of /v1/unload_lora_adapter."""
+    """The body of /v1/unload_lora_adapter. `lora_int_id` is vLLM's number, which workers choose."""
 
     lora_name: AdapterName
+    lora_int_id: int | None = None
 
 
 _load_decoder = msgspec.json.Decoder(LoadBody)
@@ -59,7 +67,8 @@ class AdaptersHandler:
     async def load(self, exchange: Exchange) -> None:
         """POST /v1/load_lora_adapter."""
         body = decode_body(_load_decoder, exchange.request)
-        await self._execute(AdapterOrder(body.lora_name, body.lora_path, body.load_inplace))
+        order = AdapterOrder(body.lora_name, body.lora_path, body.load_inplace, body.base_model)
+        await self._execute(order)
         _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, exchange: Exchange) -> None:

@@ -11,11 +11,13 @@ ADAPTERS_ENDPOINT = "adapters"
 
 class AdapterOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """The order to load the adapter in the folder `path` under a name, or to unload it if `path` is
-    empty. `replace`: instead of another adapter of this name."""
+    empty. `replace`: instead of another adapter of this name. `model`: the adapted model; "": there
+    is only one whose workers can have adapters."""
 
     name: str
     path: str = ""
     replace: bool = False
+    model: str = ""
 
 
 encode_order = msgspec.msgpack.Encoder().encode

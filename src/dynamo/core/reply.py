@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, ProtocolError
@@ -146,6 +146,11 @@ class LoraAdapters(ABC):
     """The LoRA adapters of an engine. `paths` has the path of each loaded one by its id."""
 
     paths: Mapping[str, str]
+
+    @property
+    def replaced(self) -> Collection[str]:
+        """Ids whose names have other weights now. Requests that were sent before are answered."""
+        return ()
 
     @abstractmethod
     async def load(self, name: str, path: str, *, replace: bool = False) -> None:

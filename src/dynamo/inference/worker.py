@@ -22,7 +22,7 @@ from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, Protocol
 from dynamo.core.features import required_features
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
-from dynamo.core.reply import Engine, EngineRank, SendRequest
+from dynamo.core.reply import Engine, EngineRank, LoraAdapters, SendRequest
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import ROLES_BY_NAME, BlocksCleared, EngineInfo, KvEvent, worker_role
 from dynamo.inference.data_parallel import batched_engines
@@ -88,12 +88,15 @@ class EngineWorker:
         self._answer: SendRequest
         self._endpoints: list[ServedEndpoint] = []
         self._event_sources: list[EventSource | KVPublisher] = []
+        self._is_announced = False
 
     async def attach(self, runtime: DistributedRuntime) -> ModelCard:
         """Start the engine, serve its endpoints and announce the card, which is returned. Raises
         `ModelUnavailable` or `ConfigError`."""
         self._runtime = runtime
-        info = await self._start_engine(ROLES_BY_NAME[runtime.settings.engine.role])
+        namespace = runtime.settings.runtime.namespace
+        component = runtime.namespace(namespace).component(self._component)
+        info = await self._start_engine(component)
         self._card = card = msgspec.structs.replace(
             self._card,
             engine=info,
@@ -106,8 +109,6 @@ class EngineWorker:
         self._own_engines = batched_engines(self._engine)
         runtime.health.add_limitation("kv_tiers", self._tier_problems)
         runtime.health.add_limitation("kv_events", self._event_problems)
-        namespace = runtime.settings.runtime.namespace
-        component = runtime.namespace(namespace).component(self._component)
         await self._start_publishers(f"{namespace}.{self._component}", info)
         endpoint, add = component.endpoint, self._endpoints.append
         if card.tokenizer is not None:
@@ -128,19 +129,19 @@ class EngineWorker:
         add(generate)
         self._prefill.withdraw_after(generate)
         add(await endpoint("set_role").serve(self._set_role))
-        if self._engine.adapters is not None:
-            adapters = AdapterEndpoint(self._engine.adapters, self._announce_adapters)
-            add(await endpoint(ADAPTERS_ENDPOINT).serve(adapters.handle))
         add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
         add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
         control = KvControl(self._own_engines, runtime.clock)
         if control.has_tiers:
             declare_tier_metrics(runtime.metrics, control)
         add(await endpoint(KV_ENDPOINT).serve(control.handle))
-        await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(card))
-        return card
+        self._is_announced = True
+        await self._announce_adapters()
+        await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
+        return self._card
 
-    async def _start_engine(self, roles: tuple[str, ...]) -> EngineInfo:
+    async def _start_engine(self, component: Component) -> EngineInfo:
+        roles = ROLES_BY_NAME[self._runtime.settings.engine.role]
         info = await self._engine.start()
         self._features = info.features
         sends_events = any(
@@ -154,9 +155,17 @@ class EngineWorker:
         adapters = self._engine.adapters
         if adapters is None:
             return info
+        await self._serve_adapters(component, adapters)
+        return msgspec.structs.replace(info, adapters=dict(adapters.paths))
+
+    async def _serve_adapters(self, component: Component, adapters: LoraAdapters) -> None:
+        """Take orders for adapters, then load those of the other workers: no order is missed."""
+        endpoint = component.endpoint(ADAPTERS_ENDPOINT)
+        handle = AdapterEndpoint(adapters, self._announce_adapters).handle
+        model = {"model": self._card.names[0]}
+        self._endpoints.append(await endpoint.serve(handle, capabilities=model))
         cards_prefix = self._discovery_key().removesuffix(self._runtime.instance_id)
         await load_peer_adapters(adapters, self._runtime, cards_prefix)
-        return msgspec.structs.replace(info, adapters=dict(adapters.paths))
 
     async def _open_prefill(self, component: Component) -> None:
         connector = self._engine.kv_connector
@@ -234,8 +243,10 @@ class EngineWorker:
         outgoing.send(payload)
 
     async def _announce_adapters(self) -> None:
-        assert self._engine.adapters is not None  # noqa: S101 - the engine has the endpoint
-        await self._announce_engine(adapters=dict(self._engine.adapters.paths))
+        adapters = self._engine.adapters
+        if adapters is not None and self._is_announced:
+            features = (*self._features, *adapters.replaced)
+            await self._announce_engine(adapters=dict(adapters.paths), features=features)
 
     async def _announce_engine(self, **changes: Any) -> None:
         """Change fields of `EngineInfo` in every record that has them."""

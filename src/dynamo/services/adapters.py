@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -77,12 +77,7 @@ class AdapterOrders:
         if self._client is None:
             component = self._runtime.namespace().component(WORKER_COMPONENT)
             self._client = await component.endpoint(ADAPTERS_ENDPOINT).client()
-        workers = self._client.instances.values()
-        if not workers:
-            raise Unsupported(
-                "no worker here has LoRA adapters",
-                hint="start workers with engine vllm and --allow-lora-updates",
-            )
+        workers = self._find_workers(self._client.instances.values(), order)
         results = await run_all(*(self._send(self._client, worker, order) for worker in workers))
         adapters = [result for result in results if isinstance(result, str)]
         for result in results:
@@ -90,6 +85,31 @@ class AdapterOrders:
             if isinstance(result, DynamoError) and not unknown:
                 raise result
         await self._wait_for_announcement(order, adapters[0])
+
+    def _find_workers(
+        self, instances: Collection[Instance], order: AdapterOrder
+    ) -> Sequence[Instance]:
+        """Return the workers of the model that an order adapts."""
+        served = self._gateway.models.get(order.model or order.name)
+        model = (served.parent or served.names[0]) if served else order.model
+        adapted = {instance.capabilities.get("model", model) for instance in instances}
+        if not model and len(adapted) > 1:
+            raise InvalidRequest(
+                f"workers of several models can have LoRA adapters: {', '.join(sorted(adapted))}",
+                hint="name the adapted one in base_model",
+                param="base_model",
+            )
+        workers = [
+            instance
+            for instance in instances
+            if not model or instance.capabilities.get("model", model) == model
+        ]
+        if not workers:
+            raise Unsupported(
+                f"no worker {f'of {model}' if model else 'here'} has LoRA adapters",
+                hint="start workers with engine vllm and --allow-lora-updates",
+            )
+        return workers
 
     async def _send(
         self, client: Client, worker: Instance, order: AdapterOrder

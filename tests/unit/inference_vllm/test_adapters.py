@@ -63,7 +63,17 @@ async def test_other_weights_under_a_name_are_another_adapter(
     await adapters.load("sql", second, replace=True)
     (new,) = adapters.paths
     assert new != old
-    assert list(llm.loaded.values()) == [(new, 2, second)]
+    assert [request.lora_name for request in llm.loaded.values()] == [old, new]
+    assert adapters.find(old).lora_path == first
+    third = write_adapter(tmp_path / "3", b"third")
+    await adapters.load("sql", third, replace=True)
+    assert list(adapters.replaced) == [new]
+    assert [request.lora_path for request in llm.loaded.values()] == [second, third]
+    await adapters.load("sql", second, replace=True)  # the replaced one again
+    assert list(adapters.paths) == [new]
+    assert [request.lora_path for request in llm.loaded.values()] == [third, second]
+    await adapters.unload("sql")
+    assert (llm.loaded, list(adapters.replaced)) == ({}, [])
     assert len({adapter_salt(old, ""), adapter_salt(new, ""), adapter_salt(new, "a"), "a"}) == 4
 
 

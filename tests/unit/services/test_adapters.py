@@ -33,9 +33,9 @@ from dynamo.services.routing import ProcessRouting
 class AdaptedEngine(EchoEngine):
     """Echoes, and records its requests. With `adapters` as vLLM has them."""
 
-    def __init__(self, *, with_adapters: bool) -> None:
+    def __init__(self, adapters: VllmAdapters | None) -> None:
         super().__init__(context_tokens=4096, vocab_size=1000)
-        self.adapters = VllmAdapters() if with_adapters else None
+        self.adapters = adapters
         self.requests: list[GenerateRequest] = []
 
     async def start(self) -> EngineInfo:
@@ -74,12 +74,17 @@ class Deployment:
         ModelWatcher(runtime, self.gateway, ProcessRouting(runtime)).start()
         return AdapterOrders(runtime, self.gateway)
 
-    async def start_worker(self, *, with_adapters: bool = True) -> AdaptedEngine:
+    async def start_worker(
+        self, *, with_adapters: bool = True, model: str = "tiny"
+    ) -> AdaptedEngine:
+        return await self.attach(VllmAdapters() if with_adapters else None, model)
+
+    async def attach(self, adapters: VllmAdapters | None, model: str = "tiny") -> AdaptedEngine:
         path = self._model / "tokenizer.json"
         data = path.read_bytes()
         file = FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data), str(path))
-        card = ModelCard(names=("tiny",), context_tokens=4096, vocab_size=1000, tokenizer=file)
-        engine = AdaptedEngine(with_adapters=with_adapters)
+        card = ModelCard(names=(model,), context_tokens=4096, vocab_size=1000, tokenizer=file)
+        engine = AdaptedEngine(adapters)
         await EngineWorker(engine, card).attach(await self.open_process())
         return engine
 
@@ -88,6 +93,19 @@ class Deployment:
         for number in range(count):
             request = CompletionRequest(model, "the lazy dog", TextOptions(max_tokens=2))
             await served.processor.complete(request, Context(f"{model}-{number}"), IgnoredReply())
+
+
+class SlowAdapters(VllmAdapters):
+    """Loads `sql` when `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = asyncio.Event()
+
+    async def load(self, name: str, path: str, *, replace: bool = False) -> None:
+        if name == "sql":
+            await self.release.wait()
+        await super().load(name, path, replace=replace)
 
 
 class IgnoredReply(TextReply):
@@ -165,6 +183,59 @@ async def test_a_worker_that_comes_later_has_the_adapters_of_the_others(
     assert second.adapters.paths == first.adapters.paths != {}
 
 
+async def test_a_worker_misses_no_order_while_it_loads_the_adapters_of_the_others(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    first = await deployment.start_worker()
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+    adapters = SlowAdapters()
+    start = asyncio.create_task(deployment.attach(adapters))
+
+    async def load_until_both_have_it() -> None:
+        while "late" not in str(adapters.paths):
+            await orders.execute(AdapterOrder("late", write_adapter(tmp_path / "late")))
+
+    await asyncio.wait_for(load_until_both_have_it(), 20)
+    assert not start.done()
+    adapters.release.set()
+    await start
+
+    assert first.adapters is not None
+    assert adapters.paths.keys() == first.adapters.paths.keys()
+    assert len(adapters.paths) == 2
+
+    async def complete_until_it_has_answered() -> None:
+        while not start.result().requests:
+            await deployment.complete("late", 2)
+
+    await asyncio.wait_for(complete_until_it_has_answered(), 20)
+
+
+async def test_an_order_goes_to_the_workers_of_one_model(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    engines = {name: await deployment.start_worker(model=name) for name in ("tiny", "other")}
+    orders = await deployment.start_frontend()
+    await until(lambda: len(deployment.gateway.models) == 2)
+    path = write_adapter(tmp_path / "sql")
+    with pytest.raises(InvalidRequest, match="several models can have LoRA adapters: other, tiny"):
+        await orders.execute(AdapterOrder("sql", path))
+    with pytest.raises(Unsupported, match="no worker of third has LoRA adapters"):
+        await orders.execute(AdapterOrder("sql", path, model="third"))
+
+    await orders.execute(AdapterOrder("sql", path, model="other"))
+
+    loaded = {
+        name: engine.adapters and len(engine.adapters.paths) for name, engine in engines.items()
+    }
+    assert loaded == {"tiny": 0, "other": 1}
+    assert adapters_of(deployment.gateway)["sql"].parent == "other"
+    await orders.execute(AdapterOrder("sql"))
+    assert adapters_of(deployment.gateway) == {}
+
+
 async def test_an_unloaded_adapter_is_an_unknown_model(
     deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -215,6 +286,26 @@ async def test_replaced_weights_of_one_folder_answer_the_next_request(
     await deployment.complete("sql")
     assert engine.adapters is not None
     assert [request.adapter for request in engine.requests] == list(engine.adapters.paths)
+
+
+async def test_a_request_that_was_begun_before_a_replacement_is_answered(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    engine = await deployment.start_worker()
+    orders = await deployment.start_frontend()
+    await until(lambda: deployment.gateway.models)
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
+    _, before = deployment.gateway.find("sql")
+    await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "2", b"2"), replace=True))
+
+    request = CompletionRequest("sql", "the lazy dog", TextOptions(max_tokens=2))
+    await before.processor.complete(request, Context("late"), IgnoredReply())
+
+    assert engine.adapters is not None
+    assert [request.adapter for request in engine.requests] == list(engine.adapters.replaced)
+    await orders.execute(AdapterOrder("sql"))
+    with pytest.raises(Unsupported, match="no worker of this model supports"):
+        await before.processor.complete(request, Context("later"), IgnoredReply())
 
 
 async def test_orders_need_a_worker_that_can_have_adapters(deployment: Deployment) -> None:

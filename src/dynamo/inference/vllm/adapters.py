@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from asyncio import Lock, to_thread
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -55,10 +55,15 @@ class VllmAdapters(LoraAdapters):
 
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
+        self._replaced: dict[str, str] = {}  # the last one of each name
         self._llm: Any = None
         self._requests: dict[str, Any] = {}
         self._numbers = count(1)
         self._lock = Lock()
+
+    @property
+    def replaced(self) -> Collection[str]:
+        return self._replaced.values()
 
     async def start(self, llm: Any, modules: Sequence[str]) -> None:
         """Load adapters into the started AsyncLLM. Raises `ConfigError`."""
@@ -90,16 +95,21 @@ class VllmAdapters(LoraAdapters):
                     hint="unload it first, or set load_inplace",
                     param="lora_name",
                 )
+            earlier = self._replaced.pop(name, None)
+            if earlier is not None:
+                await self._unload(earlier)
             await self._load(adapter, name, path)
             for other in others:
-                await self._unload(other)
+                self._replaced[name] = other
+                self._withdraw(other)
 
     async def unload(self, name: str) -> None:
         async with self._lock:
             adapters = [loaded for loaded in self.paths if adapter_name(loaded) == name]
             if not adapters:
                 raise NotFound(f"there is no LoRA adapter {name!r}")
-            for adapter in adapters:
+            earlier = self._replaced.pop(name, None)
+            for adapter in adapters if earlier is None else [*adapters, earlier]:
                 await self._unload(adapter)
 
     async def _load(self, adapter: str, name: str, path: str) -> None:
@@ -119,9 +129,11 @@ class VllmAdapters(LoraAdapters):
         self.paths = {**self.paths, adapter: path}
 
     async def _unload(self, adapter: str) -> None:
-        request = self._requests.pop(adapter)
+        self._withdraw(adapter)
+        await self._llm.remove_lora(self._requests.pop(adapter).lora_int_id)
+
+    def _withdraw(self, adapter: str) -> None:
         self.paths = {other: path for other, path in self.paths.items() if other != adapter}
-        await self._llm.remove_lora(request.lora_int_id)
 
 
 def digest_adapter(folder: Path) -> str:
