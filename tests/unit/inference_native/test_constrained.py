@@ -19,6 +19,7 @@ from dynamo.core.tasks import run_all
 from dynamo.core.values import SamplingParams, StopConditions, StructuredOutput
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.sampling import sample_filtered, sample_masked
+from dynamo.inference.sequence import EngineSequence
 from dynamo.models.grammar.matcher import GrammarCompiler, GrammarMatcher
 
 ITEM = {
@@ -108,22 +109,50 @@ async def test_every_way_of_computing_gives_the_same_answer(
         await engine.stop()
 
 
+def record_preemptions(engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the length of the answer of each preempted sequence."""
+    lengths: list[int] = []
+    preempt = engine.scheduler._preempt
+
+    def record(sequence: EngineSequence) -> None:
+        lengths.append(sequence.length - sequence.prompt_tokens)
+        preempt(sequence)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", record)
+    return lengths
+
+
 async def test_a_limit_of_reasoning_holds_in_every_way_of_computing(
-    make_engine: Any, make_request: Any, grammars: GrammarCompiler
+    make_engine: Any,
+    make_request: Any,
+    grammars: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answer begins inside of reasoning, which token 0 ends."""
-    form = StructuredOutput("text", reasoning_end=pack_ids([0]), reasoning_limit=9)
-    request = make_request(PROMPT, 24, structured=form, sampling=SEEDED)
+    form = StructuredOutput("text", reasoning_end=pack_ids([0]), reasoning_limit=24)
+    request = make_request(PROMPT, 32, structured=form, sampling=SEEDED)
     engine = make_engine(grammars=grammars)
     await engine.start()
     free = (await answer(engine, replace(request, structured=None))).ids
     expected = (await answer(engine, request)).ids
-    assert expected[:10] == [*free[:9], 0]
-    for count in (3, 9, 10):
+    assert expected[:25] == [*free[:24], 0]
+    for count in (3, 24, 25):
         ids = pack_ids([*PROMPT, *expected[:count]])
-        resumed = replace(request, token_ids=ids, resumed=count, stops=StopConditions(24 - count))
+        resumed = replace(request, token_ids=ids, resumed=count, stops=StopConditions(32 - count))
         assert (await answer(engine, resumed)).ids == expected[count:]
+    choices = [replace(request, choice=number) for number in range(3)]
+    alone = [(await answer(engine, choice)).ids for choice in choices]
+    assert all(ids.index(0) == 24 for ids in alone)
     await engine.stop()
+
+    crowded = make_engine(grammars=grammars, num_blocks=(len(PROMPT) + 32) // 4 + 2)
+    await crowded.start()
+    lengths = record_preemptions(crowded, monkeypatch)
+    replies = await run_all(*(answer(crowded, choice) for choice in choices))
+    assert any(0 < length < 24 for length in lengths), lengths
+    assert [reply.ids for reply in replies] == alone
+    await crowded.stop()
+
     pair = NativePair(make_engine(grammars=grammars), make_engine(grammars=grammars))
     await pair.start()
     assert (await answer(pair.d, replace(request, prefill="p"))).ids == expected
