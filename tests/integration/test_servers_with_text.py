@@ -93,7 +93,7 @@ async def processor_at(fake: FakeServer) -> AsyncIterator[TextProcessor]:
     engine = OpenAIServerEngine(HttpClient(fake.url, {}, None), None, SystemClock())
     info = await engine.start()
     send: SendRequest = engine.generate
-    assert set(info.features) == {"text", "logprobs", "structured", "whitespace"}
+    assert {"text", "logprobs", "structured"} <= set(info.features)
     try:
         yield TextProcessor(card(), send, SamplingSettings())
     finally:
@@ -266,6 +266,24 @@ async def test_conversations_that_begin_alike_have_common_blocks() -> None:
     assert [len(prompt) % 4 for prompt in sent] == [0, 0]
     assert sent[0] != sent[1]
     assert sent[0][:400] == sent[1][:400]
+
+
+@pytest.mark.parametrize("kind", ["dynamo", "vllm", "sglang", "llamacpp", "someone"])
+async def test_only_servers_that_obey_a_pattern_of_white_space_announce_it(kind: str) -> None:
+    async with served() as fake:
+        fake.answers["/v1/models"] = (200, "", models_of(kind))
+        engine = OpenAIServerEngine(HttpClient(fake.url, {}, None), None, SystemClock())
+        info = await engine.start()
+        await engine.stop()
+    assert ("whitespace" in info.features) == (kind == "dynamo")
+
+
+async def test_a_pattern_of_white_space_reaches_a_server_that_obeys_it() -> None:
+    form = StructuredOutput("json_schema", '{"type": "object"}', whitespace_pattern=" ?")
+    async with served() as fake:
+        fake.answers["/v1/models"] = (200, "", models_of("dynamo"))
+        body = await chat_body(fake, ChatRequest("m", MESSAGES, TextOptions(structured=form)))
+    assert body["structured_outputs"] == {"json": {"type": "object"}, "whitespace_pattern": " ?"}
 
 
 @pytest.mark.parametrize(

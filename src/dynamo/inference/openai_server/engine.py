@@ -42,9 +42,9 @@ from dynamo.inference.openai_server.server_facts import (
 from dynamo.inference.openai_server.streamed_answer import check_answer
 from dynamo.inference.openai_server.text_answer import (
     COMPLETION_PATH,
-    TEXT_FEATURES,
     TextAnswer,
     text_body,
+    text_features,
     text_path,
 )
 
@@ -124,7 +124,7 @@ class OpenAIServerEngine(Engine):
             max_num_batched_tokens=self._context_tokens,
             vocab_size=self._vocab_size,
             kv_events=self._view is not None,
-            features=FEATURES[facts.kind] if self._load_tokenizer else TEXT_FEATURES,
+            features=(FEATURES[facts.kind] if self._load_tokenizer else text_features(facts.kind)),
         )
 
     async def connect(self) -> ServerFacts:

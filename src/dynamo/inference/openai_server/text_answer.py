@@ -32,7 +32,7 @@ from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, Usage
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
-TEXT_FEATURES: tuple[Feature, ...] = ("logprobs", "structured", "whitespace", "text")
+TEXT_FEATURES: tuple[Feature, ...] = ("logprobs", "structured", "text")
 OPENAI_NAMES = frozenset(
     {
         *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"),
@@ -114,6 +114,13 @@ class TextChunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(TextChunk).decode
 
 
+def text_features(kind: Kind) -> tuple[Feature, ...]:
+    """Return the features of a server of this kind."""
+    if kind == "dynamo":  # vLLM reads whitespace_pattern and does not obey it
+        return (*TEXT_FEATURES, "whitespace")
+    return TEXT_FEATURES
+
+
 def text_path(request: GenerateRequest) -> str:
     """Return the path of a request in text."""
     return CHAT_PATH if request.text is not None and request.text.chat else COMPLETION_PATH
@@ -171,12 +178,6 @@ def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
     """Return the field that gives an answer its form. Raises `Unsupported`."""
     name, value = structured.kind, structured.value
     pattern = structured.whitespace_pattern
-    if pattern and kind != "dynamo":  # vLLM reads it and does not obey it
-        raise Unsupported(
-            "structured_outputs.whitespace_pattern: the model's server does not obey it",
-            hint="leave whitespace_pattern out",
-            param="structured_outputs",
-        )
     if pattern and name in {"json_object", "json_schema"}:
         form = {"json": msgspec.Raw(value.encode())} if value else {"json_object": True}
         return {"structured_outputs": form | {"whitespace_pattern": pattern}}
