@@ -33,6 +33,10 @@ INITIAL_CANDIDATES = 128
 PARTITION_SIZE = 64
 FEW_ALLOWED = 8
 """Below one allowed token of so many, the logits of the allowed ones are copied."""
+UPPER_LIMITS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.inf, -MAX_LOGIT).astype(
+    np.float32
+)
+"""[256, 8]: the upper limits of the logits of eight tokens, by their byte in a mask."""
 _seed_struct = Struct("<qqq")
 
 
@@ -53,7 +57,10 @@ def sample(
     logprobs = {
         row: log_softmax(logits[row]) for row, top in enumerate(top_counts) if top is not None
     }
-    tokens = [sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
+    # Each mask reads all tables of the vocabulary, which rows of logits push out of CPU caches.
+    grammars = [sequence.grammar for sequence in sequences]
+    masks = [None if grammar is None else grammar.mask() for grammar in grammars]
+    tokens = list(map(sample_row, logits, sequences, masks))
     if not logprobs:
         return tokens, None
     return tokens, [
@@ -62,24 +69,22 @@ def sample(
     ]
 
 
-def sample_row(row: Floats, sequence: EngineSequence) -> int:
-    """Sample one token. `row` may be changed."""
+def sample_row(row: Floats, sequence: EngineSequence, mask: bytes | None = None) -> int:
+    """Sample one token that `mask` allows, None: any. `row` may be changed."""
     request = sequence.request
     if request is None:
         return _argmax(row)
     sampling = request.sampling
     apply_penalties(row, sampling, sequence)
-    grammar = sequence.grammar
-    mask = None if grammar is None else grammar.mask()
     if mask is None and (banned := sequence.banned_ids):
         row[[token for token in banned if token < len(row)]] = -MAX_LOGIT
     chance = None
     if sampling.temperature >= GREEDY_TEMPERATURE and sampling.top_k != 1:
         chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
-    if grammar is not None and mask is not None:
+    if mask is not None:
         token = sample_masked(row, mask, sampling, chance)
-        if token < 0:
-            grammar.fail("no token of the vocabulary is allowed")
+        if token < 0 and sequence.grammar is not None:
+            sequence.grammar.fail("no token of the vocabulary is allowed")
         return max(0, token)
     return _argmax(row) if chance is None else sample_filtered(row, sampling, chance)
 
@@ -92,17 +97,18 @@ def sample_masked(row: Floats, mask: bytes, sampling: SamplingParams, chance: fl
         token = _argmax(row)
         if token >> 3 < len(mask) and mask[token >> 3] >> (token & 7) & 1:
             return token
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
-    allowed = bits.view(np.bool_)  # numpy finds the True of booleans five times as fast
-    ids = np.flatnonzero(allowed)
-    if not len(ids):
-        return -1
-    if chance is None:
-        return int(ids[_argmax(row[ids])])
-    if len(ids) * FEW_ALLOWED < len(row):
-        return int(ids[sample_filtered(row[ids], sampling, chance)])
-    row[np.flatnonzero(~allowed)] = -MAX_LOGIT
-    return sample_filtered(row, sampling, chance)
+    count = int.from_bytes(mask, "little").bit_count()
+    if count * FEW_ALLOWED < len(row):
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
+        ids = np.flatnonzero(bits.view(np.bool_))  # booleans: five times as fast as bytes
+        if not len(ids):
+            return -1
+        row = row[ids]
+        return int(ids[_argmax(row) if chance is None else sample_filtered(row, sampling, chance)])
+    limits = UPPER_LIMITS.take(np.frombuffer(mask, np.uint8), axis=0).ravel()[: len(row)]
+    np.minimum(row[: len(limits)], limits, out=row[: len(limits)])
+    row[len(limits) :] = -MAX_LOGIT
+    return _argmax(row) if chance is None else sample_filtered(row, sampling, chance)
 
 
 def _argmax(row: Floats) -> int:
