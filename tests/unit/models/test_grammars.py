@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from msgspec.structs import replace
 
 from dynamo.core.codec import pack_ids
@@ -16,6 +17,7 @@ from dynamo.core.errors import InvalidRequest, SchemaTooComplex
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.checker import GrammarChecker
+from dynamo.models.grammar.grammar_text import grammar_text
 from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
 from dynamo.models.grammar.refusal import find_endless
 
@@ -53,6 +55,24 @@ def random_answer(matcher: GrammarMatcher, tokenizer: Any, seed: int) -> str:
         tokens.append(chance.choice(allowed(matcher.mask())))
         assert matcher.feed(tokens, 0), matcher.error
     return str(tokenizer.decode([token for token in tokens if token != EOS]))
+
+
+@pytest.mark.parametrize("length", [1, 8, 11, 20])
+def test_groups_of_tokens_change_no_mask(
+    compiler: GrammarCompiler, tiny_model: Path, length: int
+) -> None:
+    """White space, strings with a `maxLength` and with a pattern."""
+    texts = {"type": "string", "maxLength": length}, {"type": "string", "pattern": "^[a-z]{2,9}"}
+    pattern = r"[\x20\x0A\x0D\x09]+"
+    form = schema({"type": "array", "items": {"anyOf": texts}}, whitespace_pattern=pattern)
+    tables = LLTokenizer(str(tiny_model / "tokenizer.json"), eos_token=[EOS], slices=[])
+    plain = LLMatcher(tables, grammar_text(form))
+    matcher, chance, tokens = compiler.open_matcher(form), Random(length), list[int]()
+    while not matcher.finished and len(tokens) < 100:
+        mask = matcher.mask()
+        assert mask == plain.compute_bitmask()
+        tokens.append(chance.choice(allowed(mask)))
+        assert matcher.feed(tokens, 0) == plain.consume_token(tokens[-1])
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 """So many compiled grammars are remembered."""
+SLICE_CHARS = (7, 8, 9, 10, 12, 30)
+VOCABULARY_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{chars}}}' for chars in SLICE_CHARS),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Groups of tokens. A mask has a whole group at once where a part of the form allows all of it.
+Strings with a `maxLength` allow tokens of at most as many characters as may still come. Finer
+groups for few characters make masks slower: longer tokens are then searched in several groups."""
 
 
 class GrammarMatcher:
@@ -203,7 +212,9 @@ def _vocabulary_tables(tokenizer: Path, eos_ids: tuple[int, ...]) -> LLTokenizer
     from llguidance import LLTokenizer
 
     try:
-        return LLTokenizer(str(tokenizer), eos_token=list(eos_ids) or None)
+        return LLTokenizer(
+            str(tokenizer), eos_token=list(eos_ids) or None, slices=VOCABULARY_SLICES
+        )
     except Exception as error:
         raise ModelUnavailable(
             f"structured output needs tables of the tokenizer {tokenizer}, which cannot be built: "
