@@ -91,11 +91,36 @@ def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
     assert not rank.hangs(0.0)
     assert not rank.hangs(1000.0)
     rank.on_request(0, 40)
+    assert not rank.hangs(1000.0)
     assert not rank.hangs(1000.0 + HUNG_S)
     assert rank.hangs(1001.0 + HUNG_S)
     rank.on_statistics(None, None)
     assert not rank.hangs(1002.0 + HUNG_S)
     assert rank.hangs(1003.0 + 2 * HUNG_S)
+
+
+def test_a_rank_hangs_if_only_probes_come_and_go_without_a_step() -> None:
+    rank, now, probes = VllmRank(EngineKvView(16, 32)), 0.0, 0
+    while not rank.hangs(now):
+        probes += 1
+        rank.on_request(probes, 40)
+        for _ in range(5):
+            now += 1.0
+            assert not rank.hangs(now) or now > HUNG_S
+        rank.on_request_ended(probes)
+        now += 25.0
+    assert HUNG_S < now < HUNG_S + 60
+
+
+def test_a_rank_does_not_hang_since_clients_cancel_before_the_first_step() -> None:
+    rank = VllmRank(EngineKvView(16, 32))
+    for number in range(3):
+        now = number * 2 * HUNG_S
+        assert not rank.hangs(now)
+        rank.on_request(number, 40)
+        assert not rank.hangs(now + 0.5)
+        rank.on_request_ended(number)
+        assert not rank.hangs(now + 1.0)
 
 
 def test_a_failed_start_names_the_setting_with_its_value() -> None:

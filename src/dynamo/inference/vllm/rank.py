@@ -9,7 +9,9 @@ from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine import ExternalRank
 
 HUNG_S = 300.0
-"""A rank that has requests and makes no step for this time hangs. Routers avoid it long before."""
+"""A rank hangs if it makes no step for this time after a request. Routers avoid it long before."""
+MIN_WAIT_S = 20.0
+"""Requests must have waited for so much of this time: a client may cancel one before its step."""
 
 
 class VllmRank(ExternalRank):
@@ -23,13 +25,24 @@ class VllmRank(ExternalRank):
         self._running = 0
         self._usage = 0.0
         self._last_steps = -1
-        self._last_progress_s = 0.0
+        self._checked_s = self._waited_s = 0.0
+        self._waiting_since_s: float | None = None
 
     def hangs(self, now: float) -> bool:
-        """Whether the rank hangs at the time `now`. Call this often."""
-        if self.steps != self._last_steps or not self.requests:
-            self._last_steps, self._last_progress_s = self.steps, now
-        return now - self._last_progress_s > HUNG_S
+        """Whether the rank hangs at the time `now`. Call this often. Requests of a hung rank move
+        elsewhere, and probes come and go."""
+        elapsed_s, self._checked_s = now - self._checked_s, now
+        if self.steps != self._last_steps:
+            self._last_steps = self.steps
+            self._waiting_since_s, self._waited_s = None, 0.0
+        if self.requests:
+            if self._waiting_since_s is None:
+                self._waiting_since_s = now
+            else:
+                self._waited_s += elapsed_s
+        if self._waiting_since_s is None or self._waited_s < MIN_WAIT_S:
+            return False
+        return now - self._waiting_since_s > HUNG_S
 
     def on_first_token(self, number: int) -> None:
         """Count the prompt of a request as computed."""
