@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from dynamo.models.grammar.checker import GrammarChecker
 from dynamo.models.grammar.grammar_text import grammar_text
 from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
 from dynamo.models.grammar.refusal import find_endless
+from dynamo.models.grammar.trial_process import NICENESS
 
 EOS = 2
 PERSON = {
@@ -316,6 +318,18 @@ async def test_a_trial_process_that_died_is_replaced(checker: GrammarChecker) ->
     process.wait()
     await checker.check(StructuredOutput("json_object"))
     assert checker._process is not process
+
+
+async def test_trials_run_when_nothing_else_does(checker: GrammarChecker) -> None:
+    """Linux divides CPU time among sessions, so that the process needs one of its own."""
+    await checker.check(schema(PERSON))
+    process = checker._process
+    assert process is not None
+    assert os.getsid(process.pid) == process.pid
+    group = Path(f"/proc/{process.pid}/autogroup")
+    if group.exists():
+        assert group.read_text().endswith(f"nice {NICENESS}\n")
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= NICENESS
 
 
 def tokenizer_ids(tokenizer: Any, text: str) -> list[int]:
