@@ -33,6 +33,7 @@ STREAMS, STREAM_TOKENS = 8, 96
 AT_ONCE = 16
 FORMS = 300
 HOSTILE = 64
+HOSTILE_ROUNDS = 2
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -86,11 +87,10 @@ def hostile_form(number: int) -> dict[str, Any]:
     return {"guided_json": {"type": "object", "properties": properties}}
 
 
-def stream_gaps(url: str, number: int) -> list[float]:
-    """Return the seconds between the tokens of one stream."""
+def stream_times(url: str, number: int) -> list[float]:
+    """Return when the tokens of one stream came."""
     body = chat(f"Tell story {number}.", stream=True, max_tokens=STREAM_TOKENS, ignore_eos=True)
-    times = [time.perf_counter() for line in post(url, body) if line.startswith(b'data: {"id"')]
-    return [after - before for before, after in itertools.pairwise(times)]
+    return [time.perf_counter() for line in post(url, body) if line.startswith(b'data: {"id"')]
 
 
 def send_hostile(url: str, number: int) -> str:
@@ -105,15 +105,20 @@ def measure_hostile(server: Server, _prompts: int) -> None:
     gaps: dict[bool, list[float]] = {False: [], True: []}
     codes: dict[str, int] = {}
     with ThreadPoolExecutor(STREAMS + HOSTILE) as pool:
-        for round_number, attack in enumerate((False, True, True, False)):
-            streams = [pool.submit(stream_gaps, server.url, number) for number in range(STREAMS)]
-            time.sleep(2)
+        for round_number, attack in enumerate((False, True, True, False) * HOSTILE_ROUNDS):
+            streams = [pool.submit(stream_times, server.url, number) for number in range(STREAMS)]
+            time.sleep(2)  # until all prompts are computed
+            began = time.perf_counter()
             start = HOSTILE * round_number  # each round has forms of its own
             numbers = range(start, start + HOSTILE) if attack else ()
             attacks = [pool.submit(send_hostile, server.url, number) for number in numbers]
-            gaps[attack] += [gap for stream in streams for gap in stream.result()]
+            for stream in streams:
+                times = [at for at in stream.result() if at >= began]
+                gaps[attack] += [after - before for before, after in itertools.pairwise(times)]
             for sent in attacks:
                 codes[sent.result()] = codes.get(sent.result(), 0) + 1
+            if attack:
+                print(f"hostile: answered after {time.perf_counter() - began:.1f} s", flush=True)
     for attack, values in gaps.items():
         middle = statistics.median(values) * 1e3
         name = f"{HOSTILE} hostile forms" if attack else "none"
