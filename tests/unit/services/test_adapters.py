@@ -70,8 +70,10 @@ class Deployment:
         return process
 
     async def start_frontend(self) -> AdapterOrders:
+        """Start a frontend, and wait until it serves the model of a worker."""
         runtime = await self.open_process()
         ModelWatcher(runtime, self.gateway, ProcessRouting(runtime)).start()
+        await until(lambda: self.gateway.models)
         return AdapterOrders(runtime, self.gateway)
 
     async def start_worker(
@@ -151,7 +153,6 @@ async def test_requests_that_name_an_adapter_go_to_workers_that_have_it(
     without = await deployment.start_worker(with_adapters=False)
     engines = [await deployment.start_worker() for _ in range(2)]
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     path = write_adapter(tmp_path / "sql")
 
     await orders.execute(AdapterOrder("sql", path))
@@ -175,7 +176,6 @@ async def test_a_worker_that_comes_later_has_the_adapters_of_the_others(
 ) -> None:
     first = await deployment.start_worker()
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
 
     second = await deployment.start_worker()
@@ -188,7 +188,6 @@ async def test_a_worker_misses_no_order_while_it_loads_the_adapters_of_the_other
 ) -> None:
     first = await deployment.start_worker()
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
     adapters = SlowAdapters()
     start = asyncio.create_task(deployment.attach(adapters))
@@ -241,7 +240,6 @@ async def test_an_unloaded_adapter_is_an_unknown_model(
 ) -> None:
     await deployment.start_worker()
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
     await orders.execute(AdapterOrder("sql"))
     with pytest.raises(ModelNotFound, match="there is no model 'sql'"):
@@ -260,7 +258,6 @@ async def test_an_adapter_that_one_worker_lacks_is_unloaded(
 ) -> None:
     engines = [await deployment.start_worker() for _ in range(2)]
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
     assert engines[0].adapters is not None
     await engines[0].adapters.unload("sql")
@@ -277,7 +274,6 @@ async def test_replaced_weights_of_one_folder_answer_the_next_request(
 ) -> None:
     engine = await deployment.start_worker()
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
     path = write_adapter(tmp_path / "sql", b"trained again")
 
@@ -293,7 +289,6 @@ async def test_a_request_that_was_begun_before_a_replacement_is_answered(
 ) -> None:
     engine = await deployment.start_worker()
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "sql")))
     _, before = deployment.gateway.find("sql")
     await orders.execute(AdapterOrder("sql", write_adapter(tmp_path / "2", b"2"), replace=True))
@@ -311,6 +306,5 @@ async def test_a_request_that_was_begun_before_a_replacement_is_answered(
 async def test_orders_need_a_worker_that_can_have_adapters(deployment: Deployment) -> None:
     await deployment.start_worker(with_adapters=False)
     orders = await deployment.start_frontend()
-    await until(lambda: deployment.gateway.models)
     with pytest.raises(Unsupported, match="no worker here has LoRA adapters"):
         await orders.execute(AdapterOrder("sql", "/x"))
