@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.file_scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from tests.support.servers import free_port
 
 with suppress(ImportError):  # .venv-engines does not have it
