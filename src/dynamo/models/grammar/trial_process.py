@@ -1,8 +1,8 @@
 """The process that tries forms of answers before a worker sees them.
 
-Some grammars take seconds for their first mask. A trial runs in a fork of this process, which the
-kernel ends after `TRIAL_CPU_S` of CPU time. A busy machine therefore refuses no more than an idle
-one. The process reads forms from stdin and ends with it.
+Some grammars take seconds for their first mask. Trials run in a fork of this process, which the
+kernel ends when a form takes more than `TRIAL_CPU_S` of CPU time. A busy machine therefore refuses
+no more than an idle one. The process reads forms from stdin and ends with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from socket import socketpair
 from struct import Struct
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -25,7 +26,11 @@ from dynamo.models.grammar.grammar_text import grammar_text, parser_limits
 from dynamo.models.grammar.refusal import find_endless
 
 if TYPE_CHECKING:
+    from io import BufferedRWPair
+
     from llguidance import LLTokenizer
+
+    Stream = IO[bytes] | BufferedRWPair[Any, Any]
 
 TRIAL_CPU_S = 0.2
 MAX_STEPS = 256
@@ -101,10 +106,12 @@ def try_form(structured: StructuredOutput) -> Verdict:
             return Verdict("no answer satisfies it")
         if matcher.is_accepting():
             break
-        allowed = [byte for byte in range(_EOS) if mask[byte >> 3] >> (byte & 7) & 1]
-        if not allowed:
-            return Verdict("no answer satisfies it")
-        preferred = next((byte for byte in _PREFERRED if byte in allowed), allowed[0])
+        preferred = next((byte for byte in _PREFERRED if mask[byte >> 3] >> (byte & 7) & 1), None)
+        if preferred is None:
+            allowed = int.from_bytes(mask[: _EOS // 8], "little")
+            if not allowed:
+                return Verdict("no answer satisfies it")
+            preferred = (allowed & -allowed).bit_length() - 1
         matcher.consume_token(preferred)
     return Verdict()
 
@@ -118,19 +125,19 @@ def _shorten(verdict: Verdict) -> Verdict:
     return Verdict(f"{error[:half]} ... {error[-half:]}", verdict.too_complex)
 
 
-def write_message(stream: IO[bytes], payload: bytes) -> None:
+def write_message(stream: Stream, payload: bytes) -> None:
     """Write one message with its length before it."""
     stream.write(_length.pack(len(payload)) + payload)
     stream.flush()
 
 
-def read_message(stream: IO[bytes]) -> bytes | None:
+def read_message(stream: Stream) -> bytes | None:
     """Read one message; None at the end of the stream."""
     head = _read_exactly(stream, _length.size)
     return None if head is None else _read_exactly(stream, _length.unpack(head)[0])
 
 
-def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
+def _read_exactly(stream: Stream, size: int) -> bytes | None:
     """Read `size` bytes, of which a pipe gives a part at a time; None at the end of the stream."""
     data = b""
     while len(data) < size:
@@ -141,29 +148,56 @@ def _read_exactly(stream: IO[bytes], size: int) -> bytes | None:
     return data
 
 
-def _try_in_fork(payload: bytes) -> bytes:
-    """Return the encoded verdict of a fork, of too complex a form if the kernel ends it."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
-        try:
-            verdict = try_form(msgspec.msgpack.decode(payload, type=StructuredOutput))
-            os.write(writing, msgspec.msgpack.encode(_shorten(verdict)))
-        except RecursionError:
-            deep = Verdict("it is nested too deeply", too_complex=True)
-            os.write(writing, msgspec.msgpack.encode(deep))
-        except Exception as error:  # noqa: BLE001 - the form's, whatever it is
-            failed = Verdict(f"its trial failed: {error!r}"[:MAX_ERROR_CHARS])
-            os.write(writing, msgspec.msgpack.encode(failed))
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        answer = stream.read()
-    os.waitpid(child, 0)
-    text = f"a trial took more than {TRIAL_CPU_S * 1e3:.0f} ms"
-    return answer or msgspec.msgpack.encode(Verdict(text, too_complex=True))
+def _try_safely(payload: bytes) -> Verdict:
+    """Return the verdict on an encoded form, whatever the form does to its trial."""
+    try:
+        return _shorten(try_form(msgspec.msgpack.decode(payload, type=StructuredOutput)))
+    except RecursionError:
+        return Verdict("it is nested too deeply", too_complex=True)
+    except Exception as error:  # noqa: BLE001 - the form's, whatever it is
+        return Verdict(f"its trial failed: {error!r}"[:MAX_ERROR_CHARS])
+
+
+def _serve(stream: Stream) -> NoReturn:
+    """Try each form that arrives. The kernel ends this process when one takes too long."""
+    try:
+        while (payload := read_message(stream)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
+            verdict = _try_safely(payload)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            write_message(stream, msgspec.msgpack.encode(verdict))
+    finally:
+        os._exit(0)
+
+
+class Trials:
+    """A fork of this process that tries forms; another one after the kernel has ended it."""
+
+    def __init__(self) -> None:
+        self._fork()
+
+    def _fork(self) -> None:
+        ours, theirs = socketpair()
+        self._pid = os.fork()
+        if not self._pid:
+            ours.close()
+            _serve(theirs.makefile("rwb"))
+        self._stream = ours.makefile("rwb")
+
+    def judge(self, payload: bytes) -> bytes:
+        """Return the encoded verdict on an encoded form."""
+        if os.waitpid(self._pid, os.WNOHANG)[0]:  # something has killed it meanwhile
+            self._fork()
+        verdict = None
+        with suppress(OSError):
+            write_message(self._stream, payload)
+            verdict = read_message(self._stream)
+        if verdict is None:
+            os.waitpid(self._pid, 0)
+            self._fork()
+            text = f"a trial took more than {TRIAL_CPU_S * 1e3:.0f} ms"
+            verdict = msgspec.msgpack.encode(Verdict(text, too_complex=True))
+        return verdict
 
 
 def lower_priority() -> None:
@@ -178,10 +212,11 @@ def lower_priority() -> None:
 def main() -> int:
     """Try each form that arrives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
-    lower_priority()
     try_form(StructuredOutput("json_object"))  # loads the library before the first fork
+    lower_priority()
+    trials = Trials()
     while (payload := read_message(sys.stdin.buffer)) is not None:
-        write_message(sys.stdout.buffer, _try_in_fork(payload))
+        write_message(sys.stdout.buffer, trials.judge(payload))
     return 0
 
 
