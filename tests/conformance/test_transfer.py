@@ -13,6 +13,12 @@ from dynamo.testing.conformance.transfer import JoinTransfer, TransferConformanc
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull has one second and more to end. A loaded machine stops a test for longer."""
+    monkeypatch.setattr("dynamo.communication.transfer.backend.MIN_TIMEOUT_S", 20.0)
+
+
 class TestMemory(TransferConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinTransfer]:

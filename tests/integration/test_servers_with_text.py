@@ -151,7 +151,7 @@ async def test_text_reasoning_calls_and_usage_stand() -> None:
 
 async def test_text_behind_a_call_ends_the_call() -> None:
     async with served() as fake:
-        call = {"index": 0, "id": "call_7", "function": {"name": "weather", "arguments": "{}"}}
+        call = {"index": 0, "id": "call_7", "function": {"name": "weather", "arguments": ""}}
         late = {"index": 0, "function": {"arguments": "late"}}
         fake.answers["/v1/chat/completions"] = (
             200,

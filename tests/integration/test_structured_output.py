@@ -54,7 +54,8 @@ def test_a_form_holds_streamed_and_whole(mock_deployment: Deployment) -> None:
     for choice in choices:
         assert choice["finish_reason"] == "stop"
         assert len(json.loads(choice["message"]["content"])) == 6
-    with post(mock_deployment, response_format=FORMAT, stream=True) as answer:
+    stop = [",", "kind"]  # the form is stronger
+    with post(mock_deployment, response_format=FORMAT, stream=True, stop=stop) as answer:
         parts = events(answer)
     text = "".join(part["delta"].get("content", "") for part in parts)
     assert [item.keys() for item in json.loads(text)] == [{"kind": "", "sure": ""}.keys()] * 6
@@ -98,11 +99,13 @@ def test_what_cannot_be_enforced_is_refused_before_any_work(mock_deployment: Dep
     huge = refusal(mock_deployment, **schema({"enum": ["x" * 1_000_000]}))
     assert "limit" in huge["message"]
     evil = refusal(mock_deployment, guided_regex="(x{1000}){1000}")
-    assert evil["code"] == "schema_too_complex"
+    assert (evil["code"], evil["param"]) == ("schema_too_complex", "guided_regex")
     wrong = refusal(mock_deployment, guided_grammar="start: (")
     assert "line 1, column" in wrong["message"]
     both = refusal(mock_deployment, response_format=FORMAT, guided_choice=["a"])
     assert "one form" in both["message"]
+    with_null = {"structured_outputs": {"regex": "(", "json": None}}
+    assert refusal(mock_deployment, **with_null)["param"] == "structured_outputs"
     broken = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
     tool = refusal(mock_deployment, tools=broken, tool_choice="required")
     assert tool["param"] == "tools[0].function.parameters"

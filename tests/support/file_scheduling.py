@@ -30,7 +30,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
         def _reschedule(self, node: Any) -> None:
             super()._reschedule(node)
-            while self.workqueue and self._pending_of(self.assigned_work.get(node, {})) < 2:
+            while self._waits_for_more(node):
                 super()._reschedule(node)
+
+        def _waits_for_more(self, node: Any) -> bool:
+            files = self.assigned_work.get(node, {})
+            return bool(self.workqueue) and not node.shutting_down and self._pending_of(files) < 2
 
     return FileScheduling(config, log)

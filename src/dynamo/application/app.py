@@ -79,8 +79,8 @@ class RouterApplication:
 
 log = logging.getLogger(__name__)
 
-ERROR_FORMATS = dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), ANTHROPIC_ERRORS)
-"""The formats of errors by path. All other paths have OpenAI's."""
+MESSAGES_PATH = "/v1/messages"
+"""Errors below this path have Anthropic's format, all others OpenAI's."""
 FIRST_ERROR_STATUS = 400
 CLIENT_CLOSED_REQUEST = 499
 
@@ -256,8 +256,8 @@ class Application:
         own_id = ids.make_unique(client_id) if client_id else ids.generate()
         cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
         exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
-        if (error_format := ERROR_FORMATS.get(request.path)) is not None:
-            exchange.use_error_format(error_format)
+        if request.path.startswith(MESSAGES_PATH):
+            exchange.use_error_format(ANTHROPIC_ERRORS)
         return exchange
 
     async def _preflight(self, exchange: Exchange) -> None:

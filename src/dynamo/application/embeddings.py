@@ -32,8 +32,8 @@ class EmbeddingBody(msgspec.Struct):
     """The body of /v1/embeddings. `input`: a text, texts, token ids, or lists of those."""
 
     input: str | list[Any]
-    model: str = DEFAULT_MODEL
-    encoding_format: Literal["float", "base64"] = "float"
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
 
@@ -43,7 +43,7 @@ class ScoreBody(msgspec.Struct):
 
     text_1: str | list[str]
     text_2: str | list[str]
-    model: str = DEFAULT_MODEL
+    model: str | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
 
 
@@ -52,9 +52,9 @@ class RerankBody(msgspec.Struct):
 
     query: str
     documents: list[str | dict[str, Any]]
-    model: str = DEFAULT_MODEL
+    model: str | None = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
-    return_documents: bool = True
+    return_documents: bool | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
 
 
@@ -85,7 +85,7 @@ class EmbeddingHandler:
                 dimensions=body.dimensions or 0,
                 truncate_tokens=_truncation(body, served),
             )
-            data = await _write_vectors(vectors, body.encoding_format)
+            data = await _write_vectors(vectors, body.encoding_format or "float")
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             answer = {"object": "list", "data": data, "model": exchange.model, "usage": usage}
             exchange.send_json(200, msgspec.json.encode(answer))
@@ -130,7 +130,7 @@ class EmbeddingHandler:
                 {"index": number, "relevance_score": cosines[number]}
                 for number in order[: body.top_n]
             ]
-            if body.return_documents:
+            if body.return_documents is not False:
                 for result in results:
                     result["document"] = {"text": texts[result["index"]]}
             answer = {
@@ -141,8 +141,8 @@ class EmbeddingHandler:
             }
             exchange.send_json(200, msgspec.json.encode(answer))
 
-    def _find(self, exchange: Exchange, model: str) -> ServedEmbeddingModel:
-        exchange.model, served = self._gateway.find_embedding_model(model)
+    def _find(self, exchange: Exchange, model: str | None) -> ServedEmbeddingModel:
+        exchange.model, served = self._gateway.find_embedding_model(model or DEFAULT_MODEL)
         return served
 
     async def _compare(

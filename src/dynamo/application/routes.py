@@ -10,6 +10,22 @@ from dynamo.core.errors import NotFound, nearest_name_hint
 
 Route = Callable[[Exchange], Awaitable[None]]
 MAX_PATH_SHOWN = 100
+ABSENT = {
+    "/v1/audio/": "speech and transcription",
+    "/v1/images/": "generation of images",
+    "/v1/videos": "generation of videos",
+    "/v1/moderations": "moderation",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "assistants",
+    "/v1/conversations": "stored conversations",
+    "/v1/realtime": "the Realtime API",
+    "/v1/files": "uploaded files",
+    "/v1/batches": "batches",
+    "/v1/messages/batches": "batches",
+    "/v1/fine_tuning/": "fine-tuning",
+    "/v1/vector_stores": "vector stores",
+}
+"""Paths of OpenAI and Anthropic that this server does not have, and their names in errors."""
 
 
 class RouteTable:
@@ -36,5 +52,9 @@ class RouteTable:
         return None
 
     def _not_found(self, method: str, path: str) -> NotFound:
+        for prefix, name in ABSENT.items():
+            if path.startswith(prefix):
+                hint = "docs/limits.md says what is left out"
+                return NotFound(f"{path[:MAX_PATH_SHOWN]}: {name}: not supported", hint=hint)
         hint = nearest_name_hint(path[:MAX_PATH_SHOWN], self._exact, cutoff=0.5)
         return NotFound(f"there is no {method} {path[:MAX_PATH_SHOWN]}", hint=hint)

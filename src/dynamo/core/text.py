@@ -28,7 +28,8 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options that chat and completion requests share. `count_tokens`: the reply wants to know the
-    tokens of each choice as they come. `adapter`: the id of a LoRA adapter, "" for none."""
+    tokens of each choice as they come. `structured_field`: where the request has `structured`.
+    `adapter`: the id of a LoRA adapter, "" for none."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -45,6 +46,7 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     salt: str = ""
     priority: int = 0
     structured: StructuredOutput | None = None
+    structured_field: str = ""
     adapter: str = ""
 
 

@@ -60,6 +60,16 @@ async def test_floats_and_base64_hold_the_same_vectors(
     assert struct.unpack("<3f", b64decode(packed["data"][0]["embedding"])) == (0.0, 1.0, 0.25)
 
 
+async def test_null_is_the_default(site: Any, connect: Any, directions: DirectionProcessor) -> None:
+    nulls = {"model": None, "encoding_format": None, "dimensions": None, "user": None}
+    answer = await get(connect, site, "/v1/embeddings", "POST", {"input": "east"} | nulls)
+    assert answer.json["data"][0]["embedding"] == list(VECTORS["east"])
+    fields = {"query": "east", "documents": ["up"], "return_documents": None, "model": None}
+    answer = await get(connect, site, "/v1/rerank", "POST", fields)
+    assert answer.json["results"][0]["document"] == {"text": "up"}
+    assert len(directions.calls) == 2
+
+
 @pytest.mark.parametrize(
     ("value", "inputs"),
     [

@@ -64,7 +64,13 @@ class LineWriter(ItemWriter):
 class Answer:
     """A reply, and what it sent."""
 
-    def __init__(self, reply_type: type[ItemReply] = ItemStreamReply, limit: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        reply_type: type[ItemReply] = ItemStreamReply,
+        limit: int = 1 << 20,
+        *,
+        begins: bool = True,
+    ) -> None:
         self.connection = FakeConnection()
         self.response = Response(
             self.connection, "POST", "1.1", keep_alive=True, backlog_limit=limit
@@ -76,7 +82,8 @@ class Answer:
         exchange = Exchange(request, self.response, "1", "1", ())
         self.reply = reply_type(exchange, LineWriter(), UsageCounter(1), self.timing)
         self.reply.prompt(5)
-        self.reply.begin(0, Started("w"))
+        if begins:
+            self.reply.begin(0, Started("w"))
 
     @property
     def lines(self) -> list[str]:
@@ -90,6 +97,7 @@ def answer_all(reply: ItemReply) -> None:
     reply.event(0, ReasoningDelta("b"))
     reply.text(0, "c")
     reply.event(0, CallBegun(0, "call_1", "f"))
+    reply.event(0, ArgumentsDelta(0, "{}"))
     reply.event(0, CallEnded(0))
     reply.text(0, "d")
     reply.event(0, CallBegun(1, "call_2", "g"))
@@ -105,7 +113,7 @@ async def test_items_are_streamed_one_after_another() -> None:
         "start 5",
         *("+0 reasoning", "0 a 0", "0 b 0", "-0 ab True"),
         *("+1 text", "1 c 0", "-1 c True"),
-        *("+2 callf", "-2 {} True"),
+        *("+2 callf", "2 {} 0", "-2 {} True"),
         *("+3 text", "3 d 0", "-3 d True"),
         *("+4 callg", "4 { 0", "-4 { False"),
         "end 5 stop 3",
@@ -153,9 +161,10 @@ async def test_a_client_that_reads_too_slowly_ends_the_stream(delta: str) -> Non
         answer.reply.check_complete()
 
 
-async def test_long_silence_is_broken(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("begins", [True, False], ids=["worker has begun", "request waits"])
+async def test_long_silence_is_broken(monkeypatch: Any, *, begins: bool) -> None:
     monkeypatch.setattr(items_module, "SILENCE_S", 0.001)
-    answer = Answer()
+    answer = Answer(begins=begins)
     while "ping" not in answer.lines:
         await asyncio.sleep(0.001)
     answer.reply.close()

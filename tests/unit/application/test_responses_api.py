@@ -337,7 +337,7 @@ async def test_input_tokens(client: openai.AsyncOpenAI) -> None:
 
 async def test_fields_reach_the_processor(client: openai.AsyncOpenAI, site: Any) -> None:
     schema = {"type": "object", "properties": {}}
-    await client.responses.create(
+    response = await client.responses.create(
         model="words",
         input="hi",
         max_output_tokens=5,
@@ -350,9 +350,10 @@ async def test_fields_reach_the_processor(client: openai.AsyncOpenAI, site: Any)
         store=False,
         include=["reasoning.encrypted_content"],
         prompt_cache_key="k",
-        service_tier="auto",
+        service_tier="flex",
         safety_identifier="s",
     )
+    assert response.service_tier == "flex"
     request = site.processor.requests[-1]
     assert request.options.max_tokens == 5
     assert request.options.sampling.temperature == 0.1

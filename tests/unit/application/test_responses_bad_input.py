@@ -21,6 +21,8 @@ async def client(site: Any) -> AsyncIterator[openai.AsyncOpenAI]:
 IMAGE = {"type": "input_image", "image_url": "http://example.com/cat.png"}
 BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "required"),
+    ({"input": []}, "input", "at least one"),
+    ({"tools": [WEATHER, WEATHER], "background": True}, "tools[1].name", "weather"),
     ({"input": [3]}, "input[0]", "object"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role", "wizard"),
     ({"input": [{"role": "user"}]}, "input[0].content", "expected"),

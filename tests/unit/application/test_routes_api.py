@@ -130,6 +130,20 @@ async def test_unknown_paths_name_the_nearest(site: Any, connect: Any) -> None:
         assert near in answer.error["hint"]
 
 
+async def test_what_is_left_out_is_named(site: Any, connect: Any) -> None:
+    for path, name in (
+        ("/v1/audio/transcriptions", "transcription"),
+        ("/v1/images/generations", "images"),
+        ("/v1/conversations/c1/items", "conversations"),
+        ("/v1/batches", "batches"),
+    ):
+        answer = await get(connect, site, path, "POST", {})
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert f"{name}: not supported" in answer.error["message"]
+    batches = await get(connect, site, "/v1/messages/batches", "POST", {})
+    assert (batches.status, batches.json["type"]) == (404, "error")
+
+
 async def test_wrong_methods(site: Any, connect: Any) -> None:
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", "POST"),

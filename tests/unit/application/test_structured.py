@@ -18,7 +18,7 @@ AS_JSON = StructuredOutput("json_schema", '{"type":"object"}')
 
 
 def read(**fields: Any) -> StructuredOutput | None:
-    return read_structured_output(dict.fromkeys(STRUCTURE_FIELDS) | fields)
+    return read_structured_output(dict.fromkeys(STRUCTURE_FIELDS) | fields)[0]
 
 
 @pytest.mark.parametrize(

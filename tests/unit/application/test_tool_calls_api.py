@@ -151,11 +151,26 @@ async def test_choices_of_tools_reach_the_processor(
 async def test_reasoning_of_earlier_answers_reaches_the_template_under_every_name(
     site: Any, connect: Any
 ) -> None:
-    earlier = {"role": "assistant", "content": "4", "reasoning": "2 + 2"}
-    messages = [earlier, {"role": "user", "content": "And?"}]
-    assert (await ask(connect, site, messages=messages)).status == 200
-    message = site.processor.requests[-1].messages[0]
-    assert message["reasoning_content"] == message["thinking"] == "2 + 2"
+    for content in ("4", None):
+        earlier = {"role": "assistant", "content": content, "reasoning": "2 + 2"}
+        messages = [earlier, {"role": "user", "content": "And?"}]
+        assert (await ask(connect, site, messages=messages)).status == 200
+        message = site.processor.requests[-1].messages[0]
+        assert message["reasoning_content"] == message["thinking"] == "2 + 2"
+        assert message["content"] == (content or "")
+
+
+@pytest.mark.parametrize(("tier", "priority"), [("flex", -5), ("priority", 5), ("auto", 0)])
+async def test_a_service_tier_is_a_priority_and_is_answered_back(
+    open_site: Any, connect: Any, tier: str, priority: int
+) -> None:
+    site = await open_site(priority_range=(-5, 5))
+    shown = None if tier == "auto" else tier
+    whole = await ask(connect, site, service_tier=tier)
+    streamed = await ask(connect, site, service_tier=tier, stream=True)
+    assert whole.json.get("service_tier") == shown
+    assert {event.get("service_tier") for event in streamed.events[:-1]} == {shown}
+    assert [request.options.priority for request in site.processor.requests] == [priority] * 2
 
 
 async def test_fields_that_clients_send_by_habit_are_accepted(site: Any, connect: Any) -> None:

@@ -25,7 +25,6 @@ from tests.support.recorded_outputs import (
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.fast_path import FastPath, TextTable
-from dynamo.core.features import required_features
 from dynamo.core.reply import Reply
 from dynamo.core.text import TextOptions
 from dynamo.core.values import Finish, GenerateRequest, Started
@@ -326,7 +325,8 @@ async def test_only_stop_ids_of_the_client_are_reported(
     assert reply.end.stop == (stop if chosen else None)
     (request,) = requests
     assert request.stops.stop_token_ids.count(stop) == 1
-    assert required_features(request) == []  # also where no tool may be called
+    (call,) = unpack_ids(model.tokenizer.encode("<|tool_call>"))
+    assert (request.sampling.logit_bias or {})[call] == -100.0  # no tool may be called
 
 
 async def test_stop_strings_apply_to_text_only(plain: FamilyModel) -> None:

@@ -38,6 +38,7 @@ from dynamo.application.openai.completions import (
 )
 from dynamo.application.openai.generation_body import (
     MAX_NAME_BYTES,
+    TIER_PRIORITIES,
     check_size,
     stream_usage,
 )
@@ -54,7 +55,7 @@ from dynamo.core.context import Context
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.tasks import run_in_slices
-from dynamo.core.text import CompletionRequest, TextReply
+from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ class GenerationHandler:
         template = self._chat_response
         if body.tool_choice and names_one_function(body.tool_choice):
             template = replace(template, call_reason="stop")
+        if body.service_tier in TIER_PRIORITIES:
+            template = replace(template, service_tier=body.service_tier or "")
         make_reply = partial(self._make_openai_reply, template, shape)
         return self.answer_chat(exchange, body, make_reply)
 
@@ -135,9 +138,7 @@ class GenerationHandler:
     ) -> Awaitable[None]:
         """Answer a chat by a reply of `make_reply`. Raises `InvalidRequest`, `ModelNotFound`, and
         later the processor's errors."""
-        model, served = self._gateway.find(body.model)
-        exchange.model = served.names[0]
-        request = chat_request(body, model, self._unknown_roles)
+        request, served = self.read_chat_request(exchange, body)
         if request.options.priority or self._caller_limits.needed:
             options = self._caller_limits.apply(request.options, exchange.request)
             request = replace(request, options=options)
@@ -145,14 +146,22 @@ class GenerationHandler:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
         exchange.streaming = bool(body.stream)
         call = partial(served.processor.chat, request)
-        return self._generate(exchange, model, call, make_reply, (request.options.n, 1))
+        counts = request.options.n, 1
+        return self._generate(exchange, request.model, call, make_reply, counts)
+
+    def read_chat_request(
+        self, exchange: Exchange, body: ChatBody
+    ) -> tuple[ChatRequest, ServedModel]:
+        """Return the request for the processor, and its model. Raises `InvalidRequest` and
+        `ModelNotFound`."""
+        model, served = self._gateway.find(body.model)
+        exchange.model = served.names[0]
+        return chat_request(body, model, self._unknown_roles), served
 
     async def count_tokens(self, exchange: Exchange, body: ChatBody) -> int:
         """Return the tokens in the prompt of a chat. Raises as `answer_chat`."""
         async with self.concurrency.slot():
-            model, served = self._gateway.find(body.model)
-            exchange.model = served.names[0]
-            request = chat_request(body, model, self._unknown_roles)
+            request, served = self.read_chat_request(exchange, body)
             return len(await served.processor.tokenize(request))
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:

@@ -22,7 +22,6 @@ from dynamo.core.text import (
     ReasoningDelta,
     TextFinish,
 )
-from dynamo.core.values import Started
 
 SILENCE_S = 15.0
 """A stream whose writer has a `keepalive` sends it after so many seconds without another event."""
@@ -45,9 +44,8 @@ class AnswerItem(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """The deltas so far. A complete call without arguments has the text `{}`."""
-        text = "".join(self.deltas)
-        return "{}" if self.complete and self.kind == "call" and not text else text
+        """The deltas so far."""
+        return "".join(self.deltas)
 
 
 class ItemWriter(ABC):
@@ -181,10 +179,10 @@ class ItemStreamReply(ItemReply):
     """Writes items as events. Deltas are merged only while the client does not read.
 
     The response head is sent with the first item, so that errors before it keep their status, or
-    when a worker has been silent for `SILENCE_S`.
+    when an accepted request has waited for `SILENCE_S`.
     """
 
-    __slots__ = ("_begun", "_pending", "_pending_bytes", "_pending_logprobs", "_timer")
+    __slots__ = ("_pending", "_pending_bytes", "_pending_logprobs", "_timer")
 
     def __init__(
         self,
@@ -197,14 +195,9 @@ class ItemStreamReply(ItemReply):
         self._pending: list[str] = []
         self._pending_logprobs: list[DecodedTokenLogprob] = []
         self._pending_bytes = 0
-        self._begun = False
         self._timer: asyncio.TimerHandle | None = None
         if writer.keepalive:
             self._start_timer(SILENCE_S)
-
-    def begin(self, choice: int, started: Started) -> None:
-        super().begin(choice, started)
-        self._begun = True
 
     def close(self) -> None:
         if self._timer is not None:
@@ -219,7 +212,8 @@ class ItemStreamReply(ItemReply):
         if silence_s < SILENCE_S:
             self._start_timer(SILENCE_S - silence_s)
             return
-        if self._begun and not self._response.congested:
+        accepted = self._response.started or self._usage_counter.prompt_tokens
+        if accepted and not self._response.congested:
             self._write(self._writer.keepalive)
         self._start_timer(SILENCE_S)
 

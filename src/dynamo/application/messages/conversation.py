@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from dynamo.core.errors import InvalidRequest, Unsupported
@@ -15,11 +15,13 @@ def convert_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     text, thinking or tools. Tool results come before the text of their message."""
     if not messages:
         raise InvalidRequest("messages: at least one is required")
-    return [
-        converted
-        for index, message in enumerate(messages)
-        for converted in _convert_message(message, f"messages[{index}]")
-    ]
+    converted: list[dict[str, Any]] = []
+    call_ids: set[str] = set()
+    for index, message in enumerate(messages):
+        for chat_message in _convert_message(message, f"messages[{index}]", call_ids):
+            converted.append(chat_message)
+            call_ids.update(call["id"] for call in chat_message.get("tool_calls", ()))
+    return converted
 
 
 def join_text(content: Any, field: str) -> str:
@@ -29,7 +31,9 @@ def join_text(content: Any, field: str) -> str:
     return "\n".join(_block_text(block, where) for block, where in _blocks(content, field))
 
 
-def _convert_message(message: dict[str, Any], field: str) -> Iterator[dict[str, Any]]:
+def _convert_message(
+    message: dict[str, Any], field: str, call_ids: Container[str]
+) -> Iterator[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise InvalidRequest(f"{field}.role: {str(role)[:64]!r} is none of {', '.join(_ROLES)}")
@@ -41,24 +45,29 @@ def _convert_message(message: dict[str, Any], field: str) -> Iterator[dict[str, 
     elif role == "system":
         yield {"role": role, "content": join_text(content, field)}
     else:
-        yield from _convert_user(content, field)
+        yield from _convert_user(content, field, call_ids)
 
 
-def _convert_user(content: Any, field: str) -> Iterator[dict[str, Any]]:
+def _convert_user(content: Any, field: str, call_ids: Container[str]) -> Iterator[dict[str, Any]]:
     texts: list[str] = []
     results = False
     for block, where in _blocks(content, field):
         if block["type"] == "tool_result":
             results = True
-            yield _convert_result(block, where)
+            yield _convert_result(block, where, call_ids)
         else:
             texts.append(_block_text(block, where))
     if texts or not results:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _convert_result(block: dict[str, Any], field: str) -> dict[str, Any]:
+def _convert_result(block: dict[str, Any], field: str, call_ids: Container[str]) -> dict[str, Any]:
     call_id = _read_str(block, "tool_use_id", field)
+    if call_id not in call_ids:
+        raise InvalidRequest(
+            f"{field}.tool_use_id: no earlier message has a tool_use with the id {call_id[:64]!r}",
+            hint="send the assistant's message with the tool_use before its result",
+        )
     content = block.get("content")
     text = "" if content is None else join_text(content, f"{field}.content")
     if block.get("is_error"):

@@ -13,7 +13,10 @@ OVERLOADED_STATUS = 529
 _RENAMED_FIELDS = (
     (re.compile(r"\b(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
     (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+    (
+        re.compile(r"(?<!leave )\bresponse_format(\.json_schema)?\b(?! is not supported)"),
+        "output_config.format",
+    ),
     (re.compile(r"^stop: "), "stop_sequences: "),
 )
 """Fields of a chat request in errors about it, and their names in a request for a message."""

@@ -93,7 +93,7 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         if form is not None and form.kind != "text" and call_mode in ("required", "named"):
             raise InvalidRequest(
                 "tool_choice: a call is forced, so that the answer has no other form",
-                hint="leave response_format out, or set tool_choice to auto",
+                hint="set tool_choice to auto, or ask for no form",
                 param="tool_choice",
             )
     return ChatRequest(

@@ -113,14 +113,9 @@ def _normalise_message(
     if message["role"] == "tool":
         size.check_result(message.get("tool_call_id"), f"messages[{index}].tool_call_id")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(reasoning, str):
+    has_reasoning = isinstance(reasoning, str)
+    if has_reasoning:
         message = message | dict.fromkeys(_REASONING_FIELDS, reasoning)
-    return _flatten_content(message, content, index, size)
-
-
-def _flatten_content(
-    message: dict[str, Any], content: Any, index: int, size: _ConversationSize
-) -> dict[str, Any]:
     field = f"messages[{index}].content"
     calls = message.get("tool_calls")
     if calls:
@@ -131,7 +126,7 @@ def _flatten_content(
     if isinstance(content, str):
         return message
     if content is None:
-        if not calls and message.get("refusal") is None:
+        if not calls and message.get("refusal") is None and not has_reasoning:
             raise InvalidRequest(f"{field}: required, but missing", param=field)
         return message | {"content": message.get("refusal") or ""}
     if not isinstance(content, list):

@@ -23,6 +23,9 @@ MAX_SALT_BYTES = 256
 MAX_NAME_BYTES = 1024
 """Limit of a name that a client chooses: a model, a user, labels."""
 
+TIER_PRIORITIES = {"flex": -(1 << 31), "priority": 1 << 31}
+"""The `priority` of a `service_tier`. Each is clamped to `server.priority_range`."""
+
 STRUCTURE_FIELDS = (
     "response_format",
     "structured_outputs",
@@ -79,6 +82,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
+    service_tier: str | None = None
     user: str | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: Any = None
@@ -137,7 +141,7 @@ def text_options(
         _check_stream_options(body)
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
         _check_sizes(body)
-    structured = None
+    structured, field = None, ""
     if (
         body.response_format is not None
         or body.structured_outputs is not None
@@ -146,7 +150,7 @@ def text_options(
         or body.guided_choice is not None
         or body.guided_grammar is not None
     ):
-        structured = read_structured_output(
+        structured, field = read_structured_output(
             {name: getattr(body, name) for name in STRUCTURE_FIELDS}
         )
     if body.thinking_token_budget is not None and body.thinking_token_budget >= 0:
@@ -169,8 +173,9 @@ def text_options(
         count_tokens=body.stream_options is not None and stream_usage(body)[1],
         sampling=_sampling(body),
         salt=body.cache_salt or "",
-        priority=body.priority or 0,
+        priority=body.priority or TIER_PRIORITIES.get(body.service_tier or "", 0),
         structured=structured,
+        structured_field=field,
     )
 
 

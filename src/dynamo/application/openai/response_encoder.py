@@ -74,7 +74,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     event before the first text (b"": there is no such event). `empty_delta`: that of the last one.
     `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice. The model's
     reasoning is written into each of `reasoning_fields`. Answers with tool calls finish with
-    `call_reason`.
+    `call_reason`. `service_tier`: repeated unless "".
     """
 
     id_prefix: str
@@ -88,6 +88,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     make_logprobs: Callable[[Sequence[DecodedTokenLogprob]], Any]
     reasoning_fields: Sequence[str] = REASONING_FIELDS
     call_reason: str = "tool_calls"
+    service_tier: str = ""
 
 
 class ResponseEncoder:
@@ -109,11 +110,14 @@ class ResponseEncoder:
         response_id = template.id_prefix + request_id
         self._template = template
         self._response_id, self._created, self._model = response_id, created, model
-        self._chunk_start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
+        tier = template.service_tier
+        self._tier_field = {"service_tier": tier} if tier else {}
+        self._chunk_start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,%b"choices":[' % (
             _encode(response_id),
             _encode(template.chunk_object),
             created,
             _encode(model),
+            b'"service_tier":%b,' % _encode(tier) if tier else b"",
         )
         self._chunk_end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self.text_suffix = template.after_text + _UNFINISHED + self._chunk_end
@@ -208,6 +212,7 @@ class ResponseEncoder:
             "object": template.response_object,
             "created": self._created,
             "model": self._model,
+            **self._tier_field,
             "choices": choices,
             "usage": usage.to_dict(),
         }

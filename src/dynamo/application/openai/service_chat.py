@@ -196,6 +196,7 @@ class ChatChunkReader:
         self._prompt_reported = False
         self._reasons: dict[int, FinishReason] = {}
         self._calls: dict[int, list[int]] = {}
+        self._has_arguments = False
 
     def receive(self, item: Any) -> bool:
         """Pass one item on. Returns False if the reader is gone. Raises `ProtocolError`."""
@@ -224,7 +225,7 @@ class ChatChunkReader:
         for choice, reason in self._reasons.items():
             calls = self._calls.get(choice, []) if reason == "stop" else []
             if calls:
-                self._reply.event(choice, CallEnded(calls[-1]))
+                self._end_call(choice, calls[-1])
             self._reply.finish(choice, TextFinish("tool_calls" if calls else reason, tokens))
             tokens = 0  # the first choice carries the usage of all
 
@@ -246,12 +247,19 @@ class ChatChunkReader:
         reader_open = True
         if index not in known:
             if known:
-                reply.event(choice, CallEnded(known[-1]))
+                self._end_call(choice, known[-1])
             known.append(index)
+            self._has_arguments = False
             reader_open = reply.event(choice, CallBegun(index, call.id or "", function.name or ""))
         if function.arguments:
+            self._has_arguments = True
             reader_open = reply.event(choice, ArgumentsDelta(index, function.arguments))
         return reader_open
+
+    def _end_call(self, choice: int, index: int) -> None:
+        if not self._has_arguments:
+            self._reply.event(choice, ArgumentsDelta(index, "{}"))
+        self._reply.event(choice, CallEnded(index))
 
     def _forward_text(self, choice: int, text: str) -> bool:
         self._begin_choice(choice)

@@ -16,9 +16,9 @@ MAX_STRUCTURE_BYTES = 64 << 10
 MAX_CHOICES = 1024
 
 
-def read_structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None:
-    """Return the form that these fields of a body prescribe; None for any text. Raises
-    `InvalidRequest` for a wrong value and for more than one form."""
+def read_structured_output(fields: Mapping[str, Any]) -> tuple[StructuredOutput | None, str]:
+    """Return the form that these fields of a body prescribe, and the name of its field; None for
+    any text. Raises `InvalidRequest` for a wrong value and for more than one form."""
     forms = [
         (name, structured)
         for name, value in fields.items()
@@ -28,7 +28,7 @@ def read_structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None
     if len(forms) > 1:
         names = " and ".join(name for name, _ in forms)
         raise InvalidRequest(f"{names}: an answer has one form", param=forms[1][0])
-    return forms[0][1] if forms else None
+    return (forms[0][1], forms[0][0]) if forms else (None, "")
 
 
 def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
         if white is not None:
             _text(white, "structured_outputs.whitespace_pattern")
         for key, form in value.items():
-            if key == "whitespace_pattern":
+            if key == "whitespace_pattern" or form is None:
                 continue
             if key not in _FORMS:
                 hint = nearest_name_hint(str(key), _FORMS)

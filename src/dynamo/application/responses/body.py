@@ -90,6 +90,8 @@ def read_responses_body(request: Request) -> ResponsesBody:
     _unsupported.check(body)
     if body.input is None:
         raise InvalidRequest("input: required, but missing", param="input")
+    if body.input == [] and not body.previous_response_id:
+        raise InvalidRequest("input: at least one item is required", param="input")
     metadata = body.metadata or {}
     check_size("metadata", len(metadata), MAX_METADATA)
     for key, value in metadata.items():

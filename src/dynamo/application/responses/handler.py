@@ -66,7 +66,7 @@ class ResponsesHandler:
         if not turn.writer.response["background"]:
             await turn.answer(self._generation, exchange, self._store)
             return
-        exchange.model = self._gateway.find(turn.chat.model)[1].names[0]
+        turn.check(self._generation, exchange)
         await self._background.start(turn, exchange)
         exchange.send_json(200, msgspec.json.encode(turn.writer.response))
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.application.generation.items import AnswerItem
+from dynamo.application.openai.generation_body import TIER_PRIORITIES
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.body import ResponsesBody
 from dynamo.application.responses.input_items import Item
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded
 from dynamo.core.text import DecodedTokenLogprob, TextFinish
 from dynamo.core.values import SamplingParams
 
@@ -65,7 +66,7 @@ def new_response(
             "summary": reasoning.summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": body.service_tier if body.service_tier in TIER_PRIORITIES else "default",
         "store": body.store is not False,
         "temperature": _given(body.temperature, sampling.temperature),
         "text": text_fields,
@@ -111,7 +112,12 @@ def complete_response(
 def failed_response(response: Item, error: DynamoError) -> Item:
     """Return the object of a response that failed."""
     text = f"{error.message} ({error.hint})" if error.hint else error.message
-    failure = {"code": "server_error", "message": f"{error.code}: {text}"}
+    code = "server_error"
+    if isinstance(error, InvalidRequest):
+        code = "invalid_prompt"
+    elif isinstance(error, Overloaded):
+        code = "rate_limit_exceeded"
+    failure = {"code": code, "message": f"{error.code}: {text}"}
     return response | {"status": "failed", "error": failure}
 
 

@@ -45,6 +45,14 @@ class Turn(msgspec.Struct):
     writer: ResponseItemWriter
     reply: HeldReply | None = None
 
+    def check(self, generation: GenerationHandler, exchange: Exchange) -> None:
+        """Raise what `generate` would raise for the fields of the request."""
+        try:
+            generation.read_chat_request(exchange, self.chat)
+        except DynamoError as error:
+            self.messages.rename_fields(error)
+            raise
+
     async def count_tokens(self, generation: GenerationHandler, exchange: Exchange) -> int:
         """Return the tokens of the prompt. Raises as `generate`."""
         try:

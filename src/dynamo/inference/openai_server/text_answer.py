@@ -206,6 +206,7 @@ class TextAnswer(StreamedAnswer):
         self._wants_logprobs = request.top_logprobs is not None
         self._calls: set[int] = set()
         self._open_call: int | None = None
+        self._has_arguments = False
         self._stop_string = ""
 
     def _deliver_choice(self, choice: TextChoice) -> bool:
@@ -238,15 +239,18 @@ class TextAnswer(StreamedAnswer):
         if call.index not in self._calls and function.name:
             yield from self._call_ends()
             self._calls.add(call.index)
-            self._open_call = call.index
+            self._open_call, self._has_arguments = call.index, False
             yield CallBegun(call.index, call.id or f"call_{call.index}", function.name)
         if function.arguments and call.index == self._open_call:
+            self._has_arguments = True
             yield ArgumentsDelta(call.index, function.arguments)
 
     def _call_ends(self) -> Iterator[TextPart]:
         """Yield the end of the open call, which the next part or the end of the answer tells."""
         if self._open_call is not None:
             call, self._open_call = self._open_call, None
+            if not self._has_arguments:
+                yield ArgumentsDelta(call, "{}")
             yield CallEnded(call)
 
     def _finish(self, reason: FinishReason) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.fast_path import TokenTexts
-from dynamo.core.text import ChatRequest
+from dynamo.core.text import ChatRequest, TextOptions
 from dynamo.core.values import StructuredOutput
 from dynamo.models.answers.call_grammar import CallGrammar, calls_expression, closed
 from dynamo.models.answers.families import FALLBACK, choose_family, make_format
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 CALL_ID_CHARS = 24
 MAX_PARAMETERS_CHARS = 64 << 10
 MAX_GRAMMAR_CHARS = 1 << 20
+BANNED = -100.0
+"""The `logit_bias` of a token that no answer has."""
 ANY_ARGUMENTS = {"additionalProperties": True}
 """The schema of functions that are not strict."""
 
@@ -66,6 +68,9 @@ class AnswerParsing:
         self.always = not fallback or bool(self._format.openings)
         ids = {token.content: token.id for token in tokenizer.added_tokens}
         self.stop_token_ids = tuple(ids[stop] for stop in family.stops if stop in ids)
+        self._call_bans = {
+            token: BANNED for token, char in self.chars.items() if char in self._format.calls
+        }
         fields = {"model": card.name, "format": family.name, "reason": reason}
         log.info("tool calls are read", extra={"fields": fields})
 
@@ -79,6 +84,11 @@ class AnswerParsing:
             prompt_end=prompt_end,
             one_call=not request.parallel_tool_calls,
         )
+
+    def ban_calls(self, options: TextOptions) -> TextOptions:
+        """Return options by which no answer writes a token that begins a call."""
+        bias = self._call_bans | (options.sampling.logit_bias or {})
+        return replace(options, sampling=replace(options.sampling, logit_bias=bias))
 
     def argument_forms(self, request: ChatRequest) -> Iterator[tuple[StructuredOutput, str]]:
         """Yield the form of the arguments of each function whose calls are constrained, with the
@@ -211,6 +221,12 @@ def _strict_names(request: ChatRequest) -> set[str]:
 
 def _form_expression(grammar: CallGrammar, form: StructuredOutput) -> str:
     """Return the expression of a form that an answer may have instead of calls."""
+    if form.whitespace_pattern:
+        raise Unsupported(
+            "structured_outputs.whitespace_pattern: not together with tools",
+            hint='set tool_choice to "none", or leave the pattern out',
+            param="structured_outputs",
+        )
     if form.kind in ("json_schema", "json_object"):
         return grammar.json(msgspec.json.decode(form.value or '{"type": "object"}'))
     if form.kind == "choice":

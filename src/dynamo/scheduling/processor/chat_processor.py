@@ -86,6 +86,7 @@ class ChatProcessor:
         engine = card.engine
         own_grammars = engine is None or GRAMMAR_FEATURES[-1] in engine.features
         self._grammar_checker = GrammarChecker() if own_grammars else None
+        self._takes_bias = engine is None or "logit_bias" in engine.features
         self._defaults = RequestDefaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
@@ -192,10 +193,13 @@ class ChatProcessor:
     def _send_parsed(
         self, prompt: bytes, request: ChatRequest, context: Context, reply: TextReply
     ) -> Awaitable[None]:
-        max_tokens = self._accept(prompt, request.options, reply)
+        options = request.options
+        max_tokens = self._accept(prompt, options, reply)
+        if request.callable_tools == () and self._takes_bias:
+            options = self._answers.ban_calls(options)
         make_reader = self._answers.prepare(request, self._decode_end(prompt))
         return self._send_choices(
-            prompt, max_tokens, request.options, context, reply, make_reader=make_reader
+            prompt, max_tokens, options, context, reply, make_reader=make_reader
         )
 
     async def _constrain(self, prompt: bytes, request: ChatRequest) -> ChatRequest:
@@ -214,7 +218,8 @@ class ChatProcessor:
         forms by themselves."""
         form = options.structured
         if form is not None and form.kind != "text" and self._grammar_checker is not None:
-            await self._grammar_checker.check(replace(form, reasoning_limit=None, soft_limit=False))
+            form = replace(form, reasoning_limit=None, soft_limit=False)
+            await self._grammar_checker.check(form, options.structured_field)
 
     def _decode_end(self, prompt: bytes) -> str:
         return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))
@@ -258,8 +263,7 @@ class ChatProcessor:
             structured=options.structured,
             adapter=options.adapter,
         )
-        strings = (*options.stop, *self._default_stop_strings)
-        stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
+        stops = self._stop_strings(options)
         plain = make_reader is None and options.prompt_logprobs is None and not options.count_tokens
         if options.n == 1 and max_tokens and plain:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
@@ -281,6 +285,14 @@ class ChatProcessor:
             count = reply.count_tokens
             readers = [TokenCounter(choice, partial(count, n)) for n, choice in enumerate(choices)]
         return self._send_readers(request, context, readers)
+
+    def _stop_strings(self, options: TextOptions) -> StopStrings | None:
+        """Return what ends an answer. A form ends by itself: its grammar is stronger."""
+        form = options.structured
+        if form is not None and form.kind not in ("text", "calls"):
+            return None
+        strings = (*options.stop, *self._default_stop_strings)
+        return StopStrings(strings, include_in_output=options.include_stop) if strings else None
 
     def _read_prompt(
         self,
