@@ -133,6 +133,23 @@ class TestVllm(EngineConformance):
             await generate_reply(engine, request)
         assert caught.value.hint == "did you mean 'bad_words'?"
 
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"structured": StructuredOutput("grammar", "root ::= (")}, "vLLM refuses"),
+            ({"structured": StructuredOutput("regex", "(")}, "vLLM refuses"),
+            ({"stops": StopConditions(4, stop_token_ids=(1 << 20,))}, "vLLM refuses"),
+            ({"extra": {"bad_words": 3}}, "bad_words: Expected"),
+            ({"extra": {"temperature": 1.0}}, "set by dynamo"),
+        ],
+    )
+    async def test_refusals_are_errors_of_the_request(
+        self, engine: VllmEngine, change: dict[str, Any], reason: str
+    ) -> None:
+        with pytest.raises(InvalidRequest, match=reason):
+            await generate_reply(engine, replace(make_request(), **change))
+        await generate_reply(engine, make_request())
+
     async def test_predictions_equal_the_cached_tokens(self, engine: VllmEngine) -> None:
         view = engine.ranks[0].view
         wrong = view.drift.counts["too_high"]

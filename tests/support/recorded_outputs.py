@@ -25,7 +25,7 @@ from dynamo.core.text import (
     TextFinish,
     TextReply,
 )
-from dynamo.core.values import Finish, GenerateRequest, Started
+from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Started
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.file_cache import file_ref
@@ -185,9 +185,15 @@ class RecordedReply(TextReply):
 
 
 class FamilyModel:
-    """A model folder of a family, whose answers are given. `special_ids`: of its markers."""
+    """A model folder of a family, whose answers are given. `engine`: that of its workers."""
 
-    def __init__(self, family: FamilyFile, folder: Path, tokenizer_file: Path | None) -> None:
+    def __init__(
+        self,
+        family: FamilyFile,
+        folder: Path,
+        tokenizer_file: Path | None,
+        engine: EngineInfo | None = None,
+    ) -> None:
         write_family_folder(family.markers, folder, tokenizer_file)
         self.tokenizer: Tokenizer = load_tokenizer(folder / "tokenizer.json")
         card = ModelCard(
@@ -196,6 +202,7 @@ class FamilyModel:
             vocab_size=self.tokenizer.vocab_size,
             tokenizer=file_ref(folder / "tokenizer.json"),
             tool_format=family.slug,
+            engine=engine,
         )
         self._engine: SendRequest = self._send
         self._answer: tuple[list[tuple[int, ...]], str] = ([], "stop")

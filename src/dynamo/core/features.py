@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from dynamo.core.values import Feature, GenerateRequest
 
-GRAMMAR_FEATURES: tuple[Feature, ...] = ("structured", "whitespace", "thinking_budget", "calls")
+GRAMMAR_FEATURES: tuple[Feature, ...] = (
+    *("structured", "whitespace", "thinking_budget"),
+    *("form_after_reasoning", "calls"),
+)
 """Further features of the native and the mock engine, if they know the model's tokenizer."""
 
 
@@ -24,7 +27,10 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
         if form.reasoning_limit is not None and not form.soft_limit:
             required.append("thinking_budget")
         if form.kind != "text" and not form.optional:
-            required.append("calls" if form.kind == "calls" else "structured")
+            own = form.kind == "calls" or request.resumed  # only these engines feed tokens again
+            required.append("calls" if own else "structured")
+            if form.reasoning_end and not form.reasoning_start:
+                required.append("form_after_reasoning")
             if form.whitespace_pattern:
                 required.append("whitespace")
     if request.adapter:

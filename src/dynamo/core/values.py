@@ -240,13 +240,16 @@ Feature = Literal[
     "structured",
     "thinking_budget",
     "whitespace",
+    "form_after_reasoning",
     "calls",
     "adapters",
     "extra",
     "text",
 ]
 """A property of an engine that a request may need. "whitespace": a pattern for white space in JSON.
-"calls": grammars of tool calls. "extra", "text": that field of `GenerateRequest`."""
+"form_after_reasoning": a form that begins when the model ends its reasoning. "calls": grammars of
+tool calls, and forms that go on where another worker left them. "extra", "text": that field of
+`GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
 

@@ -21,6 +21,7 @@ from dynamo.core.errors import (
     NoWorkers,
     Overloaded,
     PoisonedRequest,
+    Unsupported,
     WorkerDraining,
     WorkerFailed,
 )
@@ -228,6 +229,14 @@ class Migration(Operator):
                         "the worker was lost and no other worker took the request for "
                         f"{REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
                     ) from error
+            except Unsupported as error:
+                if not answer.token_log:
+                    raise
+                raise WorkerFailed(
+                    "the worker was lost and no other one can go on with the answer: "
+                    f"{error.message}",
+                    hint="send the request again",
+                ) from error
             except ContextLengthExceeded:
                 if not answer.token_log:
                     raise

@@ -102,6 +102,17 @@ async def test_a_retried_request_waits_for_a_worker_that_can_answer_it(open_runt
         await choose(open_runtime, 1, STRUCTURED, attempt=1)
 
 
+async def test_a_form_goes_on_only_where_its_tokens_are_fed_again(open_runtime: Open) -> None:
+    await serve(await open_runtime(), ("structured",))
+    resumed = replace(STRUCTURED, resumed=3)
+    with pytest.raises(Unsupported):  # waiting for another worker would be of no use
+        await choose(open_runtime, 1, resumed, attempt=1)
+    able = await serve(await open_runtime(), ("structured", "calls"))
+    assert await choose(open_runtime, 2, resumed, attempt=1) == able
+    behind = replace(STRUCTURED, structured=StructuredOutput("regex", "a", reasoning_end=b"0000"))
+    assert await choose(open_runtime, 2, behind) == able
+
+
 @pytest.mark.parametrize(
     "change",
     [

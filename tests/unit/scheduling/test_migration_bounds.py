@@ -17,6 +17,7 @@ from dynamo.core.errors import (
     InstanceGone,
     NoWorkers,
     PoisonedRequest,
+    Unsupported,
     WorkerFailed,
 )
 from dynamo.core.reply import Reply
@@ -211,6 +212,13 @@ def test_a_failure_after_the_finish_is_ignored() -> None:
 def test_a_prompt_beyond_the_next_context_raises() -> None:
     with pytest.raises(ContextLengthExceeded):
         ScriptedWorkers(died(), ((), ContextLengthExceeded("too long"))).play()
+
+
+def test_an_answer_that_no_other_worker_can_go_on_with_fails_at_once() -> None:
+    workers = ScriptedWorkers(died([1]), ((), Unsupported("no worker has grammars")))
+    with pytest.raises(WorkerFailed, match="go on with the answer: no worker has grammars"):
+        workers.play()
+    assert len(workers.times) == 2
 
 
 def test_without_workers_the_router_is_retried_after_short_pauses() -> None:

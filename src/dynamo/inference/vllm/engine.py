@@ -125,8 +125,10 @@ class VllmEngine(ExternalEngine):
     def _features(self, config: Any) -> tuple[Feature, ...]:
         """Return what this vLLM can do with its settings."""
         reasoning = getattr(getattr(config, "reasoning_config", None), "enabled", False)
+        forms = getattr(config, "structured_outputs_config", None)
         return (
             *FEATURES,
+            *(("form_after_reasoning",) if getattr(forms, "reasoning_parser", "") else ()),
             *(("thinking_budget",) if reasoning else ()),  # vLLM knows the model's markers
             *(() if self.adapters is None else ("adapters",)),
         )
@@ -161,16 +163,19 @@ class VllmEngine(ExternalEngine):
         raise WorkerFailed("vLLM ended the answer without a reason")
 
     async def _next_output(self, stream: Any) -> Any:
-        """Return the next output, or None at the end. Raises `InvalidRequest` or `WorkerFailed`."""
+        """Return the next output, or None at the end. Raises `InvalidRequest`, `Overloaded` or
+        `WorkerFailed`."""
         try:
             return await anext(stream, None)
-        except ValueError as error:
+        except self._translator.refusals as error:
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
         except Exception as error:
             if self._llm is None or self._llm.errored:
                 # Not now: a call that interrupts itself would be cancelled once more later.
                 asyncio.get_running_loop().call_soon(self.fail, CORE_DIED)
                 raise WorkerFailed(CORE_DIED) from error
+            if getattr(error, "http_status", 0) in (429, 503):
+                raise Overloaded(f"vLLM takes no more requests: {error}") from error
             raise WorkerFailed(f"vLLM failed: {error!r}") from error
 
     def _make_prompt(self, ids: list[int], salt: str) -> dict[str, Any]:

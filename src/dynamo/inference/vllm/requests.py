@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -26,14 +26,17 @@ class RequestTranslator:
         self._params = SamplingParams
         self._structured = StructuredOutputsParams
         self._delta = RequestOutputKind.DELTA
-        self._extra_names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+        self._extra_types = {
+            field.name: field.type for field in msgspec.structs.fields(SamplingParams)
+        }
+        self.refusals: tuple[type[Exception], ...] = (ValueError, _client_error())
 
     def sampling_params(self, request: GenerateRequest, max_tokens: int) -> Any:
         """Return vLLM's SamplingParams. Raises `InvalidRequest`."""
         sampling, stops = request.sampling, request.stops
         structured = request.structured
         try:
-            return self._params(
+            params = dict[str, Any](
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -53,9 +56,9 @@ class RequestTranslator:
                 skip_clone=True,
                 output_kind=self._delta,
                 **_thinking_budget(structured),
-                **self._extra(request),
             )
-        except ValueError as error:
+            return self._params(**params, **self._extra(request, params))
+        except self.refusals as error:
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
 
     def _structure(self, structured: StructuredOutput) -> Any:
@@ -68,18 +71,37 @@ class RequestTranslator:
             return self._structured(json_object=True)
         return self._structured(**{"json" if kind == "json_schema" else kind: value})
 
-    def _extra(self, request: GenerateRequest) -> dict[str, Any]:
-        for name in request.extra:
-            if name not in self._extra_names or name.startswith("_"):
-                hint = nearest_name_hint(name, self._extra_names, "see vLLM's SamplingParams")
+    def _extra(self, request: GenerateRequest, own: Container[str]) -> dict[str, Any]:
+        """Return further parameters of the caller. A value of a wrong type would stop the engine
+        core, which decodes it outside of any request."""
+        extra = dict[str, Any]()
+        for name, value in request.extra.items():
+            if name not in self._extra_types or name.startswith("_"):
+                hint = nearest_name_hint(name, self._extra_types, "see vLLM's SamplingParams")
                 raise InvalidRequest(f"vLLM has no parameter {name!r}", hint=hint, param=name)
-        further = request.extra.get("extra_args") or {}
+            if name in own or name == "n":
+                raise InvalidRequest(f"extra: {name} is set by dynamo", param=name)
+            try:
+                extra[name] = msgspec.convert(value, self._extra_types[name])
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(f"extra: {name}: {error}", param=name) from None
+        further = extra.get("extra_args") or {}
         if "kv_transfer_params" in further:  # wrong ones kill the engine
             raise InvalidRequest("kv_transfer_params are set by dynamo", param="extra_args")
         if not request.kv:
-            return request.extra
+            return extra
         params = {"kv_transfer_params": decode_params(request.kv)}
-        return request.extra | {"extra_args": further | params}
+        return extra | {"extra_args": further | params}
+
+
+def _client_error() -> type[Exception]:
+    """Return vLLM's class for errors of a request; older versions raise `ValueError`."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return ValueError
+    error: type[Exception] = VLLMClientError
+    return error
 
 
 def _thinking_budget(structured: StructuredOutput | None) -> dict[str, int]:
@@ -113,6 +135,8 @@ def forward_output(output: Any, answer: EngineAnswer, top_logprobs: int | None) 
             return False
     if reason is None:
         return True
+    if reason == "repetition":  # of `extra`
+        reason = "stop"
     if reason not in ("stop", "length"):
         raise WorkerFailed(f"vLLM ended the request: {reason}")
     if answer.cached_tokens is None and stop_token is not None:

@@ -127,8 +127,19 @@ class AnswerParsing:
         self, form: StructuredOutput, prompt_end: str
     ) -> StructuredOutput | None:
         """Return the form with the markers of the reasoning before it. Raises `Unsupported`."""
+        placed = self.mark_reasoning(form, prompt_end)
         if form.kind not in ("calls", "text") and self._answer_start:
-            return replace(_without_limit(form), reasoning_end=self._answer_start)
+            return _without_limit(placed)
+        if placed is not form:
+            return placed
+        form = _without_limit(form)
+        return None if form.kind == "text" else form
+
+    def mark_reasoning(self, form: StructuredOutput, prompt_end: str) -> StructuredOutput:
+        """Return the form with the markers of the reasoning before it, or itself where nothing
+        marks reasoning. Raises `Unsupported` for one whose end is no token."""
+        if form.kind not in ("calls", "text") and self._answer_start:
+            return replace(form, reasoning_end=self._answer_start)
         inside = self._format.begins_in_reasoning(prompt_end)
         tokens = {char: token for token, char in self.chars.items()}
         pairs = [tuple(map(self._format.alphabet.mark, pair)) for pair in self._family.reasoning]
@@ -138,13 +149,12 @@ class AnswerParsing:
                 return replace(
                     form, reasoning_start=start, reasoning_end=pack_ids([tokens[closing]])
                 )
-        form = _without_limit(form)
         if inside and form.kind != "text":
             raise Unsupported(
                 "response_format: the model's reasoning does not end in a token of its own",
                 param="response_format",
             )
-        return None if form.kind == "text" else form
+        return form
 
     def _call_form(
         self, request: ChatRequest, tools: dict[str, Any], form: StructuredOutput | None

@@ -206,9 +206,13 @@ class ChatProcessor:
         """Return the request with the form of its calls, of its reasoning and of its text. Raises
         as `GrammarChecker.check`, and `Unsupported`."""
         structured, checker = request.options.structured, self._grammar_checker
+        prompt_end, form = self._decode_end(prompt), structured
         if request.call_mode == "free" and (structured is None or checker is None):
-            return request
-        form = self._answers.constrain(request, self._decode_end(prompt))
+            if structured is None or structured.kind == "text":
+                return request
+            form = self._answers.mark_reasoning(structured, prompt_end)
+        else:
+            form = self._answers.constrain(request, prompt_end)
         if form is not None and form.kind == "calls" and checker is not None:
             await checker.check(StructuredOutput("calls", form.value), "tools")
         return replace(request, options=replace(request.options, structured=form))

@@ -15,6 +15,7 @@ PARAMETERS: dict[str, str] = {
     "structured": "response_format",
     "thinking_budget": "thinking_token_budget",
     "whitespace": "structured_outputs.whitespace_pattern",
+    "form_after_reasoning": "response_format",
     "calls": "tool_choice",
     "adapters": "model",
     "extra": "extra",
@@ -58,7 +59,8 @@ def instance_features(instance: Instance) -> Sequence[str]:
     features = capability.get("features") if isinstance(capability, dict) else None
     if features is None:
         return OWN_FEATURES
-    return [*features, *instance_adapters(instance)]
+    implied = ["form_after_reasoning"] if "calls" in features else []  # older workers do not say so
+    return [*features, *implied, *instance_adapters(instance)]
 
 
 def instance_adapters(instance: Instance) -> Mapping[str, str]:

@@ -122,7 +122,8 @@ class WorkerRouter:
 
     def _workers_unable_for(self, request: GenerateRequest, context: Context) -> frozenset[str]:
         """Return the workers that lack what the request needs. If all do, raises `Unsupported`, or
-        `NoWorkers` for a retried request, because a worker that could answer has left."""
+        `NoWorkers` for a retried request, because a worker that could answer has left. Many engines
+        cannot go on in a form, so that waiting for one that can is of no use."""
         if self._client is None:
             return frozenset()
         try:
@@ -131,7 +132,7 @@ class WorkerRouter:
                 required = (*required, request.adapter)
             return self._feature_filter.workers_without(self._client.instances, required)
         except Unsupported:
-            if context.attempt:
+            if context.attempt and not (request.resumed and request.structured):
                 raise no_workers_error(self._client) from None
             raise
 
