@@ -14,9 +14,9 @@ from tests.conftest import Deployment, free_port
 from tests.support.fake_openai_server import make_engine
 from tests.support.llamacpp_server import llama_url as _llama_url
 
-from dynamo.communication.http.client import HttpClient
 from dynamo.core.errors import ConfigError
 from dynamo.core.reply import Engine
+from dynamo.scheduling.worker_health import FAILURE_THRESHOLD
 from dynamo.testing.conformance.engines import EngineConformance
 
 llama_url = _llama_url
@@ -42,8 +42,7 @@ class TestLlamaCppServer(EngineConformance):
 
 
 async def test_a_refused_key_is_an_error_with_what_to_set(llama_url: str) -> None:
-    engine = make_engine(llama_url)
-    engine._http = HttpClient(llama_url, {}, None)
+    engine = make_engine(llama_url, key="")
     with pytest.raises(ConfigError, match="refuses the key") as refused:
         await engine.start()
     assert "url_key_file" in refused.value.hint
@@ -63,6 +62,30 @@ def test_our_own_frontend_behind_a_url(
         texts = [chat(deployment.url) for deployment in (inner, outer)]
         assert texts[0] == texts[1]
         assert len(texts[1][0]) > 10
+    finally:
+        for deployment in filter(None, (outer, inner)):
+            deployment.stop()
+
+
+def test_a_callers_wrong_key_ejects_no_server(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, runtime_environ: dict[str, str]
+) -> None:
+    folder = tmp_path_factory.mktemp("keys")
+    mock = ["out=mock", str(tiny_model), "--timing", "constant:0,0"]
+    inner = Deployment(mock, folder, runtime_environ | {"DYNAMO_SERVER__API_KEYS": "good"})
+    outer = None
+    try:
+        inner.wait_ready()
+        outer = Deployment(
+            ["out=openai", inner.url, str(tiny_model), "--pass-api-key"],
+            folder,
+            runtime_environ | {"DYNAMO_ENGINE__URL_KEY": "good"},
+        )
+        outer.wait_ready()
+        for _ in range(FAILURE_THRESHOLD):
+            with pytest.raises(openai.AuthenticationError, match="the API key is unknown"):
+                chat(outer.url, "wrong")
+        assert len(chat(outer.url, "good")[0]) > 10
     finally:
         for deployment in filter(None, (outer, inner)):
             deployment.stop()
@@ -118,9 +141,9 @@ def control(deployment: Deployment, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def chat(url: str) -> tuple[str, int]:
+def chat(url: str, key: str = "any") -> tuple[str, int]:
     """Return the streamed text and the number of its tokens."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         chunks = client.chat.completions.create(
             model="default",
             messages=QUESTION,

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests.conftest import free_port
 from tests.support.fake_openai_server import (
+    KEY,
     PROMPT,
     FakeServer,
     chunk,
@@ -25,9 +26,12 @@ from tests.support.kv_event_publisher import KvEventPublisher
 
 from dynamo.core.errors import (
     ConfigError,
+    DynamoError,
+    Forbidden,
     InvalidRequest,
     ModelUnavailable,
     Overloaded,
+    Unauthorized,
     WorkerFailed,
 )
 from dynamo.core.values import StopConditions
@@ -142,6 +146,12 @@ async def test_the_prompt_of_an_answer_without_tokens_is_load(tiny_model: Path) 
         (answer_completions(500, b"oops"), WorkerFailed, "500: oops"),
         (answer_completions(429, b"", "retry-after: 7\r\n"), Overloaded, "overloaded"),
         (answer_completions(503, b"{}", "retry-after: 7\r\n"), Overloaded, "overloaded"),
+        (answer_completions(402, b"no credit"), InvalidRequest, "402.*: no credit"),
+        (answer_completions(404, b"no route"), InvalidRequest, "404.*: no route"),
+        (answer_completions(408, b""), InvalidRequest, "408"),
+        (answer_completions(401, b"who?"), WorkerFailed, r"401.*: who\?; .* \(engine.url_key\)"),
+        (answer_completions(403, b"no"), WorkerFailed, r"403.*: no; .* \(engine.url_key\)"),
+        (stream_error({"message": "no", "code": 401}), WorkerFailed, "engine.url_key"),
         (break_off, WorkerFailed, "closed during an answer"),
         (stream_error({"message": "too many", "code": 429}), Overloaded, "too many"),
         (stream_error({"message": "bad top_p", "code": 400}), InvalidRequest, "bad top_p"),
@@ -162,6 +172,26 @@ async def test_what_a_bad_server_says_is_a_failed_worker(
         assert engine.report_load().running == 0
 
 
+@pytest.mark.parametrize(("status", "error"), [(401, Unauthorized), (403, Forbidden)])
+@pytest.mark.parametrize("in_stream", [False, True])
+@pytest.mark.parametrize("passed", [True, False])
+async def test_a_refused_or_missing_key_of_a_caller_is_the_callers_error(
+    tiny_model: Path, status: int, error: type[DynamoError], in_stream: bool, passed: bool
+) -> None:
+    refusal = {"message": "wrong key", "code": status}
+    change = stream_error(refusal) if in_stream else answer_completions(status, b"wrong key")
+    context = replace(ENGINE_CONTEXT, api_key="theirs") if passed else ENGINE_CONTEXT
+    async with served() as fake:
+        engine = make_engine(fake.url, tiny_model, key=KEY if passed else "")
+        await engine.start()
+        change(fake)
+        with pytest.raises(error, match=f"the key \\({status}\\): wrong key") as refused:
+            await engine.generate(request(), context, CollectedReply())
+        assert ("--pass-api-key" in refused.value.hint) == (not passed)
+        assert engine.failure is None
+        await engine.stop()
+
+
 async def test_a_server_that_breaks_off_while_it_tokenises_is_asked_again(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +209,7 @@ async def test_a_server_that_breaks_off_while_it_tokenises_is_asked_again(
         assert len(compared) == 3
 
 
-@pytest.mark.parametrize("status", [404, 503])
+@pytest.mark.parametrize("status", [404, 429, 503])
 async def test_a_server_that_loads_its_model_is_waited_for(
     tiny_model: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +267,7 @@ async def test_a_server_that_hangs_or_changes_its_model_is_given_up(
         given_up = asyncio.Event()
         engine.on_failure(given_up.set)
         monkeypatch.setattr(engine_module, "HEALTH_TIMEOUT_S", 0.2)
+        answer_completions(500, b"")(fake)
         change(fake)
         running = asyncio.create_task(engine.generate(request(), ENGINE_CONTEXT, CollectedReply()))
         await given_up.wait()
@@ -246,3 +277,45 @@ async def test_a_server_that_hangs_or_changes_its_model_is_given_up(
         with pytest.raises(WorkerFailed, match=message) as failed:
             await engine.generate(request(), ENGINE_CONTEXT, CollectedReply())
         assert failed.value is not engine.failure
+
+
+@pytest.mark.parametrize(
+    ("health", "list_of_models"),
+    [
+        (302, 200),
+        (401, 200),
+        (403, 200),
+        (404, 200),
+        (405, 200),
+        (429, 200),
+        (429, 429),
+        (404, 429),
+    ],
+)
+async def test_a_gateway_without_health_or_with_a_limit_of_the_rate_is_alive(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, health: int, list_of_models: int
+) -> None:
+    monkeypatch.setattr(engine_module, "HEALTH_INTERVAL_S", 0.0)
+    async with served() as fake, engine_at(fake, tiny_model) as engine:
+        fake.answers["/health"] = (health, "", b"")
+        fake.answers["/v1/models"] = (list_of_models, "", models("m"))
+        fake.requests.clear()
+        while fake.requests.count("/health") <= 2 * engine_module.MAX_HEALTH_FAILURES:
+            assert engine.failure is None
+            await asyncio.sleep(0)
+        assert engine.failure is None
+        if health != 429:
+            assert fake.requests.count("/v1/models") >= engine_module.MAX_HEALTH_FAILURES
+
+
+async def test_failures_between_which_a_server_limits_the_rate_are_not_in_a_row(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "HEALTH_INTERVAL_S", 0.0)
+    async with served() as fake, engine_at(fake, tiny_model) as engine:
+        fake.requests.clear()
+        while (checks := fake.requests.count("/health")) < 12:
+            fake.answers["/health"] = (404 if checks % 3 == 2 else 500, "", b"")
+            fake.answers["/v1/models"] = (429, "", b"")
+            assert engine.failure is None
+            await asyncio.sleep(0)

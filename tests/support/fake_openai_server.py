@@ -21,10 +21,12 @@ KEY = "a-key-of-llama-cpp"
 PROMPT = tuple(range(300, 340))
 
 
-def make_engine(url: str, folder: Path | None = None, **options: Any) -> OpenAIServerEngine:
+def make_engine(
+    url: str, folder: Path | None = None, *, key: str = KEY, **options: Any
+) -> OpenAIServerEngine:
     files = resolve_model_blocking(str(folder or ""), ensure_verified=False)
     return OpenAIServerEngine(
-        HttpClient(url, {"authorization": f"Bearer {KEY}"}, None),
+        HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, None),
         lambda: load_tokenizer(files.tokenizer),
         SystemClock(),
         vocab_size=files.metadata.vocab_size,

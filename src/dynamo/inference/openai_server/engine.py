@@ -17,7 +17,10 @@ from dynamo.core.context import Context
 from dynamo.core.errors import (
     ConfigError,
     DynamoError,
+    Forbidden,
     NotFound,
+    Overloaded,
+    Unauthorized,
     WorkerFailed,
 )
 from dynamo.core.reply import Engine, KvEventListener, Reply
@@ -33,6 +36,7 @@ from dynamo.inference.openai_server.completion import (
 )
 from dynamo.inference.openai_server.llamacpp_answer import LlamaCppAnswer, llamacpp_body
 from dynamo.inference.openai_server.server_facts import (
+    KEY_HINT,
     PROBE_TEXT,
     ServerFacts,
     check_tokenizer,
@@ -163,6 +167,8 @@ class OpenAIServerEngine(Engine):
             )
             if not answer.ended:
                 raise WorkerFailed(f"{self._http.url} ended an answer before it was complete")
+        except (Unauthorized, Forbidden) as error:
+            raise self._refused_key(error, context) from None
         except OSError as error:
             if not answer.ended:
                 raise self._failure_or(f"{self._http.url}: {error}") from error
@@ -244,7 +250,7 @@ class OpenAIServerEngine(Engine):
                         text = "the server's tokenizer could not be compared"
                         log.warning(text, extra={"fields": fields})
                     return facts
-            except (OSError, WorkerFailed, NotFound) as error:
+            except (OSError, WorkerFailed, Overloaded, NotFound) as error:
                 waited_s = self._clock.now() - began_s
                 if isinstance(error, NotFound) and waited_s >= LOADING_TIMEOUT_S:
                     raise ConfigError(error.message, hint=error.hint) from None
@@ -265,6 +271,8 @@ class OpenAIServerEngine(Engine):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     await self._check_health(with_model=checks % MODEL_CHECK_EVERY == 0)
                 failures = 0
+            except Overloaded:  # a server that limits the rate of requests is alive
+                failures = 0
             except ConfigError as error:  # a changed model stays changed
                 self._fail(error)
                 return
@@ -278,15 +286,26 @@ class OpenAIServerEngine(Engine):
     async def _check_health(self, *, with_model: bool) -> None:
         assert self._facts is not None  # noqa: S101 - started
         answer = await self._http.send("GET", "/health")
-        if answer.status not in {200, 404}:
+        if answer.status >= 500:
             raise WorkerFailed(f"/health answers {answer.status}")
-        if with_model or answer.status == 404:
+        if with_model or answer.status not in {200, 429}:  # a gateway may have no /health
             model, expected = await read_model(self._http, self._model), self._facts.model
             if (model.id, model.root) != (expected.id, expected.root):
                 raise ConfigError(
                     f"{self._http.url} has changed its model from {expected.id} to {model.id}",
                     hint="remove the server, or start it with the former model",
                 )
+
+    def _refused_key(self, error: Unauthorized | Forbidden, context: Context) -> DynamoError:
+        """Return the error of a request whose key the server refuses. A key of the caller, or a
+        missing key, is the caller's error. The deployment's key is a failure of the worker."""
+        if context.api_key:
+            return error
+        if not self._http.has_authorization:
+            error.hint = f"send an API key (--pass-api-key), or {KEY_HINT}"
+            return error
+        text = f"{self._http.url}: {error.message}; it is the deployment's key (engine.url_key)"
+        return WorkerFailed(text, hint=KEY_HINT)
 
     def _failure_or(self, message: str) -> WorkerFailed:
         """Return a new error: the engine's failure, or `message` if it has none."""

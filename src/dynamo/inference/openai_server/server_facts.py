@@ -12,6 +12,7 @@ from dynamo.core.errors import (
     ConfigError,
     ModelUnavailable,
     NotFound,
+    Overloaded,
     WorkerFailed,
     nearest_name_hint,
 )
@@ -59,8 +60,8 @@ _decode_models = msgspec.json.Decoder(ModelList).decode
 
 async def read_model(http: HttpClient, name: str) -> RemoteModel:
     """Return the model that the server has under `name`, or its only one. Raises `OSError`,
-    `WorkerFailed` if it does not answer as it should, `NotFound` if it has no list of models, or
-    none yet, and `ConfigError` for another name."""
+    `WorkerFailed` if it does not answer as it should, `Overloaded` for 429, `NotFound` if it has no
+    list of models, or none yet, and `ConfigError` for another name."""
     answer = await http.send("GET", "/v1/models")
     if answer.status in {401, 403}:
         raise ConfigError(f"{http.url} refuses the key ({answer.status})", hint=KEY_HINT)
@@ -69,6 +70,8 @@ async def read_model(http: HttpClient, name: str) -> RemoteModel:
             f"{http.url} is no OpenAI API: {http.url}/v1/models answers {answer.status}",
             hint="give the URL that is followed by /v1/models at the server",
         )
+    if answer.status == 429:
+        raise Overloaded(f"{http.url}/v1/models answers 429")
     if answer.status != 200:
         raise WorkerFailed(f"{http.url}/v1/models answers {answer.status}: {excerpt(answer.body)}")
     try:

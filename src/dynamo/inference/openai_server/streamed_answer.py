@@ -12,8 +12,10 @@ from dynamo.communication.http.client import EventStream, HttpAnswer
 from dynamo.core.errors import (
     ContextLengthExceeded,
     DynamoError,
+    Forbidden,
     InvalidRequest,
     Overloaded,
+    Unauthorized,
     WorkerFailed,
 )
 from dynamo.core.reply import Reply
@@ -84,7 +86,7 @@ class StreamedAnswer:
 
     def on_data(self, part: bytes) -> bool:
         """Deliver a part of the body. False: the answer has ended. Raises `WorkerFailed` for what
-        is no event of an answer."""
+        is no event of an answer, and the error of an event as `map_error` returns it."""
         for event in self._events.feed(part):
             if event == DONE:
                 self._end()
@@ -148,7 +150,9 @@ class StreamedAnswer:
 
 
 def map_error(status: int, body: bytes, headers: Any) -> DynamoError:
-    """Return the error of a server as one of ours. 429 and 503 keep their Retry-After."""
+    """Return the error of a server as one of ours. 429 and 503 keep their Retry-After. No 4xx
+    is a `WorkerFailed`, since the server is alive. `Unauthorized` and `Forbidden` concern the key.
+    """
     text = body.decode("utf-8", "replace")
     try:
         value = msgspec.json.decode(body)
@@ -166,6 +170,11 @@ def map_error(status: int, body: bytes, headers: Any) -> DynamoError:
     if status in {400, 413, 422}:
         too_long = "context" in code or "context length" in message or "context size" in message
         return (ContextLengthExceeded if too_long else InvalidRequest)(message)
+    if status in {401, 403}:
+        refusal = f"the server refuses the key ({status}): {message}"
+        return (Unauthorized if status == 401 else Forbidden)(refusal)
+    if 400 <= status < 500:
+        return InvalidRequest(f"the server refuses the request ({status}): {message}")
     return WorkerFailed(f"the server answers {status}: {message}")
 
 
