@@ -18,6 +18,7 @@ from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
     VllmKvConnector,
     connector_environment,
+    loads_kv,
 )
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
 from dynamo.inference.vllm.requests import RequestTranslator, forward_output
@@ -141,7 +142,7 @@ class VllmEngine(ExternalEngine):
             f"{request.request_id}/{number}",
             **self._options(request, context, index),
         )
-        if request.kv and self.kv_connector is not None:
+        if self.kv_connector is not None and loads_kv(request.kv):
             stream = self.kv_connector.load(stream)
         await self._forward(stream, computation, answer)
 

@@ -54,6 +54,12 @@ def decode_params(kv: bytes) -> dict[str, Any]:
         raise ProtocolError(f"not the KV of a prompt of vLLM: {error}") from error
 
 
+def loads_kv(kv: bytes) -> bool:
+    """Whether a request with this `GenerateRequest.kv` loads KV of another engine. Raises
+    `ProtocolError`."""
+    return bool(kv) and bool(decode_params(kv).get("do_remote_prefill"))
+
+
 class VllmKvConnector(KvConnector):
     """The NixlConnector of one engine. `generate` is that of the engine. `loads`: prompts whose KV
     this engine has loaded."""
