@@ -166,6 +166,20 @@ async def test_restarted_publisher_empties_the_view(make_engine, messages_before
     assert engine.predict(*OTHER_IDS) == 64
 
 
+async def test_gap_over_the_event_of_a_reset_does_not_blind_the_view(make_engine) -> None:
+    engine = make_engine(replay="")
+    old, new, later = ([*range(start, start + 65)] for start in (0, 100, 200))
+    engine.publisher.publish(engine.compute(*old))
+    await engine.wait_for_prediction(64, old)
+    engine.reader.blocks.reset()
+    engine.cache.reset()
+    engine.publisher.lose(engine.cache.drain_payload())
+    for ids in (new, later):
+        engine.publisher.publish(engine.compute(*ids))
+        await engine.wait_for_prediction(64, ids)
+    assert engine.predict(*old) == 0
+
+
 async def test_rebuild_corrects_a_wrong_view(make_engine) -> None:
     engine = make_engine()
     ids, wrong = [*range(65)], [*range(300, 365)]

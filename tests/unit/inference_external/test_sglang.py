@@ -206,6 +206,28 @@ async def test_prediction_equals_the_cached_tokens(start: Start) -> None:
     assert view.drift.counts == {"checked": 60}
 
 
+async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, fake = await start()
+    view, manager = engine.ranks[0].view, fake.tokenizer_manager
+    await generate_reply(engine, make_request())
+    flush, clears = manager.flush_cache, view.blocks.clears
+
+    async def flush_while_another_rank_is_slow() -> Any:
+        result = await flush()
+        fake.was_reset = False
+        fake.cache.reset()
+        fake.publisher.publish(fake.cache.drain_payload())
+        await wait_until(lambda: view.blocks.clears > clears)
+        return result
+
+    monkeypatch.setattr(manager, "flush_cache", flush_while_another_rank_is_slow)
+    assert await engine.clear_blocks() > 0
+    await generate_reply(engine, make_request())
+    await wait_until(lambda: len(view.blocks) > 0)
+
+
 async def test_ranks_without_own_addresses_are_predicted(start: Start) -> None:
     engine, _ = await start(data_parallel_size=2)
     assert len(engine.ranks) == 2

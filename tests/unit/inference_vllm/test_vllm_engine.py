@@ -1,4 +1,4 @@
-"""The vLLM engine with a fake AsyncLLM: aborts of requests with KV."""
+"""The vLLM engine with a fake AsyncLLM: aborts of requests with KV, and emptied prefix caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.support.engine_cache import STYLES, FakeEngineCache
 from tests.support.external_inputs import make_inputs
 
+from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.inference.external import EngineKvView
+from dynamo.inference.external.engine_events import decode_batch
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
 from dynamo.testing.conformance.engines import ENGINE_CONTEXT, make_request
 from dynamo.testing.fakes import CollectedReply
+
+OLD, NEW = [*range(9)], [*range(50, 59)]
 
 
 class FakeStream:
@@ -43,11 +49,13 @@ class FakeStream:
 
 
 class FakeLlm:
-    """The part of AsyncLLM that the engine needs to compute."""
+    """The part of AsyncLLM that the engine needs to compute and to empty its cache. `on_reset`
+    is called by `reset_prefix_cache`, which returns its result."""
 
     def __init__(self) -> None:
         self.errored = False
         self.streams: list[FakeStream] = []
+        self.on_reset: Any = None
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(
                 num_gpu_blocks=66, block_size=4, enable_prefix_caching=True
@@ -61,6 +69,11 @@ class FakeLlm:
     def generate(self, *_: Any, **__: Any) -> FakeStream:
         self.streams.append(FakeStream())
         return self.streams[-1]
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        assert reset_running_requests
+        done: bool = await self.on_reset()
+        return done
 
     def shutdown(self) -> None:
         pass
@@ -116,3 +129,41 @@ async def test_a_cancelled_load_is_not_aborted_before_its_output(
         stream.release.set()
         while not stream.aborted:
             await asyncio.sleep(0)
+
+
+def publish(view: EngineKvView, *steps: list[int] | None) -> None:
+    """Let the view receive the events of an engine that computes prompts. None: it is emptied."""
+    cache = FakeEngineCache(STYLES["vllm_0.32"], block_tokens=4)
+    for ids in steps:
+        if ids is None:
+            cache.reset()
+        else:
+            cache.compute(ids)
+    view.apply(decode_batch(cache.drain_payload()))
+
+
+def predict(view: EngineKvView) -> list[int]:
+    return [view.blocks.predict(pack_ids(ids)) for ids in (OLD, NEW)]
+
+
+async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
+    engine: VllmEngine, llm: FakeLlm
+) -> None:
+    fast, slow = [rank.view for rank in engine.ranks]
+    for view in (fast, slow):
+        publish(view, OLD)
+
+    async def reset() -> bool:
+        publish(fast, None, NEW)
+        return True
+
+    llm.on_reset = reset
+    assert await engine.clear_blocks() == 4
+    assert predict(fast) == [0, 8]
+    publish(fast, OLD)
+    assert predict(fast) == [8, 8]
+    assert (predict(slow), slow.snapshot()) == ([0, 0], [])
+    publish(slow, OLD)  # was computed before the reset
+    assert predict(slow) == [0, 0]
+    publish(slow, OLD, None, NEW)
+    assert predict(slow) == [0, 8]

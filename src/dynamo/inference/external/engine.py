@@ -158,6 +158,11 @@ class ExternalEngine(Engine):
         `WorkerFailed`."""
 
     @abstractmethod
+    async def empty_cache(self) -> None:
+        """Empty the prefix caches of all ranks. Raises `Overloaded` while blocks are in use,
+        `Unsupported` or `WorkerFailed`."""
+
+    @abstractmethod
     async def close_engine(self) -> None:
         """Stop the engine and its processes."""
 
@@ -207,6 +212,14 @@ class ExternalEngine(Engine):
             self._totals.cached_tokens += answer.cached_tokens or 0
             cached_tokens = None if request.kv else answer.cached_tokens
             rank.view.drift.on_ended(prediction, cached_tokens)
+
+    async def clear_blocks(self) -> int:
+        clears = [rank.view.blocks.clears for rank in self._ranks]
+        count = sum(rank.cached_blocks for rank in self._ranks)
+        await self.empty_cache()
+        for rank, clears_before in zip(self._ranks, clears, strict=True):
+            rank.view.clear(clears_before)
+        return count
 
     def max_tokens(self, request: GenerateRequest, prompt_tokens: int) -> int:
         """Return how many tokens the answer may have."""

@@ -43,7 +43,8 @@ class EngineBlocks:
     that the engine stores twice is held until it was removed twice.
 
     `counts` counts blocks and events that are not applied, by reason. `removals` increases whenever
-    blocks leave the view. `unusable` says why the view can tell nothing, and is "" while it can.
+    blocks leave the view. `clears` increases with each event of the engine that its cache is empty,
+    and with each `clear`. `unusable` says why the view can tell nothing, and is "" while it can.
     Without `count_copies` the first removal of a block ends all its copies.
     """
 
@@ -55,6 +56,7 @@ class EngineBlocks:
         self.unusable = ""
         self.count_copies = True
         self.removals = 0
+        self.clears = 0
         self._max_blocks = SPARE_FACTOR * UNKNOWN_CAPACITY_BLOCKS
         self._held: dict[BlockKey, _HeldBlock] = {}
         self._holders: Counter[int] = Counter()
@@ -76,8 +78,7 @@ class EngineBlocks:
         """Apply events of the engine in order, and return what changed."""
         for event in events:
             if isinstance(event, EngineBlocksCleared):
-                self._was_reset = False
-                self._clear()
+                self._begin_anew()
             elif self._was_reset:
                 self.counts["before_reset"] += 1
             elif isinstance(event, EngineBlocksStored):
@@ -87,16 +88,19 @@ class EngineBlocks:
         return self._events.drain()
 
     def clear(self) -> list[KvEvent]:
-        """Forget all blocks. Later events may be applied to the empty view: blocks below unknown
-        ones are left out."""
-        self._clear()
+        """Forget all blocks. All later events are applied to the empty view, also after `reset`,
+        whose event may be lost. Blocks below unknown ones are left out."""
+        self._begin_anew()
         return self._events.drain()
 
     def reset(self) -> list[KvEvent]:
         """Forget all blocks after the engine has emptied its cache. The engine's own event for it
-        comes with its next step, perhaps hours later; events before that one are out of date."""
+        comes with its next step, perhaps hours later; events before that one are out of date. Do
+        not call this if that event was applied already: all events until the next such one are
+        dropped."""
+        self._clear()
         self._was_reset = True
-        return self.clear()
+        return self._events.drain()
 
     def distrust(self, reason: str) -> list[KvEvent]:
         """Forget all blocks and apply no more events, because of `reason`."""
@@ -198,6 +202,11 @@ class EngineBlocks:
             del self._holders[last]
             for block_hash in reversed(held.hashes):
                 self._events.add_removed(block_hash)
+
+    def _begin_anew(self) -> None:
+        self.clears += 1
+        self._was_reset = False
+        self._clear()
 
     def _clear(self) -> None:
         self.removals += 1

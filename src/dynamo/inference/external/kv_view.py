@@ -70,13 +70,12 @@ class EngineKvView:
         if self.reader is not None:
             await self.reader.close()
 
-    def clear(self) -> int:
-        """Empty the view after the engine has emptied its cache, and return how many blocks of the
-        card's size it had."""
-        blocks = self.blocks
-        count = len(blocks) * (blocks.engine_block_tokens // blocks.block_tokens)
-        self._report(blocks.reset())
-        return count
+    def clear(self, clears_before: int) -> None:
+        """Empty the view after the engine has emptied its cache. `clears_before`: `blocks.clears`
+        before the engine was asked. If it has increased since, the engine's own event has come, or
+        was lost: no other event would end a reset, and the view stays as the events tell it."""
+        if self.blocks.clears == clears_before:
+            self._report(self.blocks.reset())
 
     def give_up(self, reason: str) -> None:
         """Empty the view for good, because of `reason`."""

@@ -200,11 +200,10 @@ class SglangEngine(ExternalEngine):
             lambda: llm.async_generate(**options), lambda: llm.tokenizer_manager.abort_request(rid)
         )
 
-    async def clear_blocks(self) -> int:
+    async def empty_cache(self) -> None:
         done = await self._thread.run(self._llm.tokenizer_manager.flush_cache)
         if not getattr(done, "success", True):
             raise Overloaded("SGLang does not empty its prefix cache while requests use it")
-        return sum(rank.view.clear() for rank in self.ranks)
 
     async def close_engine(self) -> None:
         with suppress(RuntimeError, ValueError):

@@ -130,7 +130,7 @@ class TrtllmEngine(ExternalEngine):
             options["disaggregated_params"] = decode_handover(request.kv)
         return options
 
-    async def clear_blocks(self) -> int:
+    async def empty_cache(self) -> None:
         raise Unsupported(
             "TensorRT-LLM cannot empty its prefix cache while it serves",
             hint="restart the worker: dynamo restart",

@@ -200,11 +200,10 @@ class VllmEngine(ExternalEngine):
         totals.preemptions = sum(rank.preemptions for rank in self.ranks)
         return totals
 
-    async def clear_blocks(self) -> int:
+    async def empty_cache(self) -> None:
         reset = self._llm.reset_prefix_cache
         if not await reset(**accepted(reset, reset_running_requests=True)):
             raise Overloaded("vLLM does not empty its prefix cache while requests use it")
-        return sum(rank.view.clear() for rank in self.ranks)
 
     async def close_engine(self) -> None:
         llm, self._llm = self._llm, None
