@@ -17,7 +17,7 @@ from tests.engines.test_vllm_cache_view import write_random_llama
 from tests.engines.test_vllm_engine import make_engine, owned_processes
 
 from dynamo.core.codec import pack_ids
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import InvalidRequest, Overloaded
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import (
@@ -141,6 +141,32 @@ async def test_released_kv_frees_the_blocks_of_the_other_engine(
         async with asyncio.timeout(LEASE_S / 2):
             kv = await connector(prefill).prefill(request, ENGINE_CONTEXT)
         connector(decode).release(kv)
+
+
+async def test_cancelled_prompts_hold_no_blocks(prefill: VllmEngine, decode: VllmEngine) -> None:
+    for number in range(6):
+        request = replace(prompt(19), salt=f"cancelled {number}")  # 7 blocks each
+        task = asyncio.create_task(connector(prefill).prefill(request, ENGINE_CONTEXT))
+        while not prefill.ranks[0].requests:
+            await asyncio.sleep(0)
+        for _ in range(number):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    async with asyncio.timeout(LEASE_S / 2):
+        kv = await connector(prefill).prefill(prompt(19), ENGINE_CONTEXT)
+    connector(decode).release(kv)
+
+
+async def test_a_cache_with_kv_to_be_loaded_is_not_emptied(
+    prefill: VllmEngine, decode: VllmEngine
+) -> None:
+    kv = await connector(prefill).prefill(prompt(26), ENGINE_CONTEXT)
+    with pytest.raises(Overloaded, match="that another worker will load"):
+        await prefill.clear_blocks()
+    assert prefill.failure is None
+    assert await answer(decode, prompt(26), kv) == await answer_alone(decode, prompt(26))
 
 
 async def test_a_client_cannot_name_kv_itself(decode: VllmEngine) -> None:

@@ -15,21 +15,36 @@ from tests.support.external_inputs import make_inputs
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine_events import decode_batch
-from dynamo.inference.vllm.engine import VllmEngine
+from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
 from dynamo.testing.conformance.engines import ENGINE_CONTEXT, make_request
 from dynamo.testing.fakes import CollectedReply
 
 OLD, NEW = [*range(9)], [*range(50, 59)]
+PINNED = (
+    "Call to reset_prefix_cache method failed: Failed to reset KV cache even when all the running "
+    "requests are preempted and moved to the waiting queue."
+)
+
+
+class RefusedByVllm(Exception):
+    """An error of the request, which is no `ValueError`."""
+
+
+class FullVllm(Exception):
+    http_status = 503
 
 
 class FakeStream:
-    """The outputs of one request, of which none comes. `aborted`: the caller has closed it."""
+    """The outputs of one request, of which none comes. `aborted`: the caller has closed it.
+    `error`: what is raised instead of the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
         self.aborted = False
         self.release = asyncio.Event()
 
@@ -37,6 +52,8 @@ class FakeStream:
         return self
 
     async def __anext__(self) -> Any:
+        if self.error is not None:
+            raise self.error
         try:
             await self.release.wait()
         except asyncio.CancelledError:
@@ -55,6 +72,7 @@ class FakeLlm:
     def __init__(self) -> None:
         self.errored = False
         self.streams: list[FakeStream] = []
+        self.error: Exception | None = None
         self.on_reset: Any = None
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(
@@ -67,7 +85,7 @@ class FakeLlm:
         )
 
     def generate(self, *_: Any, **__: Any) -> FakeStream:
-        self.streams.append(FakeStream())
+        self.streams.append(FakeStream(self.error))
         return self.streams[-1]
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -82,7 +100,9 @@ class FakeLlm:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLlm:
     llm = FakeLlm()
-    translator = SimpleNamespace(sampling_params=lambda *_: None)
+    translator = SimpleNamespace(
+        sampling_params=lambda *_: None, refusals=(ValueError, RefusedByVllm)
+    )
     monkeypatch.setattr("dynamo.inference.vllm.engine.start_llm", lambda *_: llm)
     monkeypatch.setattr("dynamo.inference.vllm.engine.RequestTranslator", lambda: translator)
     return llm
@@ -115,6 +135,23 @@ async def test_a_cancelled_prefill_is_aborted_at_once(engine: VllmEngine, llm: F
         task = tasks.start(engine.kv_connector.prefill(make_request(), Context("r")))
         stream = await cancel_before_the_first_output(task, llm)
     assert stream.aborted
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RefusedByVllm("no grammar"), InvalidRequest),
+        (FullVllm("too many requests"), Overloaded),
+        (RuntimeError("broken"), WorkerFailed),
+    ],
+)
+async def test_only_failures_of_vllm_are_failures_of_the_worker(
+    engine: VllmEngine, llm: FakeLlm, error: Exception, raised: type[DynamoError]
+) -> None:
+    llm.error = error
+    with pytest.raises(DynamoError, match=str(error)) as caught:
+        await engine.generate(make_request(), ENGINE_CONTEXT, CollectedReply())
+    assert type(caught.value) is raised
 
 
 async def test_a_cancelled_load_is_not_aborted_before_its_output(
@@ -167,3 +204,47 @@ async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
     assert predict(slow) == [0, 0]
     publish(slow, OLD, None, NEW)
     assert predict(slow) == [0, 8]
+
+
+async def test_pinned_kv_is_no_failure(engine: VllmEngine, llm: FakeLlm) -> None:
+    async def reset() -> bool:
+        raise Exception(PINNED)  # noqa: TRY002 - as vLLM's client does
+
+    publish(engine.ranks[0].view, OLD)
+    llm.on_reset = reset
+    with pytest.raises(Overloaded, match="that another worker will load"):
+        await engine.clear_blocks()
+    assert predict(engine.ranks[0].view) == [8, 0]
+    assert engine.failure is None
+
+
+@pytest.mark.parametrize("errored", [True, False])
+async def test_another_failure_of_a_reset_is_told(
+    engine: VllmEngine, llm: FakeLlm, errored: bool
+) -> None:
+    async def reset() -> bool:
+        llm.errored = errored
+        raise RuntimeError("EngineCore encountered an issue")
+
+    llm.on_reset = reset
+    with pytest.raises(WorkerFailed, match=CORE_DIED if errored else "encountered an issue"):
+        await engine.clear_blocks()
+    await asyncio.sleep(0)
+    assert (engine.failure is not None) == errored
+    if errored:
+        with pytest.raises(WorkerFailed, match=CORE_DIED):
+            await engine.clear_blocks()
+
+
+async def test_a_reset_that_a_dead_core_does_not_answer_ends(
+    engine: VllmEngine, llm: FakeLlm
+) -> None:
+    async def reset() -> bool:
+        llm.errored = True
+        await asyncio.Event().wait()
+        return True
+
+    llm.on_reset = reset
+    with pytest.raises(WorkerFailed, match=CORE_DIED):
+        async with asyncio.timeout(10):
+            await engine.clear_blocks()

@@ -214,9 +214,12 @@ class ExternalEngine(Engine):
             rank.view.drift.on_ended(prediction, cached_tokens)
 
     async def clear_blocks(self) -> int:
+        if self.failure is not None:
+            raise WorkerFailed(self.failure.message)
         clears = [rank.view.blocks.clears for rank in self._ranks]
         count = sum(rank.cached_blocks for rank in self._ranks)
-        await self.empty_cache()
+        with Interruptible(self._calls):  # vLLM never answers this call if its core dies
+            await self.empty_cache()
         for rank, clears_before in zip(self._ranks, clears, strict=True):
             rank.view.clear(clears_before)
         return count

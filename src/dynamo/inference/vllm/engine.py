@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.context import Context
-from dynamo.core.errors import InvalidRequest, Overloaded, WorkerFailed
+from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias", "structured", "extra")
 HEALTH_CHECK_INTERVAL_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
+BLOCKS_IN_USE = "Failed to reset KV cache"
+"""Begin of the message of vLLM's scheduler if blocks stay in use without running requests."""
 CORE_DIED = "the engine core of vLLM has died"
 CORE_HANGS = f"the engine core of vLLM has requests and made no step for {HUNG_S:g} s"
 
@@ -171,13 +173,17 @@ class VllmEngine(ExternalEngine):
         except self._translator.refusals as error:
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
         except Exception as error:
-            if self._llm is None or self._llm.errored:
-                # Not now: a call that interrupts itself would be cancelled once more later.
-                asyncio.get_running_loop().call_soon(self.fail, CORE_DIED)
-                raise WorkerFailed(CORE_DIED) from error
-            if getattr(error, "http_status", 0) in (429, 503):
-                raise Overloaded(f"vLLM takes no more requests: {error}") from error
-            raise WorkerFailed(f"vLLM failed: {error!r}") from error
+            raise self._failure_by(error) from error
+
+    def _failure_by(self, error: Exception) -> DynamoError:
+        """Return the failure of a call to vLLM. If its engine core has died, the engine fails."""
+        if self._llm is None or self._llm.errored:
+            # Not now: a call that interrupts itself would be cancelled once more later.
+            asyncio.get_running_loop().call_soon(self.fail, CORE_DIED)
+            return WorkerFailed(CORE_DIED)
+        if getattr(error, "http_status", 0) in (429, 503):
+            return Overloaded(f"vLLM takes no more requests: {error}")
+        return WorkerFailed(f"vLLM failed: {error!r}")
 
     def _make_prompt(self, ids: list[int], salt: str) -> dict[str, Any]:
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -202,8 +208,17 @@ class VllmEngine(ExternalEngine):
 
     async def empty_cache(self) -> None:
         reset = self._llm.reset_prefix_cache
-        if not await reset(**accepted(reset, reset_running_requests=True)):
-            raise Overloaded("vLLM does not empty its prefix cache while requests use it")
+        try:
+            done = await reset(**accepted(reset, reset_running_requests=True))
+        except Exception as error:
+            if BLOCKS_IN_USE not in str(error):
+                raise self._failure_by(error) from error
+            done = False
+        if not done:
+            raise Overloaded(
+                "vLLM does not empty its prefix cache while it is used by requests, or by KV that "
+                "another worker will load"
+            )
 
     async def close_engine(self) -> None:
         llm, self._llm = self._llm, None
