@@ -148,7 +148,7 @@ async def test_the_prompt_of_an_answer_without_tokens_is_load(tiny_model: Path) 
         (answer_completions(503, b"{}", "retry-after: 7\r\n"), Overloaded, "overloaded"),
         (answer_completions(402, b"no credit"), InvalidRequest, "402.*: no credit"),
         (answer_completions(404, b"no route"), InvalidRequest, "404.*: no route"),
-        (answer_completions(408, b""), InvalidRequest, "408"),
+        (answer_completions(408, b""), Overloaded, "408"),
         (answer_completions(401, b"who?"), WorkerFailed, r"401.*: who\?; .* \(engine.url_key\)"),
         (answer_completions(403, b"no"), WorkerFailed, r"403.*: no; .* \(engine.url_key\)"),
         (stream_error({"message": "no", "code": 401}), WorkerFailed, "engine.url_key"),

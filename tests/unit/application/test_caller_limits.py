@@ -44,7 +44,12 @@ async def test_the_priority_of_a_client_is_clamped(
         body = {"model": "words", "prompt": ["a b", "c"], "priority": requested}
         connection.ask("POST", "/v1/completions", body)
         assert (await connection.answer()).status == 200
-    assert {request.options.priority for request in site.processor.requests} == {effective}
+        tier = {"priority": None, "service_tier": "priority"}
+        for path, fields in (("chat/completions", BODY), ("completions", body)):
+            connection.ask("POST", f"/v1/{path}", fields | tier)
+            assert (await connection.answer()).status == 200
+    priorities = [request.options.priority for request in site.processor.requests]
+    assert priorities == [effective] * 3 + [bounds[1]] * 3
 
 
 @pytest.mark.parametrize("bounds", ["1,0", "1", "0,1,2", ""])

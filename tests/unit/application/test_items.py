@@ -70,6 +70,7 @@ class Answer:
         limit: int = 1 << 20,
         *,
         begins: bool = True,
+        tokens: int = 5,
     ) -> None:
         self.connection = FakeConnection()
         self.response = Response(
@@ -81,7 +82,7 @@ class Answer:
         request: Any = None
         exchange = Exchange(request, self.response, "1", "1", ())
         self.reply = reply_type(exchange, LineWriter(), UsageCounter(1), self.timing)
-        self.reply.prompt(5)
+        self.reply.prompt(tokens)
         if begins:
             self.reply.begin(0, Started("w"))
 
@@ -161,14 +162,15 @@ async def test_a_client_that_reads_too_slowly_ends_the_stream(delta: str) -> Non
         answer.reply.check_complete()
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["worker has begun", "request waits"])
-async def test_long_silence_is_broken(monkeypatch: Any, *, begins: bool) -> None:
+@pytest.mark.parametrize(("begins", "tokens"), [(True, 5), (False, 5), (False, 0)])
+async def test_long_silence_is_broken(monkeypatch: Any, begins: bool, tokens: int) -> None:
+    """Also while a request waits, and where a server counts its tokens at the end."""
     monkeypatch.setattr(items_module, "SILENCE_S", 0.001)
-    answer = Answer(begins=begins)
+    answer = Answer(begins=begins, tokens=tokens)
     while "ping" not in answer.lines:
         await asyncio.sleep(0.001)
     answer.reply.close()
-    assert answer.lines[:2] == ["start 5", "ping"]
+    assert answer.lines[:2] == [f"start {tokens}", "ping"]
     answer.reply.text(0, "a")
     answer.reply.finish(0, END)
     assert answer.lines[-4:] == ["+0 text", "0 a 0", "-0 a True", "end 1 stop 3"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.application.messages.errors import ANTHROPIC_ERRORS
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded, WorkerFailed
 from dynamo.core.text import (
@@ -312,6 +313,11 @@ async def test_errors_have_anthropic_s_types(
         monkeypatch.setattr(site.processor, "fails", "")
         with pytest.raises(anthropic.BadRequestError, match="timeout"):
             await ask(client, extra_headers={"x-dynamo-timeout": "soon"})
+
+
+def test_hints_name_the_fields_of_messages() -> None:
+    error = InvalidRequest("no form", hint="leave response_format out, or start a worker")
+    assert b"leave output_config.format out, or" in ANTHROPIC_ERRORS.encode(error, "r")
 
 
 @pytest.mark.parametrize("error", [WorkerFailed("the worker died"), InvalidRequest("wrong")])

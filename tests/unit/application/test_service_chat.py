@@ -111,6 +111,18 @@ def test_reasoning_and_calls_pass_between_services_in_chunks() -> None:
     assert reply.calls[-1] == ("finish", 0, "tool_calls", 2)
 
 
+def test_calls_without_arguments_have_an_empty_object_in_each_choice() -> None:
+    reply = EventReply()
+    reader = ChatChunkReader(reply)
+    begun, arguments = {"id": "c", "function": {"name": "f"}}, {"function": {"arguments": "{1}"}}
+    for choice, call in ((0, begun), (1, begun), (0, arguments)):
+        delta = {"tool_calls": [{"index": 0, **call}]}
+        reader.receive({"choices": [{"index": choice, "delta": delta}]})
+    reader.end()
+    texts = [(call[0], call[1].text) for call in reply.calls if type(call[1]) is ArgumentsDelta]
+    assert texts == [(0, "{1}"), (1, "{}")]
+
+
 def test_reasoning_and_calls_pass_between_services_in_one_answer() -> None:
     whole = ChatAnswerReply()
     answer_with_a_call(whole)

@@ -36,3 +36,12 @@ def test_every_alias_names_a_family() -> None:
 def test_the_chat_template_chooses_the_family(template: str, family: str) -> None:
     assert choose_family(template, "")[0].name == family
     assert choose_family(template, "openai")[0].name == "gpt-oss"
+
+
+def test_no_marker_of_calls_alone_is_part_of_reasoning() -> None:
+    """Where no tool may be called, these markers are banned."""
+    for family in FAMILIES:
+        alone = set(family.calls) - set(family.shared_markers)
+        pairs = [marker for pair in family.reasoning for marker in pair]
+        for text in (*pairs, *family.opened, family.answer_start):
+            assert not [marker for marker in alone if marker in text]

@@ -107,6 +107,9 @@ async def test_a_form_goes_on_only_where_its_tokens_are_fed_again(open_runtime: 
     resumed = replace(STRUCTURED, resumed=3)
     with pytest.raises(Unsupported):  # waiting for another worker would be of no use
         await choose(open_runtime, 1, resumed, attempt=1)
+    limited = replace(resumed, structured=StructuredOutput("text", reasoning_limit=9))
+    with pytest.raises(NoWorkers):  # a worker that can may come back
+        await choose(open_runtime, 1, limited, attempt=1)
     able = await serve(await open_runtime(), ("structured", "calls"))
     assert await choose(open_runtime, 2, resumed, attempt=1) == able
     behind = replace(STRUCTURED, structured=StructuredOutput("regex", "a", reasoning_end=b"0000"))

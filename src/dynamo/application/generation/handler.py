@@ -170,7 +170,7 @@ class GenerationHandler:
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         requests = completion_requests(body, model)
-        if body.priority or self._caller_limits.needed:
+        if requests[0].options.priority or self._caller_limits.needed:
             options = self._caller_limits.apply(requests[0].options, exchange.request)
             requests = [replace(request, options=options) for request in requests]
         if self._log_prompts:

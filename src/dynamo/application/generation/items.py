@@ -22,6 +22,7 @@ from dynamo.core.text import (
     ReasoningDelta,
     TextFinish,
 )
+from dynamo.core.values import Started
 
 SILENCE_S = 15.0
 """A stream whose writer has a `keepalive` sends it after so many seconds without another event."""
@@ -182,7 +183,7 @@ class ItemStreamReply(ItemReply):
     when an accepted request has waited for `SILENCE_S`.
     """
 
-    __slots__ = ("_pending", "_pending_bytes", "_pending_logprobs", "_timer")
+    __slots__ = ("_accepted", "_pending", "_pending_bytes", "_pending_logprobs", "_timer")
 
     def __init__(
         self,
@@ -195,9 +196,18 @@ class ItemStreamReply(ItemReply):
         self._pending: list[str] = []
         self._pending_logprobs: list[DecodedTokenLogprob] = []
         self._pending_bytes = 0
+        self._accepted = False
         self._timer: asyncio.TimerHandle | None = None
         if writer.keepalive:
             self._start_timer(SILENCE_S)
+
+    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
+        super().prompt(prompt_tokens, repeated_bytes)
+        self._accepted = True
+
+    def begin(self, choice: int, started: Started) -> None:
+        super().begin(choice, started)
+        self._accepted = True
 
     def close(self) -> None:
         if self._timer is not None:
@@ -212,8 +222,7 @@ class ItemStreamReply(ItemReply):
         if silence_s < SILENCE_S:
             self._start_timer(SILENCE_S - silence_s)
             return
-        accepted = self._response.started or self._usage_counter.prompt_tokens
-        if accepted and not self._response.congested:
+        if self._accepted and not self._response.congested:
             self._write(self._writer.keepalive)
         self._start_timer(SILENCE_S)
 

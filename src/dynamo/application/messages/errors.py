@@ -14,7 +14,7 @@ _RENAMED_FIELDS = (
     (re.compile(r"\b(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
     (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
     (
-        re.compile(r"(?<!leave )\bresponse_format(\.json_schema)?\b(?! is not supported)"),
+        re.compile(r"\bresponse_format(\.json_schema)?\b(?! is not supported| out\))"),
         "output_config.format",
     ),
     (re.compile(r"^stop: "), "stop_sequences: "),

@@ -196,7 +196,7 @@ class ChatChunkReader:
         self._prompt_reported = False
         self._reasons: dict[int, FinishReason] = {}
         self._calls: dict[int, list[int]] = {}
-        self._has_arguments = False
+        self._with_arguments: set[int] = set()
 
     def receive(self, item: Any) -> bool:
         """Pass one item on. Returns False if the reader is gone. Raises `ProtocolError`."""
@@ -249,15 +249,15 @@ class ChatChunkReader:
             if known:
                 self._end_call(choice, known[-1])
             known.append(index)
-            self._has_arguments = False
+            self._with_arguments.discard(choice)
             reader_open = reply.event(choice, CallBegun(index, call.id or "", function.name or ""))
         if function.arguments:
-            self._has_arguments = True
+            self._with_arguments.add(choice)
             reader_open = reply.event(choice, ArgumentsDelta(index, function.arguments))
         return reader_open
 
     def _end_call(self, choice: int, index: int) -> None:
-        if not self._has_arguments:
+        if choice not in self._with_arguments:
             self._reply.event(choice, ArgumentsDelta(index, "{}"))
         self._reply.event(choice, CallEnded(index))
 

@@ -173,6 +173,8 @@ def map_error(status: int, body: bytes, headers: Any) -> DynamoError:
     if status in {401, 403}:
         refusal = f"the server refuses the key ({status}): {message}"
         return (Unauthorized if status == 401 else Forbidden)(refusal)
+    if status in {408, 409, 425}:
+        return Overloaded(f"the server asks to send the request again ({status}): {message}")
     if 400 <= status < 500:
         return InvalidRequest(f"the server refuses the request ({status}): {message}")
     return WorkerFailed(f"the server answers {status}: {message}")

@@ -50,6 +50,7 @@ FAMILIES = (
             kimi.OPEN: kimi.read_element,
             kimi.CLOSE: kimi.read_close,
         },
+        shared_markers=(kimi.OPEN, kimi.CLOSE),
         layout=(
             *(kimi.SECTION_END, kimi.CALL_END, kimi.ARGUMENTS, kimi.SEPARATOR),
             *("<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
@@ -94,6 +95,7 @@ FAMILIES = (
         ("gemma",),
         reasoning=((gemma.CHANNEL, gemma.CHANNEL_END),),
         calls={gemma.CALL: gemma.read_call, gemma.CHANNEL: gemma.read_channel},
+        shared_markers=(gemma.CHANNEL,),
         layout=(gemma.CALL_END, gemma.QUOTE, "<tool_response|>", "<|turn>", "<|think|>"),
         stops=("<|tool_response>", "<turn|>"),
         templates=(gemma.CALL,),

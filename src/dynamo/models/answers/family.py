@@ -21,6 +21,7 @@ class Family(msgspec.Struct, frozen=True):
     - `reasoning`: pairs of an opening and a closing marker.
     - `calls`: readers by opening marker. `bare_calls`: readers by ordinary text with which a call
       may begin where tools are offered. Such text stays in the answer if no call follows.
+    - `shared_markers`: markers of `calls` that begin other parts of answers, too.
     - `layout`: other markers, which are left out.
     - `stops`: tokens that end an answer.
     - `templates`: texts of which one occurs in the chat templates of the family.
@@ -37,6 +38,7 @@ class Family(msgspec.Struct, frozen=True):
     reasoning: tuple[tuple[str, str], ...] = ()
     calls: Mapping[str, ReadFormat] = {}
     bare_calls: Mapping[str, ReadFormat] = {}
+    shared_markers: tuple[str, ...] = ()
     layout: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()

@@ -68,9 +68,8 @@ class AnswerParsing:
         self.always = not fallback or bool(self._format.openings)
         ids = {token.content: token.id for token in tokenizer.added_tokens}
         self.stop_token_ids = tuple(ids[stop] for stop in family.stops if stop in ids)
-        self._call_bans = {
-            token: BANNED for token, char in self.chars.items() if char in self._format.calls
-        }
+        call_markers = set(family.calls) - set(family.shared_markers)
+        self._call_bans = {ids[marker]: BANNED for marker in call_markers if marker in ids}
         fields = {"model": card.name, "format": family.name, "reason": reason}
         log.info("tool calls are read", extra={"fields": fields})
 
