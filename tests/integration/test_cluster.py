@@ -170,6 +170,7 @@ def test_records_of_workers_that_died_without_etcd_are_deleted_later(
     }
     deployment = host("a", "run", "out=mock", tiny_model, "--workers", "2", **environ)
     deployment.wait_ready()
+    until(lambda: workers(deployment) == 2)
     before = {p["pid"] for p in deployment.processes() if p["role"] == "worker"}
     etcd.kill()
     until(lambda: unreachable_planes(deployment) == {"discovery"})
