@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ SIZE_FLAGS = {"n_parallel": "--max-num-seqs", "n_ctx": "--max-model-len"}
 """Arguments of llama.cpp that are flags of ours."""
 REASON_MARK = " E "
 """In llama.cpp's log this stands before an error."""
+LOG_DELAY_S = 0.5
+"""A thread of llama.cpp writes its log, so that the reason of a failure comes later than it."""
 
 
 class ServerSizes(msgspec.Struct, frozen=True):
@@ -130,6 +133,7 @@ def open_server(path: Path, sizes: ServerSizes) -> Any:
             server = xllamacpp.Server(params)
         except RuntimeError as error:
             failure = error
+            time.sleep(LOG_DELAY_S)
         else:
             # A server that ends before its loop runs waits for ever, with the interpreter's lock.
             server.handle_completions({"prompt": [0], "max_tokens": 1}, lambda _: False)
