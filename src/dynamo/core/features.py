@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dynamo.core.values import Feature, GenerateRequest
 
 GRAMMAR_FEATURES: tuple[Feature, ...] = (
-    *("structured", "whitespace", "thinking_budget"),
-    *("form_after_reasoning", "calls"),
+    "structured",
+    "whitespace",
+    "thinking_budget",
+    "form_after_reasoning",
+    "calls",
 )
 """Further features of the native and the mock engine, if they know the model's tokenizer."""
 

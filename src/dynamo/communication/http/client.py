@@ -146,8 +146,6 @@ class HttpClient:
             parts.port or (80 if self._tls is None else 443),
         )
         self._authorization = headers.get("authorization", "")
-        self.has_authorization = bool(self._authorization)
-        """Whether requests have an authorization of the client's own."""
         own = {"host": parts.netloc, "content-type": "application/json"} | dict(headers)
         for name, value in own.items():
             if not _HEADER_VALUE.fullmatch(value):
@@ -160,6 +158,11 @@ class HttpClient:
         self._idle: list[HttpClientConnection] = []
         self._busy: set[HttpClientConnection] = set()
         self._closed = False
+
+    @property
+    def has_authorization(self) -> bool:
+        """Whether requests have an authorization of the client's own."""
+        return bool(self._authorization)
 
     async def send(
         self,

@@ -127,12 +127,10 @@ class AnswerParsing:
     ) -> StructuredOutput | None:
         """Return the form with the markers of the reasoning before it. Raises `Unsupported`."""
         placed = self.mark_reasoning(form, prompt_end)
-        if form.kind not in ("calls", "text") and self._answer_start:
-            return _without_limit(placed)
-        if placed is not form:
-            return placed
-        form = _without_limit(form)
-        return None if form.kind == "text" else form
+        if placed is not form and placed.reasoning_end != self._answer_start:
+            return placed  # a limit can force the token that ends the reasoning
+        placed = _without_limit(placed)
+        return None if placed.kind == "text" else placed
 
     def mark_reasoning(self, form: StructuredOutput, prompt_end: str) -> StructuredOutput:
         """Return the form with the markers of the reasoning before it, or itself where nothing

@@ -206,13 +206,13 @@ class ChatProcessor:
         """Return the request with the form of its calls, of its reasoning and of its text. Raises
         as `GrammarChecker.check`, and `Unsupported`."""
         structured, checker = request.options.structured, self._grammar_checker
-        prompt_end, form = self._decode_end(prompt), structured
-        if request.call_mode == "free" and (structured is None or checker is None):
-            if structured is None or structured.kind == "text":
-                return request
-            form = self._answers.mark_reasoning(structured, prompt_end)
+        form: StructuredOutput | None
+        if request.call_mode != "free" or (structured is not None and checker is not None):
+            form = self._answers.constrain(request, self._decode_end(prompt))
+        elif structured is not None and structured.kind != "text":
+            form = self._answers.mark_reasoning(structured, self._decode_end(prompt))
         else:
-            form = self._answers.constrain(request, prompt_end)
+            return request
         if form is not None and form.kind == "calls" and checker is not None:
             await checker.check(StructuredOutput("calls", form.value), "tools")
         return replace(request, options=replace(request.options, structured=form))
