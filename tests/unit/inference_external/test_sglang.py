@@ -212,6 +212,7 @@ async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
     engine, fake = await start()
     view, manager = engine.ranks[0].view, fake.tokenizer_manager
     await generate_reply(engine, make_request())
+    await wait_until(lambda: len(view.blocks) > 0)
     flush, clears = manager.flush_cache, view.blocks.clears
 
     async def flush_while_another_rank_is_slow() -> Any:
