@@ -104,6 +104,7 @@ fuzz: setup  ## frames, HTTP, JSON and answers bent at random, 10 minutes each; 
 oracle:  ## make the native engine's reference answers anew (torch and transformers, large)
 	test -x $(VENV)-oracle/bin/python || $(PYTHON) -m venv $(VENV)-oracle
 	$(VENV)-oracle/bin/python -m pip install --quiet --editable '.[oracle]'
+	$(VENV)-oracle/bin/python scripts/template_oracle.py
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv

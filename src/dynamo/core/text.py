@@ -54,8 +54,9 @@ CallMode = Literal["free", "strict", "required", "named"]
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """A conversation to continue. `messages` have a role, a content (flattened to a string), and
-    any further field that the chat template may read.
+    """A conversation to continue. `messages` have a role, a content (a string, a list of text
+    parts, or None beside calls), and any further field that the chat template may read. Arguments
+    of their tool calls are JSON text, as the client sent it.
 
     `callable_tools`: the names of `tools` that the answer may call; None: all of them. `call_mode`:
     "free", "strict" (calls have arguments by the schemas), "required" (the answer consists of such

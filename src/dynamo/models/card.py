@@ -17,7 +17,9 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
     `hashing`: the scheme of the hashes of its KV blocks. `tool_format`: the family whose tool calls
-    it writes; empty: the family of its chat template. `tokenizer` is None for a model that only
+    it writes; empty: the family of its chat template. `tool_template`: the chat template for
+    requests with tools, if there is another one. `special_tokens`: texts of special tokens by the
+    names that templates use, besides BOS and EOS. `tokenizer` is None for a model that only
     servers by their URL know, which get conversations as text.
     """
 
@@ -36,6 +38,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     source: str = ""
     hashing: str = HASH_SCHEME
     tool_format: str = ""
+    tool_template: str | None = None
+    special_tokens: dict[str, str] = {}
 
     @property
     def name(self) -> str:

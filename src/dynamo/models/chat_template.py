@@ -10,13 +10,22 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.errors import DynamoError, InvalidRequest
 from dynamo.models.template_bounds import TemplateTooCostly
+from dynamo.models.template_forms import (
+    Message,
+    MessageForms,
+    RawText,
+    content_text,
+    find_forms,
+)
 from dynamo.models.tool_prompt import describe_tools, has_tool_messages
 
 if TYPE_CHECKING:
+    from dynamo.models.card import ModelCard
     from dynamo.models.template_sandbox import BoundedTemplate
 
 log = logging.getLogger(__name__)
@@ -31,15 +40,25 @@ FALLBACK_LABELS = {
 
 
 class ChatTemplate:
-    """A compiled template. Without a source the format is `System: …\\nUser: …\\nAssistant: `."""
+    """The templates of a model: `source`, and `tool_source` for requests with tools.
 
-    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        self._template = _compile(source) if source else None
-        self._has_tools = source is not None and "tools" in source
+    Without a source the format is `System: …\\nUser: …\\nAssistant: `. `special_tokens` are
+    variables of the templates.
+    """
+
+    def __init__(
+        self, source: str | None, tool_source: str | None = None, **special_tokens: str
+    ) -> None:
+        self._plain = _Source(source, special_tokens)
+        self._with_tools = _Source(tool_source, special_tokens) if tool_source else self._plain
         self._described_tools = False
         self.was_too_costly = False
-        template_globals = self._template.variables if self._template else {}
-        self._globals = {**template_globals, "bos_token": bos_token, "eos_token": eos_token}
+
+    @classmethod
+    def of(cls, card: ModelCard) -> ChatTemplate:
+        """Compile the templates of a model. Raises `ModelUnavailable`."""
+        tokens = {"bos_token": card.bos_token, "eos_token": card.eos_token} | card.special_tokens
+        return cls(card.chat_template, card.tool_template, **tokens)
 
     def render(
         self,
@@ -50,15 +69,29 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt. `args` are further variables for the template.
 
-        Raises `InvalidRequest` with the template's message if the template refuses the messages,
-        and if the rendering exceeds its bounds. `was_too_costly` is then True.
+        Each message has a role and a content: a string, a list of text parts, or None. Raises
+        `InvalidRequest` with the template's message if the template refuses the messages, and if
+        the rendering exceeds its bounds. `was_too_costly` is then True.
         """
-        if not self._has_tools and (tools or has_tool_messages(messages)):
-            messages, tools = self._describe_tools(messages, tools), ()
-        if self._template is None:
+        source = self._with_tools if tools else self._plain
+        if not source.has_tools and (tools or has_tool_messages(messages)):
+            self._log_description()
+            reads_calls = source.forms.reads_calls
+            messages = describe_tools(messages, tools, reads_calls=reads_calls)
+            tools = ()
+        if source.template is None:
             return _render_fallback(messages, add_generation_prompt)
+        changed_roles = source.changed_roles
+        for message in messages:
+            if (
+                type(message["content"]) is not str
+                or "tool_calls" in message
+                or message["role"] in changed_roles
+            ):
+                messages = source.forms.adapt(messages)
+                break
         variables = {
-            **self._globals,
+            **source.variables,
             **args,
             "messages": messages,
             "tools": tools or None,
@@ -66,7 +99,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return source.template.render(variables)
         except TemplateTooCostly:
             self.was_too_costly = True
             raise
@@ -77,13 +110,43 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def _describe_tools(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> Sequence[Mapping[str, Any]]:
+    def _log_description(self) -> None:
         if not self._described_tools:
             self._described_tools = True
             log.info("the chat template has no tools; the system message describes them")
-        return describe_tools(messages, tools)
+
+
+class _Source:
+    """A compiled template and the forms of messages that it reads."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.template = _compile(source) if source else None
+        self.has_tools = source is not None and "tools" in source
+        self.variables = dict(self.template.variables) if self.template else {}
+        self.variables |= special_tokens
+        self.forms = MessageForms()
+        if self.template is not None:
+            self.forms = self._find_forms(self.template)
+        self.changed_roles = self.forms.changed_roles
+
+    def _find_forms(self, template: BoundedTemplate) -> MessageForms:
+        """Return the forms that the template reads; the usual ones for one that is too costly."""
+        try:
+            return find_forms(partial(self._render_probe, template))
+        except TemplateTooCostly as error:
+            log.warning("the chat template is too costly", extra={"fields": {"error": str(error)}})
+            return MessageForms()
+
+    def _render_probe(
+        self, template: BoundedTemplate, messages: Sequence[Message], tools: Sequence[Message]
+    ) -> str | None:
+        request = {"messages": messages, "tools": tools or None, "documents": None}
+        try:
+            return template.render({**self.variables, **request, "add_generation_prompt": False})
+        except TemplateTooCostly:
+            raise
+        except Exception:  # noqa: BLE001 (a template raises whatever it likes)
+            return None
 
 
 def _compile(source: str) -> BoundedTemplate:
@@ -95,7 +158,7 @@ def _compile(source: str) -> BoundedTemplate:
 
 def _render_fallback(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     lines = [
-        f"{FALLBACK_LABELS.get(message.get('role', ''), 'User')}: {message.get('content') or ''}"
+        f"{FALLBACK_LABELS.get(message['role'], 'User')}: {content_text(message['content'])}"
         for message in messages
     ]
     if add_generation_prompt:
@@ -111,6 +174,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return plain JSON. The filter of jinja2 escapes for HTML."""
+    if type(value) is RawText:
+        return str(value)
     width = len(indent) if isinstance(indent, str) else indent or 0
     if width > MAX_INDENT:
         raise ValueError(f"tojson(indent={width}): at most {MAX_INDENT}")

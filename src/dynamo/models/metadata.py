@@ -15,6 +15,13 @@ from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
 
 _DEFAULT_CONTEXT_TOKENS = 4096
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_GGUF_TOKENS = {
+    "unk_token": "unknown_token_id", "sep_token": "seperator_token_id",
+    "pad_token": "padding_token_id", "cls_token": "cls_token_id", "mask_token": "mask_token_id",
+}  # fmt: skip
+"""Names in templates, and keys of GGUF files (one is spelt so there)."""
+_TOOL_TEMPLATE = "tool_use"
+"""The name of the template that transformers takes for requests with tools."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,6 +44,8 @@ class ModelMetadata(msgspec.Struct, frozen=True):
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
+    tool_template: str | None = None
+    special_tokens: dict[str, str] = {}
     generation: GenerationDefaults = GenerationDefaults()
 
 
@@ -58,6 +67,10 @@ def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
         "bos_token": token_text("bos_token_id"),
         "eos_token": token_text("eos_token_id"),
         "chat_template": file.get("tokenizer.chat_template"),
+        "tool_template": file.get(f"tokenizer.chat_template.{_TOOL_TEMPLATE}"),
+        "special_tokens": {
+            name: text for name, key in _GGUF_TOKENS.items() if (text := token_text(key))
+        },
     }
     return _build_metadata(values, file.path)
 
@@ -70,8 +83,10 @@ def metadata_from_folder(folder: Path) -> ModelMetadata:
         config |= text_config
     generation = _read_json(folder / "generation_config.json")
     tokens = _read_json(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json"), tokens)
+    templates = _read_templates(folder, tokens)
     tokenizer = read_tokenizer_file(folder / "tokenizer.json")
-    eos = _token_text(tokens.get("eos_token"))
+    eos = special_tokens.pop("eos_token", "")
     eos_ids = [token.id for token in tokenizer.added_tokens if token.content == eos]
     end_ids = _as_id_list(generation.get("eos_token_id")) or _as_id_list(config.get("eos_token_id"))
     highest = max((token.id for token in tokenizer.added_tokens), default=-1)
@@ -82,9 +97,11 @@ def metadata_from_folder(folder: Path) -> ModelMetadata:
         "context_tokens": _context_tokens(config, tokens),
         "vocab_size": max(vocab_size if isinstance(vocab_size, int) else 0, highest + 1),
         "eos_token_ids": _unique_ids([*end_ids, *eos_ids]),
-        "bos_token": _token_text(tokens.get("bos_token")),
+        "bos_token": special_tokens.pop("bos_token", ""),
         "eos_token": eos,
-        "chat_template": _read_chat_template(folder, tokens),
+        "chat_template": templates.get("default") or next(iter(templates.values()), None),
+        "tool_template": templates.get(_TOOL_TEMPLATE),
+        "special_tokens": special_tokens,
         "generation": generation,
     }
     return _build_metadata(values, folder)
@@ -104,19 +121,43 @@ def _context_tokens(config: dict[str, Any], tokens: dict[str, Any]) -> int:
     return _DEFAULT_CONTEXT_TOKENS
 
 
-def _read_chat_template(folder: Path, tokens: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return read_file(path).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-    template = tokens.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        entries = (entry for entry in template if isinstance(entry, dict))
-        by_name = {str(entry.get("name")): entry.get("template") for entry in entries}
-        template = by_name.get("default") or next(iter(by_name.values()), None)
-    return template if isinstance(template, str) else None
+def _read_templates(folder: Path, tokens: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name. As in transformers, files come before the
+    keys of tokenizer_config.json."""
+    templates: dict[str, Any] = {}
+    for values in (tokens, _read_json(folder / "chat_template.json")):
+        template = values.get("chat_template")
+        if isinstance(template, list):
+            entries = (entry for entry in template if isinstance(entry, dict))
+            templates |= {str(entry.get("name")): entry.get("template") for entry in entries}
+        elif template:
+            templates["default"] = template
+    paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    texts = {path.stem: _read_text(path) for path in paths}
+    if (path := folder / "chat_template.jinja").is_file():
+        texts["default"] = _read_text(path)
+    return {name: text for name, text in (templates | texts).items() if isinstance(text, str)}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_file(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+
+
+def _special_tokens(*files: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens that the files name, by name. Later files win."""
+    texts: dict[str, str] = {}
+    for values in files:
+        extra = values.get("extra_special_tokens")
+        named = {**extra, **values} if isinstance(extra, dict) else values
+        texts |= {
+            name: text
+            for name, token in named.items()
+            if name.endswith("_token") and (text := _token_text(token))
+        }
+    return texts
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
             created=int(time.time()),
             source=self.source,
             tool_format=tool_format,
+            tool_template=metadata.tool_template,
+            special_tokens=metadata.special_tokens,
         )
 
 

@@ -6,25 +6,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-INSTRUCTION = (
-    "You may call the functions that are described between the tags <tools> and </tools>. "
-    'To call one, answer with {"name": its name, "arguments": its arguments as an object} between '
+from dynamo.models.template_forms import content_text, decode_arguments
+
+INSTRUCTION = "You may call the functions that are described between the tags <tools> and </tools>."
+CALL_FORM = (
+    ' To call one, answer with {"name": its name, "arguments": its arguments as an object} between '
     "the tags <tool_call> and </tool_call>."
 )
 Message = Mapping[str, Any]
 
 
-def describe_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-    """Return messages with only roles and texts: the tools are described in the system message,
-    calls and their results are text between tags."""
-    described = [_plain_message(message) for message in messages]
+def describe_tools(
+    messages: Sequence[Message], tools: Sequence[Message], *, reads_calls: bool
+) -> list[Message]:
+    """Return messages whose system message describes the tools. Unless the template `reads_calls`,
+    calls and their results become text between tags."""
+    described = list(messages) if reads_calls else [_plain_message(message) for message in messages]
     if not tools:
         return described
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    block = f"{INSTRUCTION}\n<tools>\n{lines}\n</tools>"
+    block = f"{INSTRUCTION}{'' if reads_calls else CALL_FORM}\n<tools>\n{lines}\n</tools>"
     if described and described[0].get("role") in ("system", "developer"):
         first = described[0]
-        content = f"{first.get('content') or ''}\n\n{block}".strip()
+        content = f"{content_text(first['content'])}\n\n{block}".strip()
         return [{**first, "content": content}, *described[1:]]
     return [{"role": "system", "content": block}, *described]
 
@@ -39,14 +43,16 @@ def has_tool_messages(messages: Sequence[Message]) -> bool:
 
 def _plain_message(message: Message) -> Message:
     if message.get("role") == "tool":
-        content = message.get("content") or ""
+        content = content_text(message["content"])
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
         return message
-    parts = [message["content"]] if message.get("content") else []
+    content = content_text(message["content"])
+    parts = [content] if content else []
     for call in calls:
         function = call["function"]
-        body = {"name": function["name"], "arguments": function.get("arguments") or {}}
+        arguments = decode_arguments(function.get("arguments"))
+        body = {"name": function["name"], "arguments": arguments}
         parts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(parts)}

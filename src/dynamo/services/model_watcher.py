@@ -188,10 +188,7 @@ class ModelWatcher:
             await files.close()
         offload = runtime.clock.offload
         tokenizer = await offload(load_tokenizer, tokenizer_file, ensure_verified=True)
-        template = await offload(
-            ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
-        )
-        return tokenizer, template
+        return tokenizer, await offload(ChatTemplate.of, card)
 
     def _on_workers_changed(self, pipeline: ModelPipeline, served: ServedModel) -> None:
         """Serve a model from its first reachable worker on, and report the lack of workers."""

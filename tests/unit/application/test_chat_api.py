@@ -172,7 +172,7 @@ async def test_options_reach_the_processor(open_site: Any, connect: Any) -> None
     assert 0 < site.processor.contexts[-1].timeout_s <= 300
 
 
-async def test_messages_are_flattened(site: Any, connect: Any) -> None:
+async def test_messages_reach_the_processor_in_one_form(site: Any, connect: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     await ask(
         connect,
@@ -186,16 +186,32 @@ async def test_messages_are_flattened(site: Any, connect: Any) -> None:
         ],
     )
     messages = site.processor.requests[-1].messages
-    assert [message["content"] for message in messages] == ["be brief", "be kind", "", "42", "a\nb"]
-    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    kind, a, b = ({"type": "text", "text": text} for text in ("be kind", "a", "b"))
+    contents = [message["content"] for message in messages]
+    assert contents == ["be brief", [kind], None, "42", [a, b]]
+    assert messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert messages[4]["name"] == "bob"
 
 
-async def test_empty_tool_calls_are_removed(site: Any, connect: Any) -> None:
-    message = {"role": "assistant", "content": "hm", "refusal": None}
-    messages = [message | {"tool_calls": None}, message | {"tool_calls": []}, *HI]
+async def test_fields_without_a_value_are_removed(site: Any, connect: Any) -> None:
+    message = {"role": "assistant", "content": "hm"}
+    empty = message | {"refusal": None, "audio": None, "reasoning": None}
+    messages = [empty | {"tool_calls": None}, message | {"tool_calls": []}, *HI]
+    messages.append(HI[0] | {"name": None})
     assert (await ask(connect, site, messages=messages)).status == 200
-    assert site.processor.requests[-1].messages == (message, message, *HI)
+    assert site.processor.requests[-1].messages == (message, message, *HI, *HI)
+
+
+async def test_arguments_that_are_no_json_pass_as_text(site: Any, connect: Any) -> None:
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for number, arguments in enumerate(("{a: 1}", "", None, {"a": "é"}, "[1]"))
+    ]
+    messages = [{"role": "assistant", "tool_calls": calls}]
+    assert (await ask(connect, site, messages=messages)).status == 200
+    [message] = site.processor.requests[-1].messages
+    arguments = [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert arguments == ["{a: 1}", "{}", "{}", '{"a": "é"}', "[1]"]
 
 
 async def test_tools_reach_the_template_with_tool_choice_none(site: Any, connect: Any) -> None:

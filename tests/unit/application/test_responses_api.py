@@ -174,7 +174,7 @@ async def test_a_tool_loop_of_two_turns(
     assert question == {"role": "user", "content": "Rome?"}
     assert answer["content"] == "Let me look."
     assert answer["reasoning_content"] == "Hm, weather."
-    function = {"name": "weather", "arguments": {"city": "Rome"}}
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     assert answer["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
     assert (result["role"], result["content"]) == ("tool", "sunny")
     if not stored:

@@ -106,13 +106,24 @@ def test_a_folder_needs_only_a_tokenizer(model_folder):
     assert card.chat_template == "from a file"
 
 
-def test_the_default_of_named_templates_is_used(model_folder):
-    named = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
-    (model_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert (
-        resolve_model_blocking(str(model_folder), ensure_verified=False).build_card().chat_template
-        == "d"
-    )
+def test_named_templates_and_special_tokens_are_found_in_all_files(model_folder):
+    def card():
+        return resolve_model_blocking(str(model_folder), ensure_verified=False).build_card()
+
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    tokens = {"chat_template": named, "eos_token": None, "pad_token": {"content": "<pad>"}}
+    extra = {"extra_special_tokens": {"tool_token": "<tool>"}}
+    (model_folder / "chat_template.jinja").unlink(missing_ok=True)
+    (model_folder / "tokenizer_config.json").write_text(json.dumps(tokens | extra))
+    mapped = {"eos_token": "<|end|>", "pad_token": "<other>"}
+    (model_folder / "special_tokens_map.json").write_text(json.dumps(mapped))
+    assert (card().chat_template, card().tool_template) == ("d", "t")
+    assert card().eos_token == "<|end|>"
+    assert card().special_tokens == {"tool_token": "<tool>", "pad_token": "<pad>"}
+    folder = model_folder / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("file")
+    assert (card().chat_template, card().tool_template) == ("d", "file")
 
 
 @pytest.mark.parametrize(

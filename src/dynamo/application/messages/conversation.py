@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -99,7 +100,8 @@ def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
     arguments = block.get("input", {})
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{field}.input: expected an object")
-    function = {"name": _read_str(block, "name", field), "arguments": arguments}
+    text = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": _read_str(block, "name", field), "arguments": text}
     return {"id": _read_str(block, "id", field), "type": "function", "function": function}
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
-
-import msgspec
 
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
@@ -20,6 +19,8 @@ MAX_ARGUMENT_VALUES = 1 << 17
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """The names under which chat templates read the reasoning of earlier messages."""
+PLAIN_FIELDS = 2
+"""The fields of most messages: role and content."""
 _TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
     ("text", "input_text", "output_text"), "text"
 )
@@ -62,7 +63,8 @@ class _ConversationSize:
 def normalise_messages(
     messages: list[dict[str, Any]], unknown_roles: str
 ) -> tuple[dict[str, Any], ...]:
-    """Return the messages with `content` as one string.
+    """Return the messages for chat templates: `content` is a string, a list of text parts, or None
+    beside calls. Arguments of calls are JSON text. Fields without a value are left out.
 
     `unknown_roles`: "reject", or "warn" to drop messages with unknown roles. Raises
     `InvalidRequest` with the message and field.
@@ -72,15 +74,10 @@ def normalise_messages(
     check_size("messages", len(messages), MAX_MESSAGES)
     normalised, size = [], None
     for index, message in enumerate(messages):
-        role = message.get("role")
+        role = message["role"] if "role" in message else None  # noqa: SIM401 (calls cost more)
         if role in KNOWN_ROLES:
-            content = message.get("content")
-            if (
-                type(content) is str
-                and role != "tool"
-                and not ("tool_calls" in message or "reasoning" in message)
-                and "reasoning_content" not in message
-            ):
+            content = message["content"] if "content" in message else None  # noqa: SIM401
+            if len(message) == PLAIN_FIELDS and type(content) is str and role != "tool":
                 normalised.append(message)
             else:
                 size = size or _ConversationSize()
@@ -112,28 +109,26 @@ def _normalise_message(
     """Convert a message with calls, reasoning or several parts. Raises `InvalidRequest`."""
     if message["role"] == "tool":
         size.check_result(message.get("tool_call_id"), f"messages[{index}].tool_call_id")
+    message = {key: value for key, value in message.items() if value is not None}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    has_reasoning = isinstance(reasoning, str)
-    if has_reasoning:
-        message = message | dict.fromkeys(_REASONING_FIELDS, reasoning)
-    field = f"messages[{index}].content"
-    calls = message.get("tool_calls")
+    if isinstance(reasoning, str):
+        message |= dict.fromkeys(_REASONING_FIELDS, reasoning)
+    calls = message.pop("tool_calls", None)
     if calls:
-        tool_calls = _decode_tool_calls(calls, f"messages[{index}].tool_calls", size)
-        message = message | {"tool_calls": tool_calls}
-    elif "tool_calls" in message:  # null or empty: templates check whether the key exists
-        message = {key: value for key, value in message.items() if key != "tool_calls"}
-    if isinstance(content, str):
-        return message
+        message["tool_calls"] = _check_tool_calls(calls, f"messages[{index}].tool_calls", size)
+    field = f"messages[{index}].content"
     if content is None:
-        if not calls and message.get("refusal") is None and not has_reasoning:
+        content = message.get("refusal") or ("" if isinstance(reasoning, str) else None)
+        if content is None and not calls:
             raise InvalidRequest(f"{field}: required, but missing", param=field)
-        return message | {"content": message.get("refusal") or ""}
-    if not isinstance(content, list):
+    elif isinstance(content, list):
+        size.add_parts(len(content))
+        texts = [_part_text(part, f"{field}[{number}]") for number, part in enumerate(content)]
+        content = [{"type": "text", "text": text} for text in texts]
+    elif not isinstance(content, str):
         raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
-    size.add_parts(len(content))
-    texts = [_part_text(part, f"{field}[{number}]") for number, part in enumerate(content)]
-    return message | {"content": "\n".join(texts)}
+    message["content"] = content
+    return message
 
 
 def _part_text(part: Any, field: str) -> str:
@@ -157,11 +152,12 @@ def _part_text(part: Any, field: str) -> str:
     return text
 
 
-def _decode_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, which templates serialise again."""
+def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[dict[str, Any]]:
+    """Return tool calls without null fields, their arguments as text. The text need not be JSON:
+    an answer that was cut has such calls."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}: expected a list", param=field)
-    decoded = []
+    checked = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -171,21 +167,10 @@ def _decode_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[
             )
         if isinstance(call.get("id"), str):
             size.call_ids.add(call["id"])
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            size.add_arguments(arguments)
-            param = f"{field}[{number}].function.arguments"
-            function = function | {"arguments": _decode_arguments(arguments, param)}
-        decoded.append(call | {"function": function})
-    return decoded
-
-
-def _decode_arguments(text: str, param: str) -> Any:
-    try:
-        return msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(
-            f"{param}: the text is not JSON: {error}",
-            hint="send the arguments as they were answered",
-            param=param,
-        ) from None
+        arguments = function.get("arguments") or "{}"
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        size.add_arguments(arguments)
+        fields = {key: value for key, value in call.items() if value is not None}
+        checked.append(fields | {"function": function | {"arguments": arguments}})
+    return checked

@@ -17,9 +17,7 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 PREVIOUS = "previous_response_id"
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_MESSAGE_FIELD = re.compile(
-    r"messages\[(\d+)\](\.tool_calls\[(\d+)\]\.function\.arguments|\.tool_call_id)?"
-)
+_MESSAGE_FIELD = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
 _RENAMED_FIELDS = (
     (re.compile(r"response_format\.json_schema\b|response_format\b"), "text.format"),
     (re.compile(r"max_completion_tokens\b"), "max_output_tokens"),
@@ -157,12 +155,10 @@ def _list(value: Any, field: str) -> list[Any]:
 
 
 class ChatMessages(msgspec.Struct):
-    """Chat messages, and the field of the request that each comes from. `call_fields` has those of
-    a message's tool calls."""
+    """Chat messages, and the field of the request that each comes from."""
 
     messages: list[Item] = []
     fields: list[str] = []
-    call_fields: dict[int, list[str]] = {}
 
     def add(self, message: Item, field: str) -> None:
         """Append a message."""
@@ -195,7 +191,6 @@ class ChatMessages(msgspec.Struct):
         calls = answer.setdefault("tool_calls", [])
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls.append({"id": item["call_id"], "type": "function", "function": function})
-        self.call_fields.setdefault(len(self.messages) - 1, []).append(field)
 
     def rename_fields(self, error: DynamoError) -> None:
         """Name the fields of a Responses request in an error about the chat request."""
@@ -212,9 +207,6 @@ class ChatMessages(msgspec.Struct):
         number = int(match[1])
         if number >= len(self.fields):
             return match[0]
-        if match[3]:
-            calls, call = self.call_fields.get(number, []), int(match[3])
-            return f"{calls[call]}.arguments" if call < len(calls) else match[0]
         return self.fields[number] + (".call_id" if match[2] else "")
 
 

@@ -95,6 +95,5 @@ def _render(card: ModelCard, text: str) -> str:
     """Return the beginning of every conversation that has `text` as its system message."""
     from dynamo.models.chat_template import ChatTemplate
 
-    template = ChatTemplate(card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token)
     messages = [{"role": "system", "content": text}]
-    return template.render(messages, add_generation_prompt=False)
+    return ChatTemplate.of(card).render(messages, add_generation_prompt=False)

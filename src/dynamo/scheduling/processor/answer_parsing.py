@@ -48,7 +48,7 @@ class AnswerParsing:
     def __init__(
         self, card: ModelCard, tokenizer: Tokenizer, vocabulary: Vocabulary, rng: Random
     ) -> None:
-        template, name = card.chat_template or "", card.tool_format
+        template, name = card.tool_template or card.chat_template or "", card.tool_format
         family, reason = choose_family(template, name)
         self.description = f"{family.name}: {reason}"
         self._format = make_format(family, template, tokenizer.added_tokens, named=bool(name))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from asyncio import Lock
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from typing import Any
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.text import ChatRequest
 from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.template_forms import content_text
 from dynamo.models.tokenization.encoders import FastEncoder
 from dynamo.models.tokenization.segment_cache import SegmentCache
 from dynamo.models.tokenization.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ class PromptEncoder:
         """Render the conversation with the model's template and encode it. Raises InvalidRequest
         when the template refuses it, and as `encode`."""
         messages = request.messages
-        chars = sum([len(message.get("content") or "") for message in messages])
+        chars = _chars_of(messages)
         if (
             chars > MAX_INLINE_RENDER_CHARS
             or len(messages) > MAX_INLINE_RENDER_MESSAGES
@@ -99,7 +101,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             text = prompt
         else:
-            _check_chars(sum([len(msg.get("content") or "") for msg in prompt.messages]), max_chars)
+            _check_chars(_chars_of(prompt.messages), max_chars)
             text = await self._clock.offload(self._render, prompt)
         _check_chars(len(text), max_chars)
         inline = len(text) <= self._inline_chars
@@ -154,6 +156,15 @@ class PromptEncoder:
             add_generation_prompt=request.add_generation_prompt,
             **args,
         )
+
+
+def _chars_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the characters of all contents."""
+    chars = 0
+    for message in messages:
+        content = message["content"]
+        chars += len(content if type(content) is str else content_text(content))
+    return chars
 
 
 def _check_chars(chars: int, max_chars: float) -> None:
