@@ -24,7 +24,7 @@ async def plane(tmp_path: Path) -> AsyncIterator[FileDiscovery]:
 async def test_the_folder_must_be_private_to_the_user(plane: FileDiscovery, tmp_path: Path) -> None:
     assert (tmp_path / "records").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open").chmod(0o1777)  # shared by all, as /tmp is
     with pytest.raises(ConfigError, match="other users can write"):
         await FileDiscovery.open(f"file:{tmp_path / 'open'}")
     with pytest.raises(ConfigError):

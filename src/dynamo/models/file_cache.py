@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.core.errors import DECODE_ERRORS, ModelUnavailable
+from dynamo.core.host.private_folders import make_private
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 128 << 20
@@ -70,10 +71,15 @@ def ignore_progress(activity: str, done: int, total: int) -> None:
 def cache_dir(*parts: str) -> Path:
     """Create and return a folder in `$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    try:
+        root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        raise ModelUnavailable(
+            "this user has no home folder for the cache", hint="set XDG_CACHE_HOME to a folder"
+        ) from None
     folder = root.joinpath("dynamo", *parts)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise _not_writable_error(folder, error) from error
     return folder
@@ -163,7 +169,7 @@ def store_file(ref: FileRef, content: bytes) -> Path:
             f"{ref.name} arrived damaged: its hash is not {ref.sha256[:12]}…", hint="try again"
         )
     path = _cache_path(ref)
-    path.parent.mkdir(exist_ok=True)
+    make_private(path.parent)
     write_atomically(path, content)
     return path
 

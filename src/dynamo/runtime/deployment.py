@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.private_folders import close_to_others, foreign_reason, make_private
 from dynamo.runtime.pids import is_alive, is_stopped
 
 if TYPE_CHECKING:
@@ -200,11 +201,13 @@ def report_unsafe_roots(environ: Mapping[str, str] = os.environ) -> None:
 
 
 REPLACEABLE = "could be replaced by other users, who can write to its parent folder"
+_TEMPORARY_FOLDER = Path("/tmp")  # noqa: S108 - `_unsafe_reason` checks what is in it
+"""The same for all shells of a user, so that each finds the deployments, unlike $TMPDIR."""
 _reported_roots: set[tuple[Path, str]] = set()
 
 
 def _candidate_roots(environ: Mapping[str, str]) -> Sequence[Path]:
-    roots = [Path("/tmp") / f"dynamo-{os.getuid()}"]  # noqa: S108 - `_unsafe_reason` checks it
+    roots = [_TEMPORARY_FOLDER / f"dynamo-{os.getuid()}"]
     if base := environ.get("XDG_RUNTIME_DIR"):
         roots.insert(0, Path(base) / "dynamo")
     if supervisor_root := environ.get(STATE_ROOT_VARIABLE):
@@ -230,32 +233,25 @@ def _sort_roots(environ: Mapping[str, str]) -> tuple[Sequence[Path], Mapping[Pat
 
 
 def _unsafe_reason(root: Path) -> str:
-    """Return why a state root must not be used, or an empty string. A root that does not exist yet
-    may be used if this user can create it where no other user can replace it."""
+    """Return why a state root must not be used, or an empty string. A root of this user that is
+    open to others is closed to them. A root that does not exist yet may be used if this user can
+    create it where no other user can replace it."""
     try:
-        if reason := _foreign_reason(root.lstat()):
+        if reason := foreign_reason(root.lstat()):
             return reason
-        if root.lstat().st_mode & 0o077:
-            return "is open to other users"
+        close_to_others(root)
         parent = root.parent
     except FileNotFoundError:
         parent = next(folder for folder in root.parents if folder.exists())
         if not os.access(parent, os.W_OK | os.X_OK):
             return f"cannot be created in {parent}"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"cannot be used: {error.strerror}"
     status = parent.stat()
     replaceable = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     if replaceable or status.st_uid not in {0, os.getuid()}:
         return REPLACEABLE
     return ""
-
-
-def _foreign_reason(status: os.stat_result) -> str:
-    """Return why a path cannot be a folder of this user, or an empty string."""
-    if not stat.S_ISDIR(status.st_mode):
-        return "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
-    return "" if status.st_uid == os.getuid() else "belongs to another user"
 
 
 def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
@@ -292,13 +288,16 @@ def _list_deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:
     for root in state_roots(environ):
         with contextlib.suppress(OSError):
             for folder in sorted(root.iterdir()):
-                if not _foreign_reason(folder.lstat()):
+                if not foreign_reason(folder.lstat()):
                     yield Deployment(folder.name, folder)
 
 
 def _read_live_record(path: Path) -> ProcessRecord | None:
-    """Read the record of a live process; the record of a dead process is deleted."""
+    """Read the record of a live process; the record of a dead process is deleted. A record that
+    another user wrote while the folder was open to others is left out."""
     try:
+        if path.lstat().st_uid != os.getuid():
+            return None
         record = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("bad process record", extra={"fields": {"path": path, "error": str(error)}})
@@ -325,13 +324,10 @@ def _add_child_status(records: Sequence[ProcessRecord]) -> Sequence[ProcessRecor
 def _ensure_private(folder: Path) -> None:
     """Create `folder` and make it private. Raises `ConfigError` if another user owns it."""
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
+        if reason := foreign_reason(folder.lstat()):
+            raise ConfigError(f"the state folder {folder} {reason}", hint=STATE_FOLDER_HINT)
+        close_to_others(folder)
     except OSError as error:
         message = f"the state folder {folder} cannot be created: {error.strerror}"
         raise ConfigError(message, hint=STATE_FOLDER_HINT) from None
-    status = folder.lstat()
-    if reason := _foreign_reason(status):
-        raise ConfigError(f"the state folder {folder} {reason}", hint=STATE_FOLDER_HINT)
-    if status.st_mode & 0o077:
-        folder.chmod(0o700)

@@ -11,6 +11,7 @@ from typing import IO, Final, TypeVar
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.private_folders import make_private
 from dynamo.scheduling.index.kv_index import KvIndex
 from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
 
@@ -97,5 +98,5 @@ def _replace_file(file: IO[bytes], temporary: Path, path: Path) -> None:
 
 
 def _create_file(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     return path.open("wb")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.communication.discovery.folder import FolderLease, prepare_root
+from dynamo.communication.discovery.folder import FolderLease, FolderReader, prepare_root
 from dynamo.communication.discovery.folder_secret import (
     SECRET_FILE,
     keep_secret,
@@ -35,6 +35,33 @@ def test_the_first_process_creates_a_private_secret(root: Path) -> None:
     assert (root / SECRET_FILE).stat().st_mode & 0o777 == 0o600
     assert open_secret(root) == secret
     assert [path.name for path in root.iterdir()] == [SECRET_FILE]
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o777])
+def test_a_folder_that_others_can_write_to_is_closed_to_them(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    prepare_root(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_all_users_share_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match="other users can write") as caught:
+        prepare_root(tmp_path)
+    assert "file:PATH" in caught.value.hint
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_a_lease_of_another_user_is_not_read(root: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    lease = FolderLease(root)
+    lease.put("/a", b"")
+    os.chown(lease.folder, 65534, 65534)
+    reader = FolderReader(root)
+    assert not reader.poll()
+    reader.close()
+    lease.close()
 
 
 def test_processes_that_start_at_once_agree(root: Path) -> None:

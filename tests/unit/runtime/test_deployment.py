@@ -7,25 +7,20 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from dynamo.communication.discovery.folder import FolderLease, record_file_name
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import (
-    STATE_ROOT_VARIABLE,
     Deployment,
     ProcessRecord,
     deployment_of,
     live_deployments,
     live_processes,
-    report_unsafe_roots,
-    state_roots,
 )
 from dynamo.runtime.pids import command_line, is_alive, start_ticks
 from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
@@ -58,105 +53,14 @@ def test_the_folder_is_private_and_named_after_the_port(
     assert deployment.discovery_url == f"file:{deployment.folder}/discovery"
 
 
-def test_a_named_deployment_and_a_bad_name() -> None:
-    settings = Settings()
-    named = replace(settings, runtime=replace(settings.runtime, deployment="blue"))
-    assert deployment_of(named, {}).folder == Path(f"/tmp/dynamo-{os.getuid()}/blue")
-    bad = replace(settings, runtime=replace(settings.runtime, deployment="../etc"))
-    with pytest.raises(ConfigError):
-        deployment_of(bad, {})
-
-
-def test_the_state_roots_of_a_user(tmp_path: Path) -> None:
-    roots = state_roots({"XDG_RUNTIME_DIR": str(tmp_path)})
-    fallback = Path.home() / ".cache/dynamo/run"
-    assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}"), fallback]
-    child = {"XDG_RUNTIME_DIR": str(tmp_path), STATE_ROOT_VARIABLE: str(tmp_path / "first")}
-    assert state_roots(child)[0] == tmp_path / "first"
-
-
-def make_open_root(base: Path) -> None:
-    (base / "dynamo").mkdir(mode=0o755)
-
-
-def make_linked_root(base: Path) -> None:
-    (base / "target").mkdir(mode=0o700)
-    (base / "dynamo").symlink_to(base / "target")
-
-
-def make_file_root(base: Path) -> None:
-    (base / "dynamo").touch()
-
-
-def make_root_of_another_user(base: Path) -> None:
+def test_a_record_that_another_user_wrote_is_left_out(deployment: Deployment) -> None:
     if os.getuid() != 0:
-        pytest.skip("only root can give a folder to another user")
-    (base / "dynamo").mkdir(mode=0o700)
-    os.chown(base / "dynamo", 65534, 65534)
-
-
-def make_base_of_another_user(base: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder to another user")
-    os.chown(base, 65534, 65534)
-
-
-def make_writable_base(base: Path) -> None:
-    base.chmod(0o777)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (make_open_root, "it is open to other users"),
-        (make_linked_root, "it is a symbolic link"),
-        (make_file_root, "it is not a folder"),
-        (make_root_of_another_user, "it belongs to another user"),
-        (make_base_of_another_user, "it could be replaced by other users"),
-        (make_writable_base, "it could be replaced by other users"),
-    ],
-)
-def test_an_unsafe_state_root_is_ignored_and_reported_once(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    make: Callable[[Path], None],
-    reason: str,
-) -> None:
-    base = tmp_path / "base"
-    base.mkdir(mode=0o700)
-    make(base)
-    environ = {"XDG_RUNTIME_DIR": str(base)}
-    assert base / "dynamo" not in state_roots(environ)
-    assert deployment_of(Settings(), environ).folder.parent != base / "dynamo"
-    for _ in range(2):
-        live_deployments(environ)
-        report_unsafe_roots(environ)
-    (report,) = [text for text in caplog.messages if str(base) in text]
-    assert report.startswith(f"the state folder {base}/dynamo is ignored: {reason}")
-
-
-def test_without_a_safe_state_root_the_reasons_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "dynamo.runtime.deployment._candidate_roots", lambda _: [tmp_path / "dynamo"]
-    )
-    make_linked_root(tmp_path)
-    with pytest.raises(ConfigError, match=r"/dynamo is a symbolic link") as caught:
-        deployment_of(Settings(), {})
-    assert "XDG_RUNTIME_DIR" in caught.value.hint
-
-
-def test_a_root_that_others_could_replace_is_better_than_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    linked, replaceable = tmp_path / "dynamo", tmp_path / "open" / "dynamo"
-    make_linked_root(tmp_path)
-    replaceable.parent.mkdir()
-    replaceable.parent.chmod(0o777)
-    roots = [linked, replaceable]
-    monkeypatch.setattr("dynamo.runtime.deployment._candidate_roots", lambda _: roots)
-    assert state_roots({}) == [replaceable]
+        pytest.skip("only root can give a file to another user")
+    deployment.write_record(record_of(deployment))
+    (record,) = (deployment.folder / "processes").iterdir()
+    os.chown(record, 65534, 65534)
+    assert deployment.live_processes() == []
+    assert record.exists()
 
 
 def test_a_linked_deployment_inside_a_safe_root_is_not_listed(

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dynamo.core.host.private_folders import make_private
+
 RESERVE_FOLDER: Final = ".reserve"
 """The folder of the reserve in a discovery folder, on the same file system as the records."""
 FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -37,9 +39,8 @@ class DiskReserve:
     def fill(self) -> bool:
         """Create missing files and folders. Returns False if the disk is full."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in self._spare_folders:
-                folder.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self._folder, *self._spare_folders):
+                make_private(folder)
             for path, size in self._spare_files:
                 if not path.exists():
                     _allocate(path, size)

@@ -26,6 +26,7 @@ from typing import Final
 from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.discovery.disk_reserve import RESERVE_FOLDER, DiskReserve
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.private_folders import close_to_others, foreign_reason, make_private
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,14 @@ _RACY_NS: Final = 100_000_000
 
 
 def prepare_root(path: Path) -> None:
-    """Create the folder for this user alone. Raises `ConfigError`."""
+    """Create the folder for this user alone, or take the right to write from other users. Raises
+    `ConfigError` if it belongs to another user or is shared by all, as /tmp is."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
         status = path.stat()
+        if not status.st_mode & stat.S_ISVTX:
+            close_to_others(path.resolve(), stat.S_IWGRP | stat.S_IWOTH)
+            status = path.stat()
     except OSError as error:
         raise ConfigError(
             f"the discovery folder {path} cannot be used: {error.strerror}"
@@ -50,7 +55,7 @@ def prepare_root(path: Path) -> None:
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"other users can write to the discovery folder {path}",
-            hint=f"run chmod 700 {path}, or choose another folder with --discovery file:PATH",
+            hint="choose a folder of your own with --discovery file:PATH",
         )
 
 
@@ -195,10 +200,14 @@ class FolderReader:
         self._change_detector.close()
 
     def _list_leases(self) -> Iterator[str]:
+        """Yield the leases of this user. Others may have added some to a folder that was open."""
         with suppress(FileNotFoundError), os.scandir(self._root) as entries:
             for entry in entries:
-                if _LEASE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                    yield entry.name
+                if not _LEASE_NAME.fullmatch(entry.name):
+                    continue
+                with suppress(FileNotFoundError):  # removed by its owner
+                    if not foreign_reason(entry.stat(follow_symlinks=False)):
+                        yield entry.name
 
     def _merge_records(self) -> dict[str, bytes]:
         """Merge the records of all leases. The latest written value of a key wins."""

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import IDENTITY_BYTES
+from dynamo.core.host.private_folders import make_private
 from dynamo.inference.tiers.codecs import RAW, BlockCodec, CorruptBlock, ForeignBlock
 from dynamo.inference.tiers.slot_file import PAGE_BYTES, SlotFile, SlotHeader, pad_to_pages
 from dynamo.inference.tiers.slot_index import IndexRecord, SlotIndex
@@ -168,10 +169,9 @@ def disk_slot_bytes(codec: BlockCodec) -> int:
 def _lock_part(root: Path, digest: str) -> tuple[Path, int]:
     """Make and lock the first free folder of a layout. Returns it and the descriptor that holds the
     lock."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     for part in range(MAX_PARTS):
         folder = root / f"{digest}-{part}"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             os.fchmod(lock, 0o700)  # fails if another user owns it

@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.parent_death_signal import dying_with_parent
+from dynamo.core.host.parent_death_signal import dying_with_parent
 
 log = logging.getLogger(__name__)
 

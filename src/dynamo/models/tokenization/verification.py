@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.core.errors import DynamoError
-from dynamo.core.parent_death_signal import set_parent_death_signal
+from dynamo.core.host.parent_death_signal import set_parent_death_signal
 from dynamo.models.file_cache import write_atomically
 from dynamo.models.tokenization.encoders import (
     Encoder,

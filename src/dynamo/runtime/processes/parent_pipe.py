@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
-from dynamo.core.parent_death_signal import set_parent_death_signal
+from dynamo.core.host.parent_death_signal import set_parent_death_signal
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessState
 
