@@ -93,7 +93,7 @@ class ItemWriter(ABC):
 class ItemReply(HttpReply):
     """Collects the items of one choice and sends the whole answer when the choice has ended."""
 
-    __slots__ = ("_current", "_exchange", "_items", "_timing", "_writer")
+    __slots__ = ("_calls", "_current", "_exchange", "_items", "_timing", "_writer")
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class ItemReply(HttpReply):
         self._writer = writer
         self._timing = timing
         self._items: list[AnswerItem] = []
+        self._calls = 0
         self._current: AnswerItem | None = None
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
@@ -120,6 +121,7 @@ class ItemReply(HttpReply):
         if isinstance(event, CallBegun):
             item = AnswerItem(len(self._items), "call", call_id=event.id, name=event.name)
             self._begin_item(item)
+            self._calls += 1
         elif isinstance(event, ArgumentsDelta):
             return self._add_delta(self._current_call(event.index), event.text)
         else:
@@ -143,8 +145,8 @@ class ItemReply(HttpReply):
         return item
 
     def _current_call(self, call: int) -> AnswerItem:
-        item, calls = self._current, sum(item.kind == "call" for item in self._items)
-        if item is None or item.kind != "call" or call != calls - 1:
+        item = self._current
+        if item is None or item.kind != "call" or call != self._calls - 1:
             raise ProtocolError(
                 f"a part of the tool call {call} came after its end",
                 hint="a service must answer with one tool call after another",

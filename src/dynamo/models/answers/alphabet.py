@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from dynamo.models.tokenization.tokenizer_file import AddedToken
 
@@ -22,14 +22,16 @@ class MarkerSet:
     """Markers to look for. No marker is the beginning of another one. `longest`: a length."""
 
     def __init__(self, markers: Sequence[str]) -> None:
-        self.search = re.compile("|".join(map(re.escape, markers)) or "(?!)").search
+        pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        self.search, self.replace = pattern.search, pattern.sub
         self._beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
         self.longest = max(map(len, markers), default=1)
 
-    def partial(self, text: str) -> int:
-        """Return the start of the longest suffix that may become a marker, else len(text)."""
+    def partial(self, text: str, start: int = 0) -> int:
+        """Return where the longest suffix of `text[start:]` that may become a marker begins in
+        `text`, else len(text)."""
         length = len(text)
-        for size in range(min(self.longest - 1, length), 0, -1):
+        for size in range(min(self.longest - 1, length - start), 0, -1):
             if text[length - size :] in self._beginnings:
                 return length - size
         return length
@@ -52,6 +54,7 @@ class MarkerAlphabet:
         self.chars = {token.id: chr(_FIRST + number) for number, token in enumerate(known)}
         self.literals = tuple(dict.fromkeys((*markers, *(token.content for token in parts))))
         self._contents = {chr(_FIRST + number): token.content for number, token in enumerate(known)}
+        self._rests = lru_cache(maxsize=64)(self._find_rests)
         by_length = sorted(parts, key=lambda token: -len(token.content))
         self._parts = [
             (token.content, self.chars[token.id]) for token in by_length if token.id in self.chars
@@ -84,6 +87,18 @@ class MarkerAlphabet:
     def letters(self) -> MarkerSet:
         """The set of `spellings`."""
         return MarkerSet(self.spellings)
+
+    def rests_behind(self, text: str) -> frozenset[str]:
+        """Return the rests of all markers that the end of `text` may have begun."""
+        return self._rests(text[self.letters.partial(text) :])
+
+    def _find_rests(self, beginning: str) -> frozenset[str]:
+        return frozenset(
+            marker[size:]
+            for marker in self.spellings
+            for size in range(1, len(marker))
+            if beginning.endswith(marker[:size])
+        )
 
 
 def split_at_marks(text: str) -> Sequence[str]:

@@ -11,7 +11,7 @@ from dynamo.models.answers.writer import AnswerWriter, json_string
 
 MAX_DEPTH = 128
 MAX_SCALAR_CHARS = 1 << 13
-"""Longer numbers make a value invalid: a number is read again with each piece of it."""
+"""Longer numbers make a value invalid. They are held back until they are complete."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'(?:[^"\\\x00-\x1f\ud800-\udfff]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
@@ -37,10 +37,15 @@ class JsonScanner:
         self._closers: list[str] = []
         self._in_key = False
         self._key: list[str] = []
+        self._scalar: list[str] = []
+        self._scalar_chars = 0
 
-    def feed(self, text: str, *, ended: bool) -> tuple[int, str]:
-        """Return how many characters were read, and the JSON text that they make certain."""
-        position, output = 0, list[str]()
+    def feed(self, text: str, position: int, *, ended: bool) -> tuple[int, str]:
+        """Read on at a position. Returns the position that was reached, and the JSON text that is
+        certain now."""
+        output = list[str]()
+        if self._scalar:
+            position += self._read_scalar(text, position, output, ended=ended)
         while position < len(text) and not (self.done or self.failed):
             if self._state == _STRING_BODY:
                 length = self._read_string(text, position, output)
@@ -95,15 +100,8 @@ class JsonScanner:
             self._state = _STRING_BODY
         elif state in (_VALUE, _VALUE_OR_END) and char in "{[":
             self._open(char)
-        elif state in (_VALUE, _VALUE_OR_END) and (scalar := _SCALAR.match(text, position)):
-            long = scalar.end() - position > MAX_SCALAR_CHARS
-            if scalar.end() == len(text) and not (ended or long):
-                return 0
-            self.failed = long or _SCALAR_VALUE.match(scalar[0]) is None
-            if not self.failed:
-                output.append(scalar[0])
-                self._end_value()
-            return len(scalar[0])
+        elif state in (_VALUE, _VALUE_OR_END) and _SCALAR.match(text, position):
+            return self._read_scalar(text, position, output, ended=ended)
         elif state == _COLON and char == ":":
             self._state = _VALUE
         elif state == _COMMA and char == ",":
@@ -116,6 +114,23 @@ class JsonScanner:
             return 0
         output.append(char)
         return 1
+
+    def _read_scalar(self, text: str, position: int, output: list[str], *, ended: bool) -> int:
+        """Read the next part of a scalar, which is incomplete at the end of a text."""
+        part = _SCALAR.match(text, position)
+        length = 0 if part is None else part.end() - position
+        self._scalar.append(text[position : position + length])
+        self._scalar_chars += length
+        long = self._scalar_chars > MAX_SCALAR_CHARS
+        if position + length == len(text) and not (ended or long):
+            return length
+        scalar = "".join(self._scalar)
+        self._scalar, self._scalar_chars = [], 0
+        self.failed = long or _SCALAR_VALUE.match(scalar) is None
+        if not self.failed:
+            output.append(scalar)
+            self._end_value()
+        return length
 
     def _open(self, char: str) -> None:
         self._closers.append("}" if char == "{" else "]")
@@ -131,8 +146,8 @@ def copy_json(scan: Scanner, writer: AnswerWriter, sink: Callable[[str], None]) 
     """Read a JSON value and pass its text to `sink`. Returns False for an invalid one."""
     json_scanner = JsonScanner(writer)
     while True:
-        length, output = json_scanner.feed(scan.text, ended=scan.ended)
-        scan.take(length)
+        end, output = json_scanner.feed(scan.text, scan.position, ended=scan.ended)
+        scan.take_to(end)
         if output:
             sink(output)
         if json_scanner.done:

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.core.text import AnswerEvent, CallEnded
 from dynamo.models.answers.alphabet import MarkerAlphabet
 from dynamo.models.answers.family import Family
-from dynamo.models.answers.scanner import Scanner, Waiting, marker_set
+from dynamo.models.answers.scanner import MAX_REREAD_CHARS, Scanner, Waiting, marker_set
 from dynamo.models.answers.writer import AnswerWriter, MakeCallId
 
 Events = Sequence[str | AnswerEvent]
@@ -17,8 +17,11 @@ SearchText = Callable[[str], object]
 
 
 MAX_FAILED_CHARS = 1 << 16
-"""Text from which no call could be read is read again. After so many characters of it, markers of
-calls are only left out, so that the work grows with the length of an answer."""
+"""Text from which no call could be read is read again, if it is short. After so many characters of
+it, or more than have been written, markers of calls are only left out: the work grows with the
+length of an answer, and that of one piece has a bound."""
+FREE_FAILED_CHARS = 1 << 10
+"""Characters that are read again in any case."""
 
 
 class AnswerFormat:
@@ -85,7 +88,7 @@ class AnswerReader:
             _, start, header = answer_format.alphabet.mark(prompt_end).rpartition(
                 answer_format.alphabet.mark(answer_format.family.layout[0])
             )
-            self._scan.text = header if start else ""
+            self._scan.add(header if start else "")
         self._bare = answer_format.family.bare_calls if tools else {}
         self._steps = self._read()
         next(self._steps, None)
@@ -107,7 +110,7 @@ class AnswerReader:
 
     def feed(self, text: str) -> Events:
         """Read a piece of the answer."""
-        self._scan.text += text
+        self._scan.add(text)
         return self._run()
 
     def end(self, *, cut: bool) -> Events:
@@ -122,7 +125,7 @@ class AnswerReader:
         writer = self._writer
         if self._scan.ended:
             writer.end()
-        events, writer.events = writer.events, []
+        events = writer.take_events()
         self.finished = self._one_call and writer.calls_ended > 0
         return events[: _end_of_first_call(events)] if self.finished else events
 
@@ -143,7 +146,7 @@ class AnswerReader:
 
     def _read_call(self, marker: str) -> Waiting:
         scan, writer = self._scan, self._writer
-        if self._failed_chars > MAX_FAILED_CHARS:
+        if self._failed_chars > min(MAX_FAILED_CHARS, FREE_FAILED_CHARS + scan.offset):
             writer.text(marker if marker in self._bare else "")
             writer.leave_out()
             return
@@ -159,7 +162,11 @@ class AnswerReader:
             scan.drop_record()
             writer.drop_space()
             return
-        self._failed_chars += scan.unread()
+        length = scan.unread()
+        if length > MAX_REREAD_CHARS:
+            writer.text(scan.take_unmarked(length, marker_set(*self._format.markers)))
+            return
+        self._failed_chars += length
         if read is not None:
             writer.text(scan.take(len(marker)))
 

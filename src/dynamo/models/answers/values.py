@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from dynamo.models.answers.scanner import MAX_NAME_CHARS, SPACE, Scanner, WaitingBool, marker_set
+from dynamo.models.answers.scanner import MAX_NAME_CHARS, Scanner, WaitingBool, marker_set
 from dynamo.models.answers.writer import AnswerWriter, json_string
 
 STRING = frozenset({"string"})
 MAX_SCHEMA_ENTRIES = 256
 MAX_OTHER_KEYS = 64
+MAX_PYTHON_CHARS = 1 << 15
+"""Longer texts are not read as Python, whose parser needs a microsecond for each character."""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
@@ -30,14 +33,14 @@ def value_types(schema: Any, key: str) -> frozenset[str]:
     """Return the JSON types that a tool's schema allows for a parameter; empty if unknown."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     value = properties.get(key) if isinstance(properties, dict) else None
-    types, pending = set[str](), [value]
-    for _ in range(MAX_SCHEMA_ENTRIES):
-        if not pending:
-            break
+    types, pending, entries = set[str](), [value], 0
+    while pending and entries < MAX_SCHEMA_ENTRIES:
         entry = pending.pop()
+        entries += 1
         if isinstance(entry, dict):
             names, parts = _read_entry(entry, schema)
             types.update(names)
+            entries += len(names)
             pending += parts[:MAX_SCHEMA_ENTRIES]
     return frozenset(types)
 
@@ -54,10 +57,11 @@ def _read_entry(entry: dict[str, Any], root: Any) -> tuple[Sequence[str], Sequen
     if isinstance(types, str):
         return (types,), ()
     if isinstance(types, list):
-        return [kind for kind in types if isinstance(kind, str)], ()
+        return [kind for kind in types[:MAX_SCHEMA_ENTRIES] if isinstance(kind, str)], ()
     allowed = entry.get("enum", [entry["const"]] if "const" in entry else None)
     if isinstance(allowed, list):
-        return [_KINDS.get(type(value), ("",))[0] for value in allowed], ()
+        values = allowed[:MAX_SCHEMA_ENTRIES]
+        return [_KINDS.get(type(value), ("",))[0] for value in values], ()
     branches = [entry.get(key) for key in ("anyOf", "oneOf", "allOf")]
     return (), [part for some in branches if isinstance(some, list) for part in some]
 
@@ -69,7 +73,7 @@ def value_to_json(text: str, types: frozenset[str], is_key: Callable[[str], bool
         return json_string(text)
     stripped = text.strip()
     candidates = [_PYTHON_WORDS.get(stripped, stripped)]
-    if types & {"object", "array"}:
+    if types & {"object", "array"} and len(stripped) <= MAX_PYTHON_CHARS:
         candidates.append(python_to_json(stripped))
     for candidate in candidates:
         kinds = _json_kinds(candidate, is_key)
@@ -123,7 +127,10 @@ class TaggedArguments:
     def __init__(self, writer: AnswerWriter, name: str) -> None:
         self._writer = writer
         self._schema = writer.tools[name]
-        self.keys: list[str] = []
+        properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
+        names = properties if isinstance(properties, dict) else ()
+        self._others = OrderedDict.fromkeys(key for key in names if len(key) <= MAX_NAME_CHARS)
+        self._separator = "{"
         self._types: frozenset[str] = frozenset()
         self._parts: list[str] = []
         writer.open_call(name)
@@ -131,15 +138,12 @@ class TaggedArguments:
     @property
     def other_keys(self) -> Sequence[str]:
         """The parameters of the schema that have no value yet, at most `MAX_OTHER_KEYS`."""
-        properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
-        names = properties if isinstance(properties, dict) else {}
-        others = (key for key in names if len(key) <= MAX_NAME_CHARS and key not in self.keys)
-        return list(islice(others, MAX_OTHER_KEYS))
+        return list(islice(self._others, MAX_OTHER_KEYS))
 
     def begin(self, key: str, types: frozenset[str] | None = None) -> None:
         """Begin a value. `types`: those that the model wrote; else the schema's hold."""
-        separator = ", " if self.keys else "{"
-        self.keys.append(key)
+        separator, self._separator = self._separator, ", "
+        self._others.pop(key, None)
         self._types = value_types(self._schema, key) if types is None else types
         opening = '"' if self._types == STRING else ""
         self._writer.arguments(f"{separator}{json_string(key)}: {opening}")
@@ -161,7 +165,7 @@ class TaggedArguments:
 
     def close(self) -> None:
         """The call is complete."""
-        self._writer.arguments("}" if self.keys else "{}")
+        self._writer.arguments("{}" if self._separator == "{" else "}")
         self._writer.close_call()
 
 
@@ -182,32 +186,29 @@ def read_value(
     """
     markers = marker_set(*closers)
     while True:
-        match = markers.search(scan.text)
+        match = markers.search(scan.text, scan.position)
+        end = markers.partial(scan.text, scan.position) if match is None else match.start()
+        free = end - len(layout) if scan.text.endswith(layout, scan.position, end) else end
+        if free > scan.position:
+            arguments.value(scan.take_to(free))
         if match is None:
-            free = markers.partial(scan.text)
-        else:
-            follows = _follows(scan.text[match.end() :], closers[match[0]], ended=scan.ended)
-            if follows:
-                arguments.value(scan.take(match.start()).removesuffix(layout))
-                if match[0] not in unread:
-                    scan.take(len(match[0]))
-                arguments.end_value()
-                return True
-            if follows is False:
-                arguments.value(scan.take(match.end()))
-                continue
-            free = match.start()
-        free -= len(layout) if scan.text[:free].endswith(layout) else 0
-        arguments.value(scan.take(free))
-        if not (yield from scan.more()):
-            return False
+            if not (yield from scan.more()):
+                return False
+            continue
+        before = scan.take_to(end)
+        marker = scan.take(len(match[0]))
+        place = scan.place
+        follows = yield from _take_follower(scan, closers[marker])
+        scan.return_to(place - (follows and marker in unread))
+        if follows:
+            arguments.end_value()
+            return True
+        arguments.value(before + marker)
 
 
-def _follows(rest: str, followers: Sequence[str], *, ended: bool) -> bool | None:
-    """Return whether one of `followers` comes next in `rest`, None where that is open."""
-    if not followers:
+def _take_follower(scan: Scanner, followers: Sequence[str]) -> WaitingBool:
+    """Read white space and one of `followers`. Returns whether that or the end of the answer came.
+    Without followers, anything may come."""
+    if not followers or not (yield from scan.peek()):
         return True
-    rest = rest.lstrip(SPACE)
-    if any(map(rest.startswith, followers)) or (ended and not rest):
-        return True
-    return None if any(follower.startswith(rest) for follower in followers) else False
+    return bool((yield from scan.take_literal(*followers)))

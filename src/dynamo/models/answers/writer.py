@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 from dynamo.core.text import AnswerEvent, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta
 from dynamo.models.answers.alphabet import MarkerAlphabet, escape_surrogates, split_at_marks
@@ -35,7 +36,7 @@ class AnswerWriter:
         self.literal = alphabet.literal
         self._alphabet = alphabet
         self._make_id = make_id
-        self._space = ""  # white space that may be layout
+        self._space: list[str] = []  # white space that may be layout
         self._after_call = False
         self._at_start = False  # newlines behind reasoning are layout
         self._tail = ""  # the last text before something that was left out
@@ -43,7 +44,7 @@ class AnswerWriter:
         self._last = self._other_last = ""  # ends of this text and of the one beside reasoning
         self._call: tuple[str, str] | None = None
         self._begun = False
-        self._held = ""  # argument text that is not certain
+        self._held: list[str] = []  # argument text that is not certain
 
     @property
     def settled(self) -> bool:
@@ -55,6 +56,17 @@ class AnswerWriter:
             or self._at_start
             or self._may_join()
         )
+
+    def take_events(self) -> list[str | AnswerEvent]:
+        """Return the events since the last call. Texts without an event between them are one."""
+        events, self.events = self.events, []
+        if len(events) < 2:
+            return events
+        merged: list[str | AnswerEvent] = []
+        for kind, group in groupby(events, type):
+            run = list(group)
+            merged += ("".join(cast("list[str]", run)),) if kind is str else run
+        return merged
 
     def text(self, text: str) -> None:
         """Write text or reasoning, without special tokens."""
@@ -72,28 +84,28 @@ class AnswerWriter:
             self._at_start = not visible
         if not visible:
             return
-        visible = self._space + visible
         if self._after_call and visible.isspace():
-            self._space = visible
+            self._space.append(visible)
             return
         self._after_call = False
         body = visible.rstrip("\n")
-        self._space = visible[len(body) :]
         if body:
-            self._write(body)
+            self._flush_space(body)
+        if len(body) < len(visible):
+            self._space.append(visible[len(body) :])
 
     def begin_reasoning(self) -> None:
         """Begin reasoning."""
         if not self.in_reasoning:
             self._switch(reasoning=True)
-            self._space, self._at_start = "", True
+            self._space, self._at_start = [], True
         self.leave_out()
 
     def end_reasoning(self) -> None:
         """End reasoning; text follows."""
         if self.in_reasoning:
             self._switch(reasoning=False)
-            self._space, self._at_start = "", True
+            self._space, self._at_start = [], True
         self.leave_out()
 
     def leave_out(self) -> None:
@@ -102,7 +114,7 @@ class AnswerWriter:
 
     def drop_space(self) -> None:
         """Leave out the newlines before a call that was cut."""
-        self._space = ""
+        self._space.clear()
 
     def end(self) -> None:
         """Write what was held back at the end of the answer."""
@@ -114,17 +126,21 @@ class AnswerWriter:
 
     def open_call(self, name: str, call_id: str = "") -> None:
         """A call to an offered tool follows."""
-        self._call, self._begun, self._held = (name, call_id), False, ""
+        self._call, self._begun, self._held = (name, call_id), False, []
 
     def arguments(self, text: str) -> None:
         """Write JSON text of the arguments."""
-        text = self._held + text
+        held = self._held
+        held.append(text)
+        if not text or text.isspace():
+            return
+        text = "".join(held)
         stripped = text.rstrip()
-        if stripped in ("", "{", "{}"):
-            self._held = text
+        if stripped in ("{", "{}"):
+            held[:] = (text,)
             return
         certain = stripped[:-1] if stripped.endswith("}") else text
-        self._held = text[len(certain) :]
+        held[:] = (text[len(certain) :],)
         if certain:
             self._write_arguments(certain)
 
@@ -135,7 +151,7 @@ class AnswerWriter:
 
     def close_call(self) -> None:
         """The call is complete."""
-        self._write_arguments(self._held.strip() or "{}")
+        self._write_arguments("".join(self._held).strip() or "{}")
         self.events.append(CallEnded(self.calls_begun - 1))
         self._call = None
         self.calls_ended += 1
@@ -153,7 +169,7 @@ class AnswerWriter:
     def _write_arguments(self, text: str) -> None:
         if not self._begun and self._call is not None:
             name, call_id = self._call
-            self._begun, self._after_call, self._space = True, True, ""
+            self._begun, self._after_call, self._space = True, True, []
             self._switch(reasoning=False)
             self._at_start = False
             self.events.append(CallBegun(self.calls_begun, self._make_id(call_id), name))
@@ -173,15 +189,14 @@ class AnswerWriter:
             self.events.append(ReasoningDelta(text))
             return
         self.wrote_text = True
-        if self.events and isinstance(self.events[-1], str):
-            self.events[-1] += text
-        else:
-            self.events.append(text)
+        self.events.append(text)
 
-    def _flush_space(self) -> None:
-        space, self._space = self._space, ""
-        if space:
-            self._write(space)
+    def _flush_space(self, body: str = "") -> None:
+        """Write the white space that is no layout, and the text behind it."""
+        text = "".join((*self._space, body))
+        self._space.clear()
+        if text:
+            self._write(text)
 
     def _may_join(self) -> bool:
         """Return whether the last text ends like the beginning of a marker."""
@@ -189,18 +204,16 @@ class AnswerWriter:
 
     def _separate(self, text: str) -> str:
         """Leave out the rest of a marker whose beginning stands before something left out."""
-        tail, text, self._joining = self._tail + self._space, self._joining + text, ""
-        rests = {
-            marker[size:]
-            for marker in self._alphabet.spellings
-            for size in range(1, len(marker))
-            if tail.endswith(marker[:size])
-        }
-        while text:
-            rest = min((rest for rest in rests if text.startswith(rest)), key=len, default="")
-            if not rest:
+        longest = self._alphabet.letters.longest
+        space = "".join(piece[-longest:] for piece in self._space[-longest:])
+        rests = self._alphabet.rests_behind(self._tail + space)
+        text, self._joining, position = self._joining + text, "", 0
+        while position < len(text):
+            found = [len(rest) for rest in rests if text.startswith(rest, position)]
+            if not found:
                 break
-            text = text[len(rest) :]
+            position += min(found)
+        text = text[position:]
         if any(rest.startswith(text) for rest in rests):
             self._joining = text
             return ""

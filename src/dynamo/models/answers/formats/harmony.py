@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.models.answers.call_grammar import ANY_TEXT, CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import stream_arguments
-from dynamo.models.answers.scanner import Scanner, WaitingBool, marker_set
+from dynamo.models.answers.scanner import MAX_REREAD_CHARS, Scanner, WaitingBool, marker_set
 from dynamo.models.answers.writer import AnswerWriter
 
 START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
@@ -26,17 +26,19 @@ def read_messages(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     ends = tuple(map(mark, (END, CALL, RETURN, START)))
     first = True
     while True:
-        header = ""
+        parts = list[str]()
         while True:
-            text, marker = yield from scan.take_until(message, channel, *ends, limit=sys.maxsize)
-            header += text
+            found = yield from scan.take_until(message, channel, *ends, limit=sys.maxsize)
+            marker = found[1]
+            parts += found
             if marker != channel:
                 break
-            header += marker
+        header = "".join(parts)
         if marker == message:
-            yield from _read_body(scan, writer, header)
+            yield from _read_body(scan, writer, header.removesuffix(message))
         elif not marker:
-            _write_rest(scan, writer, header + scan.take(len(scan.text)), first=first)
+            header += scan.take_to(len(scan.text))
+            _write_rest(scan, writer, header, first=first)
             return True
         first = False
 
@@ -69,7 +71,10 @@ def _read_body(scan: Scanner, writer: AnswerWriter, header: str) -> WaitingBool:
             writer.abandon_call()
             if scan.ended and scan.cut:
                 scan.drop_record()
-            scan.unread()
+            length = scan.unread()
+            if length > MAX_REREAD_CHARS:
+                writer.end_reasoning()
+                writer.text(scan.take_unmarked(length, bodies))
         elif not recipient[1].startswith(PREFIX):
             yield from scan.pass_until(bodies, _ignore)
             return True

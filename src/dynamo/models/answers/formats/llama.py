@@ -9,20 +9,19 @@ from typing import Any
 
 from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
 from dynamo.models.answers.json_scanner import read_call_object
-from dynamo.models.answers.scanner import SPACE, Scanner, WaitingBool, WaitingText
-from dynamo.models.answers.values import python_to_json, value_to_json
+from dynamo.models.answers.scanner import Scanner, WaitingBool, WaitingText
+from dynamo.models.answers.values import MAX_PYTHON_CHARS, python_to_json, value_to_json
 from dynamo.models.answers.writer import AnswerWriter, json_string
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _TEXTS = {
     "": re.compile(r"""[^'"()\[\]{}]+"""),
-    "'": re.compile(r"(?:[^'\\]|\\.)+", re.DOTALL),
-    '"': re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL),
+    "'": re.compile(r"(?:[^'\\]+|\\.)+", re.DOTALL),
+    '"': re.compile(r'(?:[^"\\]+|\\.)+', re.DOTALL),
 }
 """Text of a call by the quote that is open."""
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 _UNTYPED = frozenset[str]()
-MAX_CALL_CHARS = 1 << 16
 MAX_DEPTH = 64
 
 
@@ -31,11 +30,10 @@ def read_object(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if not (yield from read_call_object(scan, writer, strict=True)):
         return False
     scan.begin_record()
-    while not scan.text.strip(SPACE) and (yield from scan.more()):
-        pass
-    if scan.text.lstrip(SPACE).startswith(";"):
-        yield from scan.peek()
+    if (yield from scan.peek()) == ";":
         scan.take(1)
+    else:
+        scan.unread()
     return True
 
 
@@ -67,18 +65,20 @@ def read_python_calls(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
 
 def _take_balanced(scan: Scanner) -> WaitingText:
     """Read up to the bracket that closes a call, and return the text before it."""
-    closers, quote, position = [")"], "", 0
-    while position < MAX_CALL_CHARS:
-        text = _TEXTS[quote].match(scan.text, position)
+    closers, quote, parts, chars = [")"], "", list[str](), 0
+    while chars <= MAX_PYTHON_CHARS:
+        text = _TEXTS[quote].match(scan.text, scan.position)
         if text is not None:
-            position = text.end()
+            parts.append(scan.take_to(text.end()))
+            chars += len(parts[-1])
             continue
-        char = scan.text[position : position + 1]
+        char = scan.text[scan.position : scan.position + 1]
         if char in ("", "\\"):
             if not (yield from scan.more()):
                 return "("
             continue
-        position += 1
+        parts.append(scan.take(1))
+        chars += 1
         if quote:
             quote = ""
         elif char in "'\"":
@@ -86,7 +86,7 @@ def _take_balanced(scan: Scanner) -> WaitingText:
         elif char == closers[-1]:
             closers.pop()
             if not closers:
-                return scan.take(position)[:-1]
+                return "".join(parts[:-1])
         elif char in _CLOSERS and len(closers) < MAX_DEPTH:
             closers.append(_CLOSERS[char])
         else:

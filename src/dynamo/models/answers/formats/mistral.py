@@ -18,7 +18,7 @@ def read_calls(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     char = yield from scan.peek()
     if char == "{":
         return (yield from read_call_object(scan, writer))
-    if char != "[" or scan.text.startswith("[ARGS]"):
+    if char != "[" or scan.text.startswith("[ARGS]", scan.position):
         return (yield from _read_named_call(scan, writer))
     while char in ("[", ","):
         scan.take(1)
