@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
-from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameSplitter
+from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Frame, FrameSplitter
 from dynamo.core.errors import DECODE_ERRORS, ProtocolError
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES: Final = 256 << 20
 CLOSE_TIMEOUT_S: Final = 1.0
+MAX_TURN_BYTES: Final = 32 << 10
+"""Received frames of so many bytes are handled in one iteration of the loop, others in the next."""
+ITEM_BYTES: Final = 128
+"""A frame, and each of its items, counts as so many bytes more."""
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -86,6 +91,8 @@ class Link(asyncio.Protocol):
         self._flusher = flusher
         self._splitter = FrameSplitter(MAX_HELLO_BYTES)
         self._pending_frames: list[bytes] = []
+        self._received: deque[Frame] = deque()
+        self._paused = False
         self._flush_scheduled = False
         self.before_write: Callable[[], list[bytes]] | None = None
         self.on_writable: Callable[[], None] | None = None
@@ -146,6 +153,7 @@ class Link(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once and drop unsent frames."""
         self._aborted = True
+        self._received.clear()
         if self.transport is not None:
             self.transport.abort()
 
@@ -165,19 +173,37 @@ class Link(asyncio.Protocol):
             self.abort()
 
     def data_received(self, data: bytes) -> None:
-        on_frame = self._handler.on_frame
         try:
-            for kind, count, body in self._splitter.feed(data):
-                on_frame(kind, count, body)
+            self._received += self._splitter.feed(data)
+            if not self._paused:
+                self._handle_received()
         except (ProtocolError, *DECODE_ERRORS) as error:
             fields = self._log_fields() | {"error": str(error)}
             log.warning("connection aborted: protocol error", extra={"fields": fields})
             self.abort()
 
+    def _handle_received(self) -> None:
+        """Handle frames of `MAX_TURN_BYTES`. The peer waits until all others are handled."""
+        on_frame, received, budget = self._handler.on_frame, self._received, MAX_TURN_BYTES
+        while received and budget > 0:
+            kind, count, body = received.popleft()
+            budget -= len(body) + ITEM_BYTES * (count + 1)
+            on_frame(kind, count, body)
+        if received:
+            self._paused = True
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._receive_rest)
+
     def _receive_rest(self) -> None:
-        """Handle a large frame that arrived together with the last frame of the handshake."""
-        if not (self._aborted or self.closed.is_set()):
-            self.data_received(b"")
+        """Handle frames that wait, or a large one that came with the last one of the handshake."""
+        if self._aborted or self.closed.is_set():
+            return
+        paused, self._paused = self._paused, False
+        self.data_received(b"")
+        transport = self.transport
+        if paused and not (self._paused or transport is None or transport.is_closing()):
+            transport.resume_reading()
 
     def pause_writing(self) -> None:
         self.congested = True
@@ -189,6 +215,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pending_frames.clear()
+        self._received.clear()
         self.closed.set()
         self._handler.on_lost(exc)
 

@@ -1,4 +1,4 @@
-"""A connection whose peer sends a large frame directly after the last frame of the handshake."""
+"""A connection whose peer sends large frames behind the handshake, or many frames at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import asyncio
 import pytest
 
 from dynamo.communication.frames import MAX_HELLO_BYTES, pack_frame
-from dynamo.communication.link import Link, LinkHandler, TurnFlusher
+from dynamo.communication.link import (
+    ITEM_BYTES,
+    MAX_TURN_BYTES,
+    Link,
+    LinkHandler,
+    TurnFlusher,
+)
 
 LARGE = MAX_HELLO_BYTES + 1
 DATA = pack_frame(1) + pack_frame(2, bytes(LARGE)) + pack_frame(3, bytes(LARGE)) + pack_frame(4)
@@ -46,7 +52,8 @@ async def test_a_large_frame_may_follow_in_the_same_packet(cut: int) -> None:
     link.data_received(DATA[:cut])
     if cut < len(DATA):
         link.data_received(DATA[cut:])
-    await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0)
     assert handler.received == [(1, 0), (2, LARGE), (3, LARGE), (4, 0)]
 
 
@@ -56,3 +63,51 @@ async def test_a_stranger_may_send_no_large_frame(caplog: pytest.LogCaptureFixtu
     link.data_received(b"")
     assert handler.received == [(1, 0)]
     assert f"a frame of {LARGE} bytes" in str([vars(record) for record in caplog.records])
+
+
+class _Transport(asyncio.Transport):
+    """A transport whose peer has sent everything already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = True
+        self.aborted = False
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_the_loop_runs_between_the_frames_of_one_read() -> None:
+    link, handler = make_link(proven=False)
+    link.connection_made(transport := _Transport())
+    frames = 3 * MAX_TURN_BYTES // ITEM_BYTES
+    link.data_received(b"".join(pack_frame(2 + number % 8) for number in range(frames)))
+    turns = 1
+    while not transport.reads:
+        assert len(handler.received) == turns * MAX_TURN_BYTES // ITEM_BYTES
+        await asyncio.sleep(0)
+        turns += 1
+        if turns == 2:
+            link.data_received(pack_frame(11, b"later"))  # was on its way before the pause
+    assert turns == 4
+    kinds = [kind for kind, _ in handler.received]
+    assert kinds == [*(2 + number % 8 for number in range(frames)), 11]
+
+
+async def test_frames_that_wait_are_dropped_with_the_connection() -> None:
+    link, handler = make_link(proven=False)
+    link.connection_made(_Transport())
+    link.data_received(pack_frame(2) * (2 * MAX_TURN_BYTES // ITEM_BYTES))
+    handled = len(handler.received)
+    link.abort()
+    await asyncio.sleep(0)
+    assert len(handler.received) == handled
