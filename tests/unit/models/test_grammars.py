@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
+import signal
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -318,6 +321,35 @@ async def test_a_trial_process_that_died_is_replaced(checker: GrammarChecker) ->
     process.wait()
     await checker.check(StructuredOutput("json_object"))
     assert checker._process is not process
+
+
+async def test_trials_keep_no_output_open_and_end_with_their_parent() -> None:
+    """The end of a log pipe tells a supervisor at once that a process has died."""
+    script = """
+import asyncio, signal
+from dynamo.core.values import StructuredOutput
+from dynamo.models.grammar.checker import GrammarChecker
+checker = GrammarChecker()
+asyncio.run(checker.check(StructuredOutput("json_object")))
+print(checker._process.pid, flush=True)
+signal.pause()
+"""
+    pipe = asyncio.subprocess.PIPE
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=pipe, stderr=asyncio.subprocess.STDOUT
+    )
+    assert parent.stdout is not None
+    trials = int(await parent.stdout.readline())
+    (fork,) = map(int, Path(f"/proc/{trials}/task/{trials}/children").read_text().split())
+    watches = [os.pidfd_open(pid) for pid in (trials, fork)]
+    for pid in (trials, fork):
+        os.kill(pid, signal.SIGSTOP)  # a busy machine gives a trial no time to end by itself
+    parent.kill()
+    assert await parent.stdout.read() == b""
+    for watch in watches:
+        await asyncio.to_thread(select.select, [watch], [], [])
+        os.close(watch)
+    await parent.wait()
 
 
 async def test_trials_run_when_nothing_else_does(checker: GrammarChecker) -> None:

@@ -105,6 +105,31 @@ print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
     await until(lambda: not any(map(alive, left_behind)))
 
 
+async def test_a_process_that_keeps_the_output_of_a_dead_child_delays_nothing(
+    spec: Spec, supervise: Supervise
+) -> None:
+    """It has a session of its own, so that it is not killed with the group of the child."""
+    script = """
+import subprocess
+print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+print("unfinished", end="", flush=True)
+"""
+    out = io.StringIO()
+    supervisor = supervise(spec(script + SERVE), out=out)
+    (child,) = supervisor.children
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        first = child.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: child.pid not in {0, first} and child.ready)
+        await finish(supervisor, running)
+    keepers = [line.rsplit(" ", 1)[1] for line in out.getvalue().splitlines()]
+    for keeper in map(int, keepers[::2]):
+        os.kill(keeper, signal.SIGKILL)
+    assert keepers[1::2] == ["unfinished", "unfinished"]
+
+
 async def test_a_child_that_can_never_start_ends_the_deployment(
     spec: Spec, supervise: Supervise
 ) -> None:

@@ -102,9 +102,9 @@ _decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 
 def _start_process() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "dynamo.models.grammar.trial_process"]
-    return subprocess.Popen(  # noqa: S603 - our own module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    # The log pipe of this process is not inherited: its end tells the supervisor of a death.
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, bufsize=0)  # noqa: S603
 
 
 def _stop_process(process: subprocess.Popen[bytes]) -> None:

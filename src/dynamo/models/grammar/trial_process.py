@@ -2,7 +2,7 @@
 
 Some grammars take seconds for their first mask. Trials run in a fork of this process, which the
 kernel ends when a form takes more than `TRIAL_CPU_S` of CPU time. A busy machine therefore refuses
-no more than an idle one. The process reads forms from stdin and ends with it.
+no more than an idle one. The process reads forms from stdin and ends with it, and with its parent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from dynamo.core.errors import InvalidRequest
+from dynamo.core.parent_death_signal import set_parent_death_signal
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.grammar_text import grammar_text, parser_limits
 from dynamo.models.grammar.refusal import find_endless
@@ -180,6 +181,7 @@ class Trials:
         ours, theirs = socketpair()
         self._pid = os.fork()
         if not self._pid:
+            set_parent_death_signal()
             ours.close()
             _serve(theirs.makefile("rwb"))
         self._stream = ours.makefile("rwb")
@@ -211,6 +213,7 @@ def lower_priority() -> None:
 
 def main() -> int:
     """Try each form that arrives."""
+    set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
     try_form(StructuredOutput("json_object"))  # loads the library before the first fork
     lower_priority()

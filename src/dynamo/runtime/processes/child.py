@@ -39,6 +39,9 @@ CRASH_LOOP_DEATHS = 5
 """A child that died this many times in a row before it served is in a crash loop."""
 CRASH_LOOP_MAX_DELAY_S = 60.0
 HUNG_EXIT_TEXT = f"SIGKILL: its event loop did not answer for {KILL_AFTER_S:g} s"
+OUTPUT_GRACE_S = 0.2
+"""After its death, the output of a process is read until its end, or for this time: a process that
+it started in a session of its own may hold the pipe."""
 BACKOFF_RESET_S = 10.0
 """Serving for this time resets the delay to `RESTART_DELAY_S`."""
 
@@ -278,9 +281,13 @@ class ChildProcess:
         if self._notice.preparing:
             self._send_notice(self._notice)
         try:
-            await run_all(
-                self._read_logs(process), self._read_reports(reader), self._wait_for_exit(process)
-            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None) as output:
+                    await run_all(
+                        self._read_logs(process),
+                        self._read_reports(reader),
+                        self._wait_for_exit(process, output),
+                    )
         finally:
             self._stdin_writer = None
             writer.close()
@@ -289,9 +296,12 @@ class ChildProcess:
         process.returncode = os.waitstatus_to_exitcode(status)
         return process.returncode
 
-    async def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> None:
+    async def _wait_for_exit(
+        self, process: subprocess.Popen[bytes], output: asyncio.Timeout
+    ) -> None:
         await _wait_for_pid(process.pid)
         self.send_signal(signal.SIGKILL)  # kills processes that it left in its group
+        output.reschedule(asyncio.get_running_loop().time() + OUTPUT_GRACE_S)
 
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
@@ -324,15 +334,17 @@ class ChildProcess:
         )
         with contextlib.closing(transport):
             rest = b""
-            while data := await reader.read(MAX_LINE_BYTES):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._on_line(self.spec.name, line)
-                if len(rest) > MAX_LINE_BYTES:
+            try:
+                while data := await reader.read(MAX_LINE_BYTES):
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        self._on_line(self.spec.name, line)
+                    if len(rest) > MAX_LINE_BYTES:
+                        self._on_line(self.spec.name, rest)
+                        rest = b""
+            finally:
+                if rest:
                     self._on_line(self.spec.name, rest)
-                    rest = b""
-            if rest:
-                self._on_line(self.spec.name, rest)
 
 
 async def _wait_for_pid(pid: int) -> None:
