@@ -137,6 +137,42 @@ async def test_a_client_that_closes_without_calling_back_is_noticed(
             await asyncio.sleep(0.01)
 
 
+async def check_writes_to_a_closed_transport(
+    nats: NatsProcess, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Write before the library knows that its transport is closed."""
+    client: NatsClient = await open_plane(stack, NatsClient.open, nats.url, OPTIONS)
+    await client.wait_connected()
+    payloads = asyncio.Queue[bytes]()
+    for subject in ("ends.closed", "ends.closed.other"):
+        client.subscribe(subject, lambda _, payload, *__: payloads.put_nowait(payload))
+        library_client: Any = client._client
+        library_client._transport._io_writer.transport.abort()
+        library_client._flusher_task.cancel()  # the library then writes in the caller's task
+        client.publish(subject, b"lost")
+        await client.flush()
+        async with asyncio.timeout(REPAIR_S + 3):
+            while client._client is library_client or not client.connected:
+                await asyncio.sleep(0.01)
+        client.publish(subject, b"after")
+        assert await payloads.get() == b"after"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+class TestClosedTransport:
+    async def test_writes_are_dropped_and_the_connection_is_repaired(
+        self, nats: NatsProcess, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await check_writes_to_a_closed_transport(nats, stack, caplog)
+
+
+class TestClosedTransportUvloop:
+    async def test_writes_are_dropped_and_the_connection_is_repaired(
+        self, nats: NatsProcess, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await check_writes_to_a_closed_transport(nats, stack, caplog)
+
+
 @pytest.mark.parametrize("end", ENDS)
 async def test_calls_through_nats_succeed_again(
     nats: NatsProcess, stack: AsyncExitStack, end: ConnectionEnd

@@ -25,6 +25,7 @@ from dynamo.core.redaction import redact_urls
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
 log = logging.getLogger(__name__)
+logging.getLogger("nats.aio.client").setLevel(logging.CRITICAL)  # `NatsClient` reports its errors
 
 SLOW_RETRY_FACTOR: Final = 3.0
 """Factor by which the wait between attempts grows after `max_reconnect` attempts."""
@@ -37,6 +38,8 @@ CLOSE_TIMEOUT_S: Final = 1.0
 MAX_STREAM_BYTES: Final = 1 << 30
 """Size limit of the JetStream stream. The oldest messages are dropped first."""
 _NO_RESPONDERS: Final = "503"
+_ERRORS: Final = (nats.errors.Error, OSError, TimeoutError, RuntimeError)
+"""Errors of calls to the library. uvloop raises `RuntimeError` for a transport that has closed."""
 
 _Operation = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
 """Publish (subject, payload, reply), subscribe (subject, True), unsubscribe (subject, False),
@@ -155,7 +158,7 @@ class NatsClient:
                 await jetstream.update_stream(**config)
             except nats.js.errors.NotFoundError:
                 await jetstream.add_stream(**config)
-        except (nats.errors.Error, TimeoutError) as error:
+        except _ERRORS as error:
             fields = {"stream": stream, "error": str(error) or "no answer"}
             log.warning("jetstream stream could not be set up", extra={"fields": fields})
 
@@ -194,7 +197,7 @@ class NatsClient:
                 return
             try:
                 client = await self._connect(server)
-            except (OSError, TimeoutError, nats.errors.Error) as error:
+            except _ERRORS as error:
                 failures += 1
                 reason = self._last_error or str(error) or "no answer"
                 self._on_connect_failed(redact_urls(f"NATS at {server}: {reason}"))
@@ -203,6 +206,8 @@ class NatsClient:
             failures = 0
             try:
                 await self._run_connection(client, server)
+            except _ERRORS as error:
+                self._disconnect_reason = f"closed the connection: {error}"
             finally:
                 self._on_disconnected(redact_urls(f"NATS at {server} {self._disconnect_reason}"))
                 await _close_client(client)
@@ -284,7 +289,7 @@ class NatsClient:
                     await asyncio.wait({ping}, timeout=PING_TIMEOUT_S / 2)
             finally:
                 ping.cancel()
-            if ping.done() and not client.is_closed:
+            if ping.done() and ping.result() and not client.is_closed:
                 await asyncio.sleep(PING_INTERVAL_S)
                 continue
             if not ping.done():
@@ -298,7 +303,7 @@ class NatsClient:
                 operation = self._outgoing.popleft()
                 try:
                     await self._execute(client, operation)
-                except (nats.errors.Error, OSError, TimeoutError) as error:
+                except _ERRORS as error:
                     log.debug("nats message dropped", extra={"fields": {"error": str(error)}})
             self._outgoing_ready.clear()
             await self._outgoing_ready.wait()
@@ -371,15 +376,17 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _ping(client: Client) -> None:
-    """Return when the server has answered a ping or the connection has ended."""
-    with suppress(nats.errors.Error, OSError, TimeoutError):
+async def _ping(client: Client) -> bool:
+    """Return True when the server has answered a ping, False when the connection has ended."""
+    with suppress(*_ERRORS):
         await client.flush(round(PING_TIMEOUT_S * 10))
+        return True
+    return False
 
 
 async def _close_client(client: Client) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await client.close()
-    except (TimeoutError, nats.errors.Error, OSError) as error:
+    except _ERRORS as error:
         log.debug("closing the nats connection failed", extra={"fields": {"error": str(error)}})

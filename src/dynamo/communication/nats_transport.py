@@ -114,6 +114,12 @@ class NatsConnection(asyncio.Transport):
             self._send(_RESET)
             self.terminate(None)
 
+    def pause_reading(self) -> None:
+        """Do nothing: the other connections through this client go on reading."""
+
+    def resume_reading(self) -> None:
+        """Do nothing, like `pause_reading`."""
+
     def is_closing(self) -> bool:
         return self._closed
 
