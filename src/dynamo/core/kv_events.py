@@ -23,6 +23,12 @@ def worker_name(instance: str, rank: int | None = None) -> str:
     return instance if rank is None else f"{instance}/{rank}"
 
 
+def split_worker_name(name: str) -> tuple[str, int | None]:
+    """Return the instance and the rank of a `worker_name`."""
+    instance, _, rank = name.partition("/")
+    return instance, int(rank) if rank.isdecimal() else None
+
+
 def decode_kv_events(payload: bytes) -> Sequence[KvEvent]:
     """Decode the result of `encode_kv_events`; b"" is no event. Raises `msgspec.DecodeError`."""
     return _decode(payload) if payload else ()

@@ -135,7 +135,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     - `prompt_logprobs`: how many logprobs of each prompt token come with `Finish`; None: none. Such
       a prompt is computed anew, because cached tokens have no logits.
     - `rank`: the data-parallel rank of the worker that the router chose.
-    - `prefill`: id of the instance that computes the prompt. Empty: the worker itself does.
+    - `prefill`: name of the worker that computes the prompt. Empty: the worker itself does.
     - `kv_from`: name of the draining worker that wrote the last `resumed` tokens, and has the KV of
       all tokens in its cache. Empty: no such worker.
     - `itl_slo_ms`: the gap between tokens above which the worker counts a gap as slow; 0: it does

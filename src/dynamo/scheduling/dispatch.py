@@ -44,8 +44,8 @@ class Dispatch:
             raise gone from error
         except WorkerFailed as error:
             if not decoder.complete:  # after a complete answer only the stream's end was lost
-                error.instance = error.instance or instance.id
-                error.rank = request.rank
+                if not error.instance:
+                    error.instance, error.rank = instance.id, request.rank
                 raise
         if not decoder.complete:
             incomplete = WorkerFailed(f"instance {instance.id} ended its stream before its answer")

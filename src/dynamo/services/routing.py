@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dynamo.core.kv_events import split_worker_name
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisors import SupervisorView
@@ -30,7 +31,7 @@ def worst_view_by_instance(views: Mapping[str, str]) -> dict[str, str]:
     """Return the least precise cache view among the data-parallel ranks of each instance."""
     worst: dict[str, str] = {}
     for name, view in views.items():
-        instance = name.partition("/")[0]
+        instance, _ = split_worker_name(name)
         worst[instance] = max(worst.get(instance, view), view, key=VIEW_MODES_BEST_FIRST.index)
     return worst
 

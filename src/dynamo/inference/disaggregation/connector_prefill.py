@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import DECODE_ERRORS, DynamoError, ProtocolError, TransferFailed
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.disaggregation.messages import (
     PREFILL_ENDPOINT,
@@ -121,7 +122,7 @@ class ConnectorPrefill:
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         """Answer a request as `Engine.generate` does, with the prompt of its prefill worker."""
         kv = b""
-        if request.prefill and request.prefill != self._runtime.instance_id:
+        if request.prefill and split_worker_name(request.prefill)[0] != self._runtime.instance_id:
             kv = await self._fetch(request, context)
         await self._engine.generate(replace(request, kv=kv) if kv else request, context, reply)
 
@@ -177,11 +178,12 @@ class ConnectorPrefill:
         """Call the prefill worker. Its answer holds for the incarnation that was called and until
         its lease ends: an engine that loads other blocks may die of it."""
         client, clock, answers = self._client, self._runtime.clock, list[bytes]()
-        instance = client.instances.get(request.prefill)
+        instance_id, rank = split_worker_name(request.prefill)
+        instance = client.instances.get(instance_id)
         if instance is None:
             raise _failed("gone", request, "is not known here")
         tokens = len(request.token_ids) // TOKEN_BYTES
-        call = PrefillRequest(replace(request, group=None, rank=None, prefill="", kv_from=""))
+        call = PrefillRequest(replace(request, group=None, rank=rank, prefill="", kv_from=""))
         payload = encode_prefill_request(call)
 
         def receive(answer: bytes) -> bool:

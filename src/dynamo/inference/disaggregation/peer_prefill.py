@@ -15,6 +15,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import ProtocolError, TransferFailed, WorkerFailed
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.tasks import wait_for_first
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.kv_source import Arrival, FirstToken, KvSource, PrefillSink
@@ -79,20 +80,21 @@ FindPeer = Callable[[str], Awaitable[PrefillPeer | None]]
 
 
 class PeerPrefill(KvSource):
-    """Has prompts computed by the worker that `GenerateRequest.prefill` names. `own_id`: the id of
-    this worker, for which nothing is pulled. A worker that `only_decodes` ends a request whose
-    prefill worker failed, if the rest of the prompt takes several steps: the router sends it again.
+    """Has prompts computed by the worker that `GenerateRequest.prefill` names. `own_name`: the
+    name of this worker or rank, for which nothing is pulled. A worker that `only_decodes` ends a
+    request whose prefill worker failed, if the rest of the prompt takes several steps: the router
+    sends it again.
     """
 
-    def __init__(self, find_peer: FindPeer, clock: Clock, own_id: str = "") -> None:
+    def __init__(self, find_peer: FindPeer, clock: Clock, own_name: str = "") -> None:
         self._find_peer = find_peer
         self._clock = clock
-        self._own_id = own_id
+        self._own_names = (own_name, split_worker_name(own_name)[0])
         self.only_decodes = False
 
     async def fill(self, arrival: Arrival) -> None:
         worker = arrival.request.kv_from or arrival.request.prefill
-        if worker == self._own_id:
+        if worker in self._own_names:
             return
         try:
             await self._fill(arrival, worker)
@@ -100,7 +102,7 @@ class PeerPrefill(KvSource):
             if not self.only_decodes or arrival.context.attempt or arrival.missing_steps <= 1:
                 raise
             failure = WorkerFailed(f"prefill worker {worker} failed: {error.message}")
-            failure.instance = worker
+            failure.instance, _ = split_worker_name(worker)
             arrival.fail(failure)
 
     def _learn_rate(self, region: RegionPeer) -> None:
@@ -109,13 +111,11 @@ class PeerPrefill(KvSource):
         self.bytes_per_s = float(f"{RATE_BYTES / max(seconds, 1e-9):.2g}")
 
     async def _fill(self, arrival: Arrival, worker: str) -> None:
-        instance, _, rank_text = worker.partition("/")
+        instance, named_rank = split_worker_name(worker)
         peer = await self._find_peer(instance)
-        if peer is None:
+        if peer is None or (named_rank or 0) >= peer.ranks:
             raise TransferFailed.of("gone", f"prefill worker {worker} is not known here")
-        rank = choose_rank(arrival.request, peer.ranks)
-        if rank_text.isdecimal():
-            rank = int(rank_text) % peer.ranks
+        rank = choose_rank(arrival.request, peer.ranks) if named_rank is None else named_rank
         tokens, started_s = arrival.prompt_tokens, self._clock.now()
         try:
             async with asyncio.timeout(None) as deadline:

@@ -195,11 +195,12 @@ class PeerCheck:
         self._region = region
 
     def is_candidate(self, instance: Instance) -> bool:
-        """Whether the instance is another process that serves the model and exposes its blocks."""
+        """Whether the instance serves the model and exposes blocks of another engine: it is another
+        process, or has several ranks."""
+        engines = len(region_descriptors(instance))
         return (
-            instance.id != self._own_id
+            engines > (instance.id == self._own_id)
             and instance.capabilities.get("model") == self._model
-            and bool(region_descriptors(instance))
         )
 
     def refusal(self, instance: Instance) -> str:

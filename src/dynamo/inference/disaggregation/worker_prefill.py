@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from dynamo.communication.transfer import RegionDescriptor, TransferPlane
+from dynamo.core.kv_events import worker_name
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.core.values import ROLES_BY_NAME, GenerateRequest
 from dynamo.inference.disaggregation.handover import Handover
@@ -130,10 +131,12 @@ class WorkerPrefill:
             ("peer",),
             callback=self._bytes_by_peer,
         )
-        for engine, plane in zip(self._engines, self._planes, strict=True):
-            peers = PrefillPeers(client, plane, check)
+        for number, plane in enumerate(self._planes):
+            engine, peers = self._engines[number], PrefillPeers(client, plane, check)
             self._peers.append(peers)
-            source = PeerPrefill(peers.find, runtime.clock, runtime.instance_id)
+            rank = number if len(self._engines) > 1 else None
+            own_name = worker_name(runtime.instance_id, rank)
+            source = PeerPrefill(peers.find, runtime.clock, own_name)
             source.only_decodes = self._only_decodes
             self._sources.append(source)
             engine.kv_source = source

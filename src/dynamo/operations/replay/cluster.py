@@ -13,12 +13,12 @@ from random import Random
 from typing import Any, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
-from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import Reply, SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
@@ -154,8 +154,10 @@ class ReplayCluster:
             fast_forward.catch_up()
 
     async def _add_worker(self, number: int, group: ReplayGroup) -> None:
-        ranks = [self._make_engine(str(number), group) for _ in range(self._workers.ranks)]
-        worker = ReplayWorker(number, ranks, self._clock)
+        names = self._workers.names_of(number)
+        worker = ReplayWorker(
+            names, [self._make_engine(name, group) for name in names], self._clock
+        )
         info = await worker.engine.start()
         self._exit_stack.push_async_callback(worker.stop)
         self._workers_by_id[worker.id] = worker
@@ -177,7 +179,8 @@ class ReplayCluster:
         return {"transfer": [{"slot_bytes": slot_bytes}]}
 
     def _make_engine(self, worker: str, group: ReplayGroup) -> BatchedEngine:
-        """Create and register an engine of the worker of that id, which logs its requests."""
+        """Create and register the engine of the worker or rank of that name, which logs its
+        requests."""
         workers, engine_number = self._workers, len(self.engines)
 
         def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
@@ -212,12 +215,10 @@ class ReplayCluster:
         block_tokens = self._workers.block_tokens
         if self._router_settings.mode == KV:
             self.cache_view = CacheView(self._clock, block_tokens=block_tokens)
-            ranks = self._workers.ranks
-            for number, engine in enumerate(self.engines):
-                worker, rank = divmod(number, ranks)
-                name = worker_name(str(worker), rank if ranks > 1 else None)
-                self.cache_view.apply(name, ())
-                engine.on_kv_events(partial(self.cache_view.apply, name))
+            for worker in self._workers_by_id.values():
+                for name, engine in zip(worker.names, worker.ranks, strict=True):
+                    self.cache_view.apply(name, ())
+                    engine.on_kv_events(partial(self.cache_view.apply, name))
         return await open_policy(
             PolicyInputs(
                 self._router_settings,
@@ -240,8 +241,9 @@ class ReplayCluster:
         """Report the rate of each link as learnt, because a trace is no test of learning it."""
         if (transfer := self._workers.transfer) is not None:
             load = Load(transfer_bytes_per_s=transfer.bytes_per_s)
-            for worker in self._workers_by_id:
-                self._policy.on_load_report(worker, load, self._clock.now())
+            for worker in self._workers_by_id.values():
+                report = replace(load, ranks=(load,) * len(worker.ranks))
+                self._policy.on_load_report(worker.id, report, self._clock.now())
 
     def _load_report_listeners(self) -> list[OnLoadReport]:
         """Return the policy if it uses load reports in mode kv."""

@@ -11,6 +11,7 @@ from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
+from dynamo.core.kv_events import split_worker_name, worker_name
 from dynamo.core.reply import Engine
 from dynamo.core.values import EngineInfo, GenerateRequest
 from dynamo.inference.data_parallel import DataParallelEngine
@@ -68,6 +69,11 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
         """Tokens of a KV block."""
         return self.groups[0].engine.block_tokens
 
+    def names_of(self, number: int) -> Sequence[str]:
+        """Return the name of the worker of that number, or those of its ranks."""
+        ranks = range(self.ranks) if self.ranks > 1 else (None,)
+        return [worker_name(str(number), rank) for rank in ranks]
+
     def __iter__(self) -> Iterator[ReplayGroup]:
         """Yield the group of each worker."""
         for group in self.groups:
@@ -78,8 +84,10 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
 class ReplayWorker:
     """A worker of the cluster: an engine for each rank, and their links if KV is moved."""
 
-    def __init__(self, number: int, ranks: Sequence[BatchedEngine], clock: Clock) -> None:
-        self.id = str(number)
+    def __init__(self, names: Sequence[str], ranks: Sequence[BatchedEngine], clock: Clock) -> None:
+        """`names`: those of the `ranks`."""
+        self.id, _ = split_worker_name(names[0])
+        self.names = names
         self.ranks = ranks
         self.engine: Engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
         self.load_publisher: LoadPublisher | None = None
@@ -96,12 +104,13 @@ class ReplayWorker:
     async def open_links(self, transfer: KvTransfer, workers: Mapping[str, ReplayWorker]) -> None:
         """Let the engines read the memory of those of the other `workers`, which call each other
         directly. Call after the start of the engines."""
-        for engine in self.ranks:
+        for name, engine in zip(self.names, self.ranks, strict=True):
             plane = MemoryTransfer(self._clock, bytes_per_s=transfer.bytes_per_s)
             self._planes.append(plane)
             assert engine.runner.region is not None  # noqa: S101 - made with `transfer`
             self.regions.append(await plane.expose(engine.runner.region, layout="replay"))
-            engine.kv_source = PeerPrefill(_ReplayPeers(plane, workers).find, self._clock, self.id)
+            peers = _ReplayPeers(plane, workers)
+            engine.kv_source = PeerPrefill(peers.find, self._clock, name)
 
     def on_load_changed(self) -> None:
         """Publish the load soon, because a request has arrived."""

@@ -6,10 +6,16 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.durations import DurationModel
-from dynamo.scheduling.router.data_parallel import engine_info
+from dynamo.scheduling.router.data_parallel import (
+    engine_info,
+    list_workers,
+    per_rank_engine_info,
+    split_load,
+)
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 DEFAULT_MAX_REQUESTS = 1 << 20
@@ -42,13 +48,15 @@ class Reservation:
 
 
 class WorkerCapacity:
-    """The slots of one worker.
+    """The slots of one worker, or of one of its data-parallel ranks.
 
     `foreign_requests` occupy slots but were not sent by this frontend. `live`: the worker may be
     chosen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.instance_id, self._rank = split_worker_name(name)
         self.state: WorkerState | None = None
         self._info: EngineInfo | None = None
         self._max_requests = DEFAULT_MAX_REQUESTS
@@ -71,7 +79,11 @@ class WorkerCapacity:
         return self.live and not busy and not (self.state and self.state.pending_prefills)
 
     def configure(self, info: EngineInfo | None, max_requests: int) -> None:
-        """Set the engine's sizes. `max_requests` 0 means no limit beyond the engine's."""
+        """Set the engine's sizes. `max_requests` 0 means no limit beyond the engine's. Ranks share
+        both."""
+        if info is not None and self._rank is not None:
+            max_requests = max_requests and max(1, max_requests // info.data_parallel)
+            info = per_rank_engine_info(info)
         self._info = info
         self._max_requests = info.max_num_seqs if info else DEFAULT_MAX_REQUESTS
         if max_requests:
@@ -141,10 +153,12 @@ class SlotForecast:
 
 
 class ClusterCapacity:
-    """The slots of all workers.
+    """The slots of all workers, by the names of their worker states: those of ranks, where
+    instances have several.
 
-    `max_worker_requests` limits each worker after the next `update_workers` (0: the engine's
-    limit). `full_workers` are live workers without a free slot.
+    `max_worker_requests` limits each instance after the next `update_workers` (0: the engine's
+    limit). `full_workers` are live workers without a free slot, and the instances all of whose
+    ranks are.
     """
 
     def __init__(self, max_worker_requests: int, now: Callable[[], float]) -> None:
@@ -162,25 +176,26 @@ class ClusterCapacity:
         self, live: Mapping[str, Instance], states: Mapping[str, WorkerState]
     ) -> None:
         """Set the instances that may be chosen, with the worker states that exist for them."""
-        for name in live:
+        live_workers = list_workers(live)
+        for name in live_workers:
             if name not in self.workers:  # in order, so that equal workers are chosen in order
-                self.workers[name] = WorkerCapacity()
+                self.workers[name] = WorkerCapacity(name)
         for name, worker in tuple(self.workers.items()):
-            instance = live.get(name)
-            worker.live = instance is not None
-            if instance is not None:
+            worker.live = name in live_workers
+            if worker.live:
+                instance, _ = live_workers[name]
                 worker.configure(engine_info(instance), self.max_worker_requests)
                 worker.state = states.get(name)
-            if not worker.live and not worker.reservations:
-                self._update_totals(name, worker, self._now())
+            elif not worker.reservations:
+                self._update_totals(worker, self._now())
                 del self.workers[name]
         self.refresh()
 
     def refresh(self) -> None:
         """Recount the slots of every worker."""
         now = self._now()
-        for name, worker in self.workers.items():
-            self._update_totals(name, worker, now)
+        for worker in self.workers.values():
+            self._update_totals(worker, now)
         self._forecast.made_at_s = float("-inf")
         self._label_forecasts.clear()
 
@@ -188,27 +203,27 @@ class ClusterCapacity:
         """Occupy a slot. The worker may be unknown yet."""
         worker = self.workers.get(name)
         if worker is None:
-            worker = self.workers[name] = WorkerCapacity()
+            worker = self.workers[name] = WorkerCapacity(name)
         worker.reserve(reservation)
         mean, kv_tokens = self._mean_kv_tokens, reservation.kv_tokens
         self._mean_kv_tokens += 0.1 * (kv_tokens - mean) if mean else kv_tokens
-        self._update_totals(name, worker, now)
+        self._update_totals(worker, now)
 
     def release(self, name: str, reservation: Reservation, now: float) -> None:
         """Free the slot. A worker that is gone is removed with its last reservation."""
         worker = self.workers[name]
         worker.release(reservation)
         if worker.live or worker.reservations:
-            self._update_totals(name, worker, now)
+            self._update_totals(worker, now)
         else:
             del self.workers[name]
 
-    def on_load_report(self, name: str, load: Load, now: float) -> None:
-        """Apply a worker's load report."""
-        worker = self.workers.get(name)
-        if worker is not None:
-            worker.on_load_report(load, now)
-            self._update_totals(name, worker, now)
+    def on_load_report(self, instance: str, load: Load, now: float) -> None:
+        """Apply an instance's load report, that of each rank to its worker."""
+        for name, part in split_load(instance, load).items():
+            if (worker := self.workers.get(name)) is not None:
+                worker.on_load_report(part, now)
+                self._update_totals(worker, now)
 
     @property
     def has_foreign_requests(self) -> bool:
@@ -216,20 +231,22 @@ class ClusterCapacity:
         return any(worker.foreign_requests for worker in self.workers.values())
 
     def count_idle(self, excluded: frozenset[str] = frozenset()) -> int:
-        """Return how many workers that are not excluded are idle."""
-        return sum(worker.idle and name not in excluded for name, worker in self.workers.items())
+        """Return how many workers of instances that are not excluded are idle."""
+        workers = self.workers.values()
+        return sum(worker.idle and worker.instance_id not in excluded for worker in workers)
 
     def count_suitable_slots(self, excluded: frozenset[str]) -> int:
-        """Return the number of free slots at workers that are not excluded."""
+        """Return the number of free slots at instances that are not excluded."""
         if not excluded:
             return self.free_slots
-        workers = self.workers.items()
-        return sum(worker.free_slots for name, worker in workers if name not in excluded)
+        workers = self.workers.values()
+        return sum(worker.free_slots for worker in workers if worker.instance_id not in excluded)
 
     def predict_wait_s(
         self, ahead: int, max_tokens: int, excluded: frozenset[str] = frozenset()
     ) -> float:
-        """Return the predicted wait behind `ahead` others for a slot of a worker not excluded."""
+        """Return the predicted wait behind `ahead` others for a slot, without the instances that
+        are excluded."""
         now, ends = self._now(), self._forecast_for(excluded).ends
         if not ends:
             return 0.0
@@ -254,7 +271,7 @@ class ClusterCapacity:
                 insort(forecast.ends, starts_s + whole_s)
 
     def _forecast_for(self, excluded: frozenset[str]) -> SlotForecast:
-        """Return the forecast of the other workers, made anew where it is old."""
+        """Return the forecast of the other instances, made anew where it is old."""
         forecast = self._forecast
         if excluded:
             forecast = self._label_forecasts.setdefault(excluded, SlotForecast([]))
@@ -267,8 +284,8 @@ class ClusterCapacity:
         remaining_s = self.durations.predict_remaining_s
         foreign_s = remaining_s(1 << 10, 0.0)
         ends: list[float] = []
-        for name, worker in self.workers.items():
-            if worker.live and name not in excluded:
+        for worker in self.workers.values():
+            if worker.live and worker.instance_id not in excluded:
                 held = worker.reservations
                 ends += [now + remaining_s(slot.max_tokens, now - slot.started_s) for slot in held]
                 foreign = worker.foreign_requests
@@ -277,14 +294,25 @@ class ClusterCapacity:
         ends.sort()
         return ends
 
-    def _update_totals(self, name: str, worker: WorkerCapacity, now: float) -> None:
+    def _update_totals(self, worker: WorkerCapacity, now: float) -> None:
         live, before = worker.live, worker.free_slots
         worker.free_slots = free = worker.count_free_slots(self._mean_kv_tokens, now) if live else 0
         self.free_slots += free - before
-        if live and not free:
-            self.full_workers |= {name}
-        elif not before:
-            self.full_workers -= {name}
+        full = live and not free
+        if full or not before:
+            self._set_full(worker, full=full)
         if len(self._forecast.ends) <= MAX_UNCACHED_ENDS:
             self._forecast.made_at_s = float("-inf")
             self._label_forecasts.clear()
+
+    def _set_full(self, worker: WorkerCapacity, *, full: bool) -> None:
+        """Add a worker to the full ones or remove it, and its instance with the last rank."""
+        names, instance_id = {worker.name}, worker.instance_id
+        if full == (worker.name in self.full_workers):
+            return
+        if worker.name != instance_id:
+            ranks = [each for each in self.workers.values() if each.instance_id == instance_id]
+            others = {each.name for each in ranks if each.live} - names
+            if not full or others <= self.full_workers:
+                names.add(instance_id)
+        self.full_workers = self.full_workers | names if full else self.full_workers - names

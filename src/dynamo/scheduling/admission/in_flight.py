@@ -9,6 +9,7 @@ from math import inf
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.kv_events import worker_name
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
@@ -76,9 +77,9 @@ class InFlight:
     def track(
         self, instance: Instance, request: GenerateRequest, predicted_first_token_s: float | None
     ) -> TrackedAttempt:
-        """Reserve a slot of `instance` for one attempt. The prediction is None for a request that
-        did not queue."""
-        now, worker = self._clock.now(), instance.id
+        """Reserve a slot of the request's rank at `instance` for one attempt. The prediction is
+        None for a request that did not queue."""
+        now, worker = self._clock.now(), worker_name(instance.id, request.rank)
         max_tokens = request.stops.max_tokens
         prompt_tokens = len(request.token_ids) // TOKEN_BYTES
         kv_tokens = prompt_tokens + self._capacity.durations.predict_output_tokens(max_tokens)

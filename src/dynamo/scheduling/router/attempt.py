@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager
 
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.fast_path import SendToken
+from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.data_parallel import NO_RANKS, data_parallel_ranks
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Outcome
 
@@ -36,17 +40,21 @@ class AttemptListener:
         """Called once, last, when the request has left the worker; `error` is None on success."""
 
 
-class PrefillCallCount(AttemptListener):
-    """Counts an attempt as a call of its prefill worker, until the first token."""
+class CallCount(AttemptListener):
+    """Counts an attempt as a `call` of a worker, until its end or its first token."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_until_first_token")
 
-    def __init__(self, call: AbstractContextManager[None]) -> None:
+    def __init__(
+        self, call: AbstractContextManager[None], *, until_first_token: bool = False
+    ) -> None:
         self._call: AbstractContextManager[None] | None = call
+        self._until_first_token = until_first_token
         call.__enter__()
 
     def on_first_token(self) -> None:
-        self._end()
+        if self._until_first_token:
+            self._end()
 
     def on_ended(self, error: BaseException | None) -> None:
         del error
@@ -56,6 +64,41 @@ class PrefillCallCount(AttemptListener):
         if self._call is not None:
             self._call.__exit__(None, None, None)
             self._call = None
+
+
+class RankBalancer:
+    """Chooses the data-parallel rank where a policy has chosen only the instance: the one with the
+    fewest requests of this process in flight. Ties go to the next one."""
+
+    def __init__(self) -> None:
+        self._in_flight: Counter[str] = Counter()
+        self._choices: Counter[str] = Counter()
+
+    def choose(self, instance: Instance, excluded: AbstractSet[str]) -> int | None:
+        """Return a rank whose name is not `excluded`, or any if all are; None without ranks."""
+        ranks = data_parallel_ranks(instance)
+        if ranks is NO_RANKS:
+            return None
+
+        self._choices[instance.id] += 1
+        first = self._choices[instance.id] % len(ranks)
+
+        def load(rank: int | None) -> tuple[bool, int]:
+            name = worker_name(instance.id, rank)
+            return name in excluded, self._in_flight[name]
+
+        return min((*ranks[first:], *ranks[:first]), key=load)
+
+    @contextmanager
+    def track_call(self, worker: str) -> Iterator[None]:
+        """Count the body of the `with` statement as a request of the rank `worker`."""
+        self._in_flight[worker] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[worker] -= 1
+            if not self._in_flight[worker]:
+                del self._in_flight[worker]
 
 
 ListenerFactory = Callable[[Instance, GenerateRequest], AttemptListener]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.values import EngineInfo
+from dynamo.core.kv_events import worker_name
+from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 
 DEFAULT_TOKEN_BYTES = 131_072.0
@@ -15,6 +16,8 @@ DEFAULT_TOKEN_BYTES = 131_072.0
 
 INITIAL_TRANSFER_BYTES_PER_S = 8e9
 """Rate at which a worker gets KV of others until its first report names another one."""
+
+NO_RANKS = (None,)
 
 
 def engine_info(instance: Instance) -> EngineInfo | None:
@@ -42,8 +45,24 @@ def per_rank_engine_info(info: EngineInfo) -> EngineInfo:
     return replace(info, num_blocks=blocks, max_num_seqs=max(1, slots), data_parallel=1)
 
 
-def data_parallel_ranks(instance: Instance) -> Iterator[int | None]:
+def data_parallel_ranks(instance: Instance) -> Sequence[int | None]:
     """Return the ranks of the instance; a single None for an instance without ranks."""
     capability = instance.capabilities.get("engine")
     ranks = capability.get("data_parallel", 1) if isinstance(capability, dict) else 1
-    return iter(range(ranks)) if ranks > 1 else iter((None,))
+    return range(ranks) if ranks > 1 else NO_RANKS
+
+
+def list_workers(instances: Mapping[str, Instance]) -> dict[str, tuple[Instance, int | None]]:
+    """Return worker name -> instance and rank, for each rank of all instances. The rank is None for
+    an instance without ranks."""
+    return {
+        worker_name(name, rank): (instance, rank)
+        for name, instance in instances.items()
+        for rank in data_parallel_ranks(instance)
+    }
+
+
+def split_load(instance: str, load: Load) -> Mapping[str, Load]:
+    """Return worker name -> load, for each rank of an instance that reports `load`."""
+    parts = {worker_name(instance, rank): part for rank, part in enumerate(load.ranks)}
+    return parts or {instance: load}

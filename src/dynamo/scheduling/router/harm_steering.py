@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import exp, log
 
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
 from dynamo.telemetry import Registry
 
@@ -66,7 +67,7 @@ class HarmSteering:
     def on_workers_removed(self, names: Iterable[str]) -> None:
         """Forget the reports of workers, or of the workers of ranks, that are gone."""
         for name in names:
-            self._reported.pop(name.partition("/")[0], None)
+            self._reported.pop(split_worker_name(name)[0], None)
 
     def _steer(self) -> None:
         self.slow_share = share = self._slow_gaps / self._gaps

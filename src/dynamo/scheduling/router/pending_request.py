@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class PendingRequest:
     """A request in the placement solver. `overlaps`: worker -> leading prompt blocks that it need
     not compute, as of `overlaps_updated_s`. `loads`: the part of them that lies below its device.
-    `excluded`: ids of instances that the request must not go to.
+    `excluded`: ids of instances and names of ranks that the request must not go to.
     `constraints`: requested labels, for selectors. `decision_future`: resolved with the decision.
     `priority` and `deadline_s` order the queue; times are in seconds of the router's clock."""
 

@@ -48,7 +48,7 @@ class Decision(msgspec.Struct, frozen=True):
     leading blocks of the prompt that the instance should hold. `waited_s`: time held in the router.
     `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
     look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
-    still held in the router. `prefill`: the instance that computes the prompt, if another one.
+    still held in the router. `prefill`, `prefill_rank`: those that compute the prompt, if others.
     `harm_weight`: the price of a pause for answers, if it is steered so that gaps between tokens
     stay below `itl_slo_ms`."""
 
@@ -68,11 +68,17 @@ class Decision(msgspec.Struct, frozen=True):
     prefill: Instance | None = None
     harm_weight: float | None = None
     itl_slo_ms: float = 0.0
+    prefill_rank: int | None = None
 
     @property
     def worker(self) -> str:
         """The name of the instance, or of its rank, in worker states."""
         return worker_name(self.instance.id, self.rank)
+
+    @property
+    def prefill_worker(self) -> str:
+        """The name of the worker that computes the prompt; "" if it is the same one."""
+        return "" if self.prefill is None else worker_name(self.prefill.id, self.prefill_rank)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -106,8 +112,9 @@ class Policy(ABC):
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        """Return a decision for an instance whose id is not in `tried`. A policy may hold the
-        request for a better moment. Raises `NoWorkers`."""
+        """Return a decision for an instance whose id is not in `tried`. Nor is the name of its
+        rank, if the policy chooses ranks. A policy may hold the request for a better moment.
+        Raises `NoWorkers`."""
 
     async def close(self) -> None:  # noqa: B027 - most policies hold nothing
         """Release resources. Requests that are still held fail with `NoWorkers`."""

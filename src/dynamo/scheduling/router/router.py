@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
@@ -20,8 +21,9 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import (
     Attempt,
     AttemptListener,
+    CallCount,
     ListenerFactory,
-    PrefillCallCount,
+    RankBalancer,
 )
 from dynamo.scheduling.router.features import FeatureFilter
 from dynamo.scheduling.router.placement_handle import Placement
@@ -37,9 +39,10 @@ SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class WorkerRouter:
-    """Send each request to the instance that `policy` chooses, by a `SendTo`. Requests that need a
-    feature go only to instances of `client` that have it. Until its first token a request counts as
-    a call of `prefill_client` to its prefill worker, if there is one."""
+    """Send each request to the instance that `policy` chooses, by a `SendTo`. The router itself
+    chooses the data-parallel rank if the policy does not. Requests that need a feature go only to
+    instances of `client` that have it. Until its first token a request counts as a call of
+    `prefill_client` to its prefill worker, if there is one."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class WorkerRouter:
         self._client = client
         self._feature_filter = FeatureFilter()
         self._prefill_client = prefill_client
+        self._ranks = RankBalancer()
         self._observers = tuple(observers)
         self._listener_factories = tuple(listener_factories)
         registry = metrics or Registry()
@@ -91,10 +95,11 @@ class WorkerRouter:
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
-            rank, prefill = decision.rank, decision.prefill
-            sent = request if rank is None else replace(request, rank=rank)
-            if prefill is not None:
-                sent = replace(sent, prefill=prefill.id)
+            if decision.rank is None or decision.prefill is not None:
+                decision = self._choose_ranks(decision, tried)
+            sent = request if decision.rank is None else replace(request, rank=decision.rank)
+            if decision.prefill is not None:
+                sent = replace(sent, prefill=decision.prefill_worker)
                 self._remote_prefills.inc()
             if decision.itl_slo_ms:
                 sent = replace(sent, itl_slo_ms=decision.itl_slo_ms)
@@ -138,6 +143,16 @@ class WorkerRouter:
                 raise no_workers_error(self._client) from None
             raise
 
+    def _choose_ranks(self, decision: Decision, tried: AbstractSet[str]) -> Decision:
+        """Choose the ranks where the policy has chosen instances only."""
+        choose = self._ranks.choose
+        if decision.rank is None and (rank := choose(decision.instance, tried)) is not None:
+            decision = replace(decision, rank=rank)
+        prefill = decision.prefill
+        if prefill is None or decision.prefill_rank is not None:
+            return decision
+        return replace(decision, prefill_rank=choose(prefill, tried))
+
     def _start_attempt(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
         """Notify the observers and wrap `reply` in an Attempt with its listeners."""
         placement = decision.placement
@@ -148,9 +163,16 @@ class WorkerRouter:
         listeners: list[AttemptListener] = []
         for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
             listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
-        if decision.prefill is not None and self._prefill_client is not None:
-            listeners.append(PrefillCallCount(self._prefill_client.track_call(decision.prefill)))
-        return Attempt(reply, listeners, placement, self._clock, request.prefill)
+        track_rank, prefill = self._ranks.track_call, decision.prefill
+        if decision.rank is not None:
+            listeners.append(CallCount(track_rank(decision.worker)))
+        if prefill is not None and self._prefill_client is not None:
+            call = self._prefill_client.track_call(prefill)
+            listeners.append(CallCount(call, until_first_token=True))
+            if decision.prefill_rank is not None:
+                call = track_rank(decision.prefill_worker)
+                listeners.append(CallCount(call, until_first_token=True))
+        return Attempt(reply, listeners, placement, self._clock, prefill.id if prefill else "")
 
     def _end_attempt(
         self,

@@ -46,7 +46,7 @@ class WorkerArrays:
     pending_prefills: Floats
     pending_prefill_tokens: Floats
     backlog_ms: Floats
-    _last_ids: AbstractSet[str]
+    _last_names: AbstractSet[str]
     _last_indices: Indices
 
     def __init__(self, states: WorkerStates) -> None:
@@ -112,23 +112,24 @@ class WorkerArrays:
         workers = self.workers
         return [workers[index] for index in indices.tolist()]
 
-    def indices_of(self, instance_ids: AbstractSet[str]) -> Indices:
-        """Return the entries of these instances, all ranks. The last result is remembered, since
-        requests with the same labels share the set."""
-        if instance_ids is not self._last_ids:
+    def indices_of(self, names: AbstractSet[str]) -> Indices:
+        """Return the entries of these instances, all ranks, and of these ranks. The last result is
+        remembered, since requests with the same labels share the set."""
+        if names is not self._last_names:
             ranks = self._ranks
-            indices = [index for name in instance_ids for index in ranks.get(name, ())]
-            self._last_ids, self._last_indices = instance_ids, np.array(indices, dtype=np.intp)
+            indices = [index for name in names for index in ranks.get(name, ())]
+            self._last_names, self._last_indices = names, np.array(indices, dtype=np.intp)
         return self._last_indices
 
     def _rebuild(self) -> None:
         self.workers = workers = self._states.workers
         self._index = {worker.name: index for index, worker in enumerate(workers)}
         self._ranks = {}
-        self._last_ids = frozenset()
+        self._last_names = frozenset()
         self._last_indices = np.array([], dtype=np.intp)
         for index, worker in enumerate(workers):
-            self._ranks.setdefault(worker.instance.id, []).append(index)
+            for name in worker.names:
+                self._ranks.setdefault(name, []).append(index)
         values = np.fromiter(chain.from_iterable(map(self._read, workers)), np.float64)
         self._values = values.reshape(-1, len(self.fields)).T.copy()
         for name, values in zip(self.fields, self._values, strict=True):

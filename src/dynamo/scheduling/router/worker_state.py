@@ -82,7 +82,8 @@ def _ignore(placed: PlacedRequest) -> None:
 
 
 class WorkerState:
-    """The router's model of one worker, or of one of its data-parallel ranks. Names in `_s` are
+    """The router's model of one worker, or of one of its data-parallel ranks. `names`: those by
+    which requests exclude it, its own and that of its instance. Names in `_s` are
     seconds of the router's clock, names in `_ms` are durations. `pending_prefills`,
     `pending_prefill_tokens`: prompts without a first token. `prefill_free_s`: expected first token
     of the last of them. `decode_context_tokens`: context of all decoding requests.
@@ -109,6 +110,7 @@ class WorkerState:
         "latency_model",
         "load",
         "name",
+        "names",
         "pending_prefill_tokens",
         "pending_prefills",
         "prefill_busy_at_s",
@@ -135,6 +137,7 @@ class WorkerState:
         rank: int | None = None,
     ) -> None:
         self.name = name
+        self.names = frozenset((name, instance.id))
         self._changed = changed
         self.rank = rank
         self.latency_model = model
@@ -343,11 +346,8 @@ class WorkerState:
         self._update_step_times()
 
     def _update_step_times(self) -> None:
-        model, factor, context = (
-            self.latency_model,
-            self.slowdown.factor,
-            self.decode_context_tokens,
-        )
+        model, factor = self.latency_model, self.slowdown.factor
+        context = self.decode_context_tokens
         decode_ms = model.decode.predict(1.0, context) if context else 0.0
         self.step_ms = factor * (model.prefill.base + decode_ms)
         self.token_ms = factor * model.prefill.slope

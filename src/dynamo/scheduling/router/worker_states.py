@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo.core.kv_events import worker_name
 from dynamo.core.values import Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.data_parallel import data_parallel_ranks, engine_info
+from dynamo.scheduling.router.data_parallel import engine_info, list_workers, split_load
 from dynamo.scheduling.router.latency_model import WorkerLatencyModel
 from dynamo.scheduling.router.tier_queues import TierQueues
 from dynamo.scheduling.router.worker_state import WorkerState
@@ -58,11 +57,7 @@ class WorkerStates:
 
     def update_instances(self, instances: Mapping[str, Instance]) -> list[str]:
         """Replace the set of workers. Return the names of the removed ones."""
-        live = {
-            worker_name(name, rank): (instance, rank)
-            for name, instance in instances.items()
-            for rank in data_parallel_ranks(instance)
-        }
+        live = list_workers(instances)
         removed = [name for name in self._by_name if name not in live]
         for name in removed:
             del self._by_name[name]
@@ -81,9 +76,8 @@ class WorkerStates:
 
     def on_load_report(self, name: str, load: Load, now: float) -> None:
         """Pass a load report to the worker's state, or to the state of each of its ranks."""
-        parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
-        for part_name, part in (parts or {name: load}).items():
-            if (worker := self._by_name.get(part_name)) is not None:
+        for worker_name, part in split_load(name, load).items():
+            if (worker := self._by_name.get(worker_name)) is not None:
                 worker.on_load_report(part)
                 if part.tiers or worker.tier_queues is not None:
                     worker.tier_queues = worker.tier_queues or TierQueues()

@@ -81,7 +81,7 @@ class DecisionEntry:
             at=self.at,
             router=router,
             worker=decision.worker,
-            prefill="" if decision.prefill is None else decision.prefill.id,
+            prefill=decision.prefill_worker,
             mode=decision.mode,
             view=decision.view,
             candidates=decision.candidates,
@@ -143,7 +143,7 @@ def http_request_id(request_id: str, client_id: str) -> str:
 def describe_decision(decision: Decision) -> str:
     """Return a decision as a sentence."""
     worker, table = decision.worker, decision.cost_table
-    prefill = "" if decision.prefill is None else decision.prefill.id
+    prefill = decision.prefill_worker
     candidates = f"of {decision.candidates} worker" + ("s" if decision.candidates != 1 else "")
     if not table:
         pair = f", and {prefill} for its prompt" if prefill else ""

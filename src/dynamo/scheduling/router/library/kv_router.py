@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import Load
 from dynamo.runtime.calls.client import Client
@@ -248,7 +249,7 @@ class KvRouter:
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
         for worker in self._worker_states.update_instances(self._client.instances):
-            self._applied_loads.pop(worker, None)
+            self._applied_loads.pop(split_worker_name(worker)[0], None)
         now = self._clock.now()
         for worker, load in self._loads.loads.items():
             if worker in self._client.instances and self._applied_loads.get(worker) is not load:

@@ -54,8 +54,8 @@ class Candidates:
         return self._matrices.values()
 
     def allowed_workers(self, excluded: AbstractSet[str]) -> Sequence[WorkerState]:
-        """Return the workers of all instances that are not in `excluded`."""
-        return [worker for worker in self._states.workers if worker.instance.id not in excluded]
+        """Return the workers that are not in `excluded`, by their name or instance."""
+        return [worker for worker in self._states.workers if worker.names.isdisjoint(excluded)]
 
     def any_nearly_free(self, excluded: AbstractSet[str] = frozenset()) -> bool:
         """Whether an allowed worker is nearly free."""

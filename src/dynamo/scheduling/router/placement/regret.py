@@ -41,7 +41,7 @@ class RegretRow:
     def add_holder(self, worker: WorkerState, rng: Random) -> None:
         """Add a worker that the row's own matrix lacks, if blocks of the prompt were sent there."""
         request = self.request
-        if worker.name in request.overlaps and worker.instance.id not in request.excluded:
+        if worker.name in request.overlaps and worker.names.isdisjoint(request.excluded):
             self.matrix.add_worker(worker)
             self.refresh(rng)
 

@@ -62,7 +62,7 @@ class ShortlistCandidates(Candidates):
         if (
             worker is not None
             and self._states.get(worker.name) is worker
-            and worker.instance.id not in excluded
+            and worker.names.isdisjoint(excluded)
             and self.is_nearly_free(worker)
         ):
             return True

@@ -242,7 +242,7 @@ class PlacementSolver:
         workers, excluded = self.worker_states.workers, request.excluded
         if not excluded:
             return bool(workers)
-        return any(worker.decodes and worker.instance.id not in excluded for worker in workers)
+        return any(worker.decodes and worker.names.isdisjoint(excluded) for worker in workers)
 
     def _with_free_worker(self, waiting: Iterable[PendingRequest]) -> Iterator[PendingRequest]:
         """Yield the requests that have a nearly free worker or are overdue. A request whose allowed

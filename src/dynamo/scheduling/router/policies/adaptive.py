@@ -58,7 +58,7 @@ class AdaptivePolicy(Policy):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         excluded = excluded_workers(self._client.instances, context) | tried
-        workers = [worker for worker in self._states.workers if worker.instance.id not in excluded]
+        workers = [worker for worker in self._states.workers if worker.names.isdisjoint(excluded)]
         if not workers:
             raise no_workers_error(self._client)
         now = self._clock.now()

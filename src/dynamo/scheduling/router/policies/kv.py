@@ -243,6 +243,7 @@ class KvPolicy(Policy):
                 prefill=None if worker is prefill_worker else prefill_worker.instance,
                 harm_weight=steering.weight if steering.itl_slo_ms else None,
                 itl_slo_ms=steering.itl_slo_ms,
+                prefill_rank=None if worker is prefill_worker else prefill_worker.rank,
             )
         )
 

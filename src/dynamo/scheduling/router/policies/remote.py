@@ -19,6 +19,7 @@ from dynamo.core.errors import (
     ProtocolError,
     WorkerFailed,
 )
+from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -103,8 +104,7 @@ class RemotePolicy(Policy):
         cached_tokens = decision.overlap_blocks * self._block_tokens
         new_tokens = max(1, prompt.tokens - cached_tokens)
         placement = RemotePlacement(key, prompt, new_tokens, self._replica_sync, self._clock)
-        prefill = "" if decision.prefill is None else decision.prefill.id
-        self._replica_sync.publish_routed(decision.worker, placement, prefill)
+        self._replica_sync.publish_routed(decision.worker, placement, decision.prefill_worker)
         return replace(decision, placement=placement)
 
     def router_states(self) -> dict[str, str]:
@@ -120,7 +120,9 @@ class RemotePolicy(Policy):
             return {}
         live = self._client.instances
         self._cache_views = {
-            name: view for name, view in self._cache_views.items() if name.partition("/")[0] in live
+            name: view
+            for name, view in self._cache_views.items()
+            if split_worker_name(name)[0] in live
         }
         return dict(self._cache_views)
 
@@ -151,9 +153,7 @@ class RemotePolicy(Policy):
             self._failing.discard(router.id)
             instance = self._client.instances.get(reply.instance)
             if instance is not None:
-                decision = replace(
-                    _decision(instance, reply), prefill=self._find_prefill(reply.prefill)
-                )
+                decision = _decision(instance, reply, self._find_prefill(reply.prefill))
                 if decision.view:
                     self._cache_views[decision.worker] = decision.view
                 return decision
@@ -263,7 +263,7 @@ class RemotePlacement(Placement):
         self._replica_sync.publish_ended(self.id)
 
 
-def _decision(instance: Instance, reply: RouteReply) -> Decision:
+def _decision(instance: Instance, reply: RouteReply, prefill: Instance | None) -> Decision:
     return Decision(
         instance,
         reply.mode,
@@ -275,6 +275,8 @@ def _decision(instance: Instance, reply: RouteReply) -> Decision:
         waited_s=reply.waited_s,
         view=reply.cache_view,
         rank=reply.rank,
+        prefill=prefill,
         harm_weight=reply.harm_weight,
         itl_slo_ms=reply.itl_slo_ms,
+        prefill_rank=reply.prefill_rank,
     )

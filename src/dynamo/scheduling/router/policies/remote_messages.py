@@ -19,7 +19,8 @@ QUERY_ACCEPTED = b""
 
 class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
     """The query for the instance of one request. `hashes` are those of the prompt's full blocks,
-    packed u64. `excluded` are instance ids. The request's id and attempt come with the call."""
+    packed u64. `excluded` are ids of instances and names of ranks. The request's id and attempt
+    come with the call."""
 
     model: str
     choice: int
@@ -32,7 +33,8 @@ class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
 
 class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     """The decision without its cost table, which stays in the router's decision log. `prefill` is
-    the id of the instance that computes the prompt, if another one."""
+    the id of the instance that computes the prompt, if another worker does, on its rank
+    `prefill_rank`."""
 
     instance: str
     mode: str
@@ -47,6 +49,7 @@ class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     prefill: str = ""
     harm_weight: float | None = None
     itl_slo_ms: float = 0.0
+    prefill_rank: int | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -91,6 +94,7 @@ def encode_reply(decision: Decision) -> bytes:
             "" if decision.prefill is None else decision.prefill.id,
             decision.harm_weight,
             decision.itl_slo_ms,
+            decision.prefill_rank,
         )
     )
 
