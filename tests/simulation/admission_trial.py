@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -68,11 +69,13 @@ class AdmissionTrial:
         prompt: int = PROMPT,
         timeout_s: float | None = 300.0,
         priority: int = 0,
+        hashes: Sequence[int] = (),
     ) -> None:
-        """Send a request and wait for its end."""
+        """Send a request and wait for its end. `hashes`: the prompt's first blocks in the trace."""
         row = self.rows
         self.rows += 1
-        replay_request = self.log.on_arrival(TraceRequest(row, prompt, answer))
+        turn = TraceRequest(row, prompt, answer, tuple(hashes))
+        replay_request = self.log.on_arrival(turn)
         request = GenerateRequest(
             str(row),
             "m",
@@ -88,7 +91,7 @@ class AdmissionTrial:
         except Overloaded as error:
             self.rejected[row] = (self.clock.now() - arrived, error)
         finally:
-            self.log.on_ended(TraceRequest(row, prompt, answer))
+            self.log.on_ended(turn)
 
     async def offer_load(self, per_s: float, seconds: float, rng: Random, **options: Any) -> None:
         """Send requests in an open loop, with exponential gaps."""

@@ -35,6 +35,32 @@ def test_an_outlier_is_clipped() -> None:
     assert regression.predict(1.0, 1_000) < 60
 
 
+def test_small_observations_bound_large_ones_only_in_proportion() -> None:
+    """The slope is not known before a large x was observed, and again when that is long ago."""
+    regression = LatencyRegression(15.0, 0.02, 1_000.0)
+    assert regression.excess(1.0, 6_000) == 0.0
+    for _ in range(50):
+        regression.observe(1.0, 64, 10.0 + 0.1 * 64)
+    assert regression.excess(1.0, 64) == 0.0
+    true = 10.0 + 0.1 * 6_000
+    assert regression.predict(1.0, 6_000) < true / 2
+    assert regression.predict(1.0, 6_000) + regression.excess(1.0, 6_000) > true
+    regression.observe(1.0, 6_000, true)
+    assert regression.excess(1.0, 6_000) == 0.0
+    for _ in range(400):
+        regression.observe(1.0, 64, 10.0 + 0.1 * 64)
+    assert regression.predict(1.0, 6_000) + regression.excess(1.0, 6_000) > true
+
+
+@pytest.mark.parametrize("slope", [0.1, 1.0, 3.0])
+def test_the_first_large_observation_is_no_outlier(slope: float) -> None:
+    regression = LatencyRegression(15.0, 0.02, 1_000.0)
+    for _ in range(50):
+        regression.observe(1.0, 64, 10.0 + slope * 64)
+    regression.observe(1.0, 6_000, true := 10.0 + slope * 6_000)
+    assert regression.predict(1.0, 6_000) == pytest.approx(true, rel=0.1)
+
+
 def test_the_slowdown_finds_a_slow_worker_but_not_noise() -> None:
     rng, slow, same = Random(5), WorkerSlowdown(), WorkerSlowdown()
     for _ in range(200):

@@ -16,6 +16,7 @@ from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.admission.label_queues import QueuedRequest
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.router.attempt import AttemptListener
+from dynamo.scheduling.router.latency_model import FORGETTING_FACTOR
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import PlacedRequest
 
@@ -30,11 +31,14 @@ MAX_ERROR_AGE_S = 30.0
 
 
 class TrackedAttempt(Reservation, AttemptListener):
-    """The reservation of an attempt at a worker, and the listener that ends it."""
+    """The reservation of an attempt at a worker, and the listener that ends it. `excess_ms`: how
+    much longer than predicted the prompt may take at `prompt_worker`; 0 from its first token on."""
 
-    __slots__ = ("in_flight", "worker")
+    __slots__ = ("excess_ms", "in_flight", "prompt_worker", "worker")
     in_flight: InFlight
     worker: str
+    prompt_worker: str
+    excess_ms: float
 
     def on_started(self, started: Started) -> None:
         self.in_flight.record_start(self, started)
@@ -68,6 +72,7 @@ class InFlight:
         self._clock = clock
         self._capacity = capacity
         self._uncached_share = 1.0
+        self._most_cached_tokens = 0.0
         self._mean_ttft_s = 0.0
         self._first_token_count = 0
         self._placed_count = 0
@@ -85,6 +90,10 @@ class InFlight:
         kv_tokens = prompt_tokens + self._capacity.durations.predict_output_tokens(max_tokens)
         attempt = TrackedAttempt(max_tokens, kv_tokens, now)
         attempt.in_flight, attempt.worker = self, worker
+        attempt.prompt_worker = request.prefill or worker
+        attempt.excess_ms = self.prompt_workers.add_excess(
+            attempt.prompt_worker, self._uncached_tokens(prompt_tokens)
+        )
         attempt.predicted_first_token_s = predicted_first_token_s
         self._capacity.reserve(worker, attempt, now)
         states = self.prompt_workers.states if self.prompt_workers.owns_states else None
@@ -102,8 +111,9 @@ class InFlight:
             attempt.placed_request = placed
         return attempt
 
-    def release(self, worker: str, reservation: Reservation, *, ok: bool) -> None:
+    def release(self, worker: str, reservation: TrackedAttempt, *, ok: bool) -> None:
         """Release the slot. Only requests that ended well (`ok`) are recorded as durations."""
+        self._remove_excess(reservation)
         now, max_tokens = self._clock.now(), reservation.max_tokens
         durations, output_tokens = self._capacity.durations, reservation.output_tokens
         if ok:
@@ -149,8 +159,10 @@ class InFlight:
         return ms * 1e-3 if ms < inf else self._mean_ttft_s
 
     def _uncached_tokens(self, prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that are computed, by the recent share of cached ones."""
-        return max(1, round(prompt_tokens * self._uncached_share))
+        """Return the tokens of a prompt that are computed, by the recent share of cached ones. A
+        long prompt has no more cached ones than the prompts before it."""
+        cached_tokens = min(prompt_tokens * (1.0 - self._uncached_share), self._most_cached_tokens)
+        return max(1, round(prompt_tokens - cached_tokens))
 
     def compute_margin_s(self) -> float:
         """Return the third largest of the recent delays of first tokens beyond their predictions,
@@ -166,12 +178,15 @@ class InFlight:
         if started.prompt_tokens:
             share = 1.0 - started.cached_tokens / started.prompt_tokens
             self._uncached_share += 0.05 * (share - self._uncached_share)
+            most = self._most_cached_tokens * FORGETTING_FACTOR
+            self._most_cached_tokens = max(most, started.cached_tokens)
         placed = reservation.placed_request
         if placed is not None and started.cached_tokens:
             placed.worker.on_cached_tokens(placed, started.cached_tokens)
 
-    def record_first_token(self, reservation: Reservation) -> None:
+    def record_first_token(self, reservation: TrackedAttempt) -> None:
         """Record the time of the first token."""
+        self._remove_excess(reservation)
         now = reservation.first_token_s = self._clock.now()
         self._first_token_count += 1
         if (placed := reservation.placed_request) is not None:
@@ -181,6 +196,10 @@ class InFlight:
         self._mean_ttft_s += 0.05 * (now - reservation.started_s - self._mean_ttft_s)
         if reservation.predicted_first_token_s is not None:
             self.record_prediction_error(reservation.predicted_first_token_s, now)
+
+    def _remove_excess(self, attempt: TrackedAttempt) -> None:
+        self.prompt_workers.remove_excess(attempt.prompt_worker, attempt.excess_ms)
+        attempt.excess_ms = 0.0
 
     def record_prediction_error(self, predicted_s: float, actual_s: float) -> None:
         """Record when a predicted first token came, or could have come at the earliest."""

@@ -12,6 +12,8 @@ from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.worker_state import WorkerState
 from dynamo.scheduling.router.worker_states import WorkerStates
 
+ROUNDING_MS = 1e-6
+
 
 class PromptWorkers:
     """Predict the time from a slot to the first token, at the workers that compute the prompt.
@@ -20,6 +22,9 @@ class PromptWorkers:
     prefill workers, or if the mode of disaggregation does not use them, the workers that answer
     compute their prompts. `states` are those of the policy, which then compares pairs of workers by
     prices. `owns_states`: there are none, and this object has its own.
+
+    A prompt longer than those that were measured lately is predicted from them while no other such
+    prompt is pending. Then they tell only how long it may take at most.
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class PromptWorkers:
         self._prefill_client = prefill_client
         self._rules = PairRules(DisaggregationSettings())
         self._prefill_workers: list[WorkerState] = []
+        self._excess_ms: dict[str, float] = {}
 
     def update(self, settings: DisaggregationSettings, *, modelled: bool) -> None:
         """Apply reloaded settings and changed instances. `modelled`: own states are kept."""
@@ -51,6 +57,24 @@ class PromptWorkers:
         """Return the prefill workers that may compute a prompt of `tokens` uncached tokens."""
         return self._prefill_workers if self._ways(tokens)[1] else ()
 
+    def add_excess(self, worker: str, tokens: int) -> float:
+        """Return how much longer than predicted a prompt of `tokens` uncached tokens may take, and
+        count it at its worker until `remove_excess`."""
+        state = self.states.get(worker)
+        excess_ms = 0.0 if state is None else _excess_ms(state, tokens)
+        if excess_ms:
+            self._excess_ms[worker] = self._excess_ms.get(worker, 0.0) + excess_ms
+        return excess_ms
+
+    def remove_excess(self, worker: str, excess_ms: float) -> None:
+        """Remove what `add_excess` has returned."""
+        if excess_ms:
+            left_ms = self._excess_ms[worker] - excess_ms
+            if left_ms > ROUNDING_MS:
+                self._excess_ms[worker] = left_ms
+            else:
+                del self._excess_ms[worker]
+
     def predict_ms(
         self,
         answering: Sequence[WorkerState],
@@ -65,15 +89,15 @@ class PromptWorkers:
         local, remote = self._ways(tokens)
         best_ms = inf
         if remote:
-            best_ms = _quickest_ms(self._prefill_workers, tokens, ahead, sufficient_ms, now)
+            best_ms = self._quickest_ms(self._prefill_workers, tokens, ahead, sufficient_ms, now)
         if not local or best_ms <= sufficient_ms:
             return best_ms
         workers = [*self._prefill_workers, *answering] if remote else answering
         if (policy := self._policy) is not None:
             pair_ms = policy.predict_pair_ms(workers, tokens, ahead, now)
             if pair_ms is not None:
-                return pair_ms
-        return min(best_ms, _quickest_ms(answering, tokens, ahead, sufficient_ms, now))
+                return pair_ms + min(self._excess_at(worker, tokens, ahead) for worker in workers)
+        return min(best_ms, self._quickest_ms(answering, tokens, ahead, sufficient_ms, now))
 
     def _ways(self, tokens: int) -> tuple[bool, bool]:
         def queue() -> tuple[int, int]:
@@ -82,16 +106,35 @@ class PromptWorkers:
         local, remote = self._rules.choose_ways(bool(self._prefill_workers), queue)
         return local and not (remote and self.owns_states), remote
 
+    def _quickest_ms(
+        self,
+        workers: Sequence[WorkerState],
+        tokens: int,
+        ahead: int,
+        sufficient_ms: float,
+        now: float,
+    ) -> float:
+        """Return the milliseconds to the first token at the quickest worker, or at the first one
+        within `sufficient_ms`."""
+        rounds = 1 + ahead / max(1, len(workers))
+        best_ms = inf
+        for worker in workers:
+            prompt_ms = worker.predict_prefill_ms(tokens) * rounds
+            ms = worker.backlog_ms(now) + prompt_ms + self._excess_at(worker, tokens, ahead)
+            best_ms = min(best_ms, ms)
+            if best_ms <= sufficient_ms:
+                break
+        return best_ms
 
-def _quickest_ms(
-    workers: Sequence[WorkerState], tokens: int, ahead: int, sufficient_ms: float, now: float
-) -> float:
-    """Return the milliseconds to the first token at the quickest worker, or at the first one within
-    `sufficient_ms`."""
-    rounds = 1 + ahead / max(1, len(workers))
-    best_ms = inf
-    for worker in workers:
-        best_ms = min(best_ms, worker.backlog_ms(now) + worker.predict_prefill_ms(tokens) * rounds)
-        if best_ms <= sufficient_ms:
-            break
-    return best_ms
+    def _excess_at(self, worker: WorkerState, tokens: int, ahead: int) -> float:
+        """Return how much longer than predicted the prompts at a worker may take, with one of
+        `tokens` behind `ahead` others."""
+        pending_ms = self._excess_ms.get(worker.name, 0.0)
+        if ahead or self._excess_ms:
+            pending_ms += _excess_ms(worker, tokens)
+        return pending_ms
+
+
+def _excess_ms(worker: WorkerState, tokens: int) -> float:
+    steps = -(-tokens // worker.token_budget)
+    return worker.latency_model.prefill.excess(steps, tokens)

@@ -64,5 +64,6 @@ def list_workers(instances: Mapping[str, Instance]) -> dict[str, tuple[Instance,
 
 def split_load(instance: str, load: Load) -> Mapping[str, Load]:
     """Return worker name -> load, for each rank of an instance that reports `load`."""
-    parts = {worker_name(instance, rank): part for rank, part in enumerate(load.ranks)}
-    return parts or {instance: load}
+    if len(load.ranks) <= 1:
+        return {instance: load}
+    return {worker_name(instance, rank): part for rank, part in enumerate(load.ranks)}

@@ -25,7 +25,7 @@ class LatencyRegression:
     least squares of relative errors with exponential forgetting. The first observation scales the
     start values; their proportion then serves as a weak prior."""
 
-    __slots__ = ("_prior", "_sums", "_typical_x", "base", "observation_count", "slope")
+    __slots__ = ("_prior", "_reach", "_sums", "_typical_x", "base", "observation_count", "slope")
 
     def __init__(self, base: float, slope: float, x0: float) -> None:
         """Anchor the prior at 0 and at `x0`, a typical x."""
@@ -33,12 +33,21 @@ class LatencyRegression:
         self.slope = slope
         self.observation_count = 0
         self._typical_x = x0
+        self._reach = 0.0
         self._prior = (base, slope)
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def predict(self, u: float, x: float) -> float:
         """Return the current estimate of y."""
         return self.base * u + self.slope * x
+
+    def excess(self, u: float, x: float) -> float:
+        """Return how far y may exceed the estimate at an x beyond all that were observed lately:
+        small ones say little about the slope. At most, y grows in proportion to x from there on."""
+        reach = self._reach
+        if x <= reach or not reach:
+            return 0.0
+        return max(0.0, self.predict(1.0, reach) * x / reach - self.predict(u, x))
 
     def observe(self, u: float, x: float, y: float) -> None:
         """Add the measurement `y` at (u, x); a y of 0 or less is ignored."""
@@ -50,7 +59,9 @@ class LatencyRegression:
             self._prior = (self._prior[0] * ratio, self._prior[1] * ratio)
             expected = y
         elif self.observation_count >= WARMUP_OBSERVATIONS:
-            y = min(max(y, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+            highest = expected + self.excess(u, x)
+            y = min(max(y, expected / OUTLIER_RATIO), highest * OUTLIER_RATIO)
+        self._reach = max(x, self._reach * FORGETTING_FACTOR)
         self.observation_count += 1
         weight = 1.0 / (expected * expected)
         uu, ux, xx, uy, xy = [FORGETTING_FACTOR * part for part in self._sums]
