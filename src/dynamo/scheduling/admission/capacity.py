@@ -11,9 +11,9 @@ from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.durations import DurationModel
 from dynamo.scheduling.router.data_parallel import (
+    data_parallel_ranks,
     engine_info,
     list_workers,
-    per_rank_engine_info,
     split_load,
 )
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
@@ -78,13 +78,12 @@ class WorkerCapacity:
         busy = self.reservations or self.foreign_requests
         return self.live and not busy and not (self.state and self.state.pending_prefills)
 
-    def configure(self, info: EngineInfo | None, max_requests: int) -> None:
+    def configure(self, instance: Instance, max_requests: int) -> None:
         """Set the engine's sizes. `max_requests` 0 means no limit beyond the engine's. Ranks share
         both."""
-        if info is not None and self._rank is not None:
-            max_requests = max_requests and max(1, max_requests // info.data_parallel)
-            info = per_rank_engine_info(info)
-        self._info = info
+        self._info = info = engine_info(instance, self._rank)
+        if max_requests:
+            max_requests = max(1, max_requests // len(data_parallel_ranks(instance)))
         self._max_requests = info.max_num_seqs if info else DEFAULT_MAX_REQUESTS
         if max_requests:
             self._max_requests = min(self._max_requests, max_requests)
@@ -184,7 +183,7 @@ class ClusterCapacity:
             worker.live = name in live_workers
             if worker.live:
                 instance, _ = live_workers[name]
-                worker.configure(engine_info(instance), self.max_worker_requests)
+                worker.configure(instance, self.max_worker_requests)
                 worker.state = states.get(name)
             elif not worker.reservations:
                 self._update_totals(worker, self._now())

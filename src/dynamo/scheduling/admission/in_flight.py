@@ -99,7 +99,7 @@ class InFlight:
         states = self.prompt_workers.states if self.prompt_workers.owns_states else None
         state = states.get(worker) if states is not None else None
         if state is not None:
-            state.refresh(now)
+            self.prompt_workers.states.refresh_next(now)
             self._placed_count += 1
             key = f"{request.request_id}/{self._placed_count}"
             prompt = Prompt(prompt_tokens, ())

@@ -86,6 +86,8 @@ class PromptWorkers:
         """Return the milliseconds at the best worker, or the first one within `sufficient_ms`.
         `ahead` prompts are on their way to some worker, too. `answering` are the workers that could
         answer. Infinite without any worker."""
+        if self.owns_states:
+            self.states.refresh_next(now)
         local, remote = self._ways(tokens)
         best_ms = inf
         if remote:

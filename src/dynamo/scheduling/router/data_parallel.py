@@ -20,10 +20,15 @@ INITIAL_TRANSFER_BYTES_PER_S = 8e9
 NO_RANKS = (None,)
 
 
-def engine_info(instance: Instance) -> EngineInfo | None:
-    """Return the engine description that the instance announced, if any."""
+def engine_info(instance: Instance, rank: int | None = None) -> EngineInfo | None:
+    """Return the engine description that the instance announced, if any. With a `rank`, return the
+    share of one rank."""
     capability = instance.capabilities.get("engine")
-    return msgspec.convert(capability, EngineInfo) if isinstance(capability, dict) else None
+    info = msgspec.convert(capability, EngineInfo) if isinstance(capability, dict) else None
+    if info is None or rank is None:
+        return info
+    blocks, slots = info.num_blocks // info.data_parallel, info.max_num_seqs // info.data_parallel
+    return replace(info, num_blocks=blocks, max_num_seqs=max(1, slots), data_parallel=1)
 
 
 def predict_token_transfer_ms(instance: Instance, bytes_per_s: float) -> float:
@@ -36,13 +41,6 @@ def predict_token_transfer_ms(instance: Instance, bytes_per_s: float) -> float:
     except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
         token_bytes = DEFAULT_TOKEN_BYTES
     return token_bytes / (bytes_per_s or INITIAL_TRANSFER_BYTES_PER_S) * 1e3
-
-
-def per_rank_engine_info(info: EngineInfo) -> EngineInfo:
-    """Return one rank's share of blocks and sequence slots."""
-    ranks = info.data_parallel
-    blocks, slots = info.num_blocks // ranks, info.max_num_seqs // ranks
-    return replace(info, num_blocks=blocks, max_num_seqs=max(1, slots), data_parallel=1)
 
 
 def data_parallel_ranks(instance: Instance) -> Sequence[int | None]:

@@ -8,12 +8,9 @@ from math import exp, inf
 
 from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.data_parallel import (
-    engine_info,
-    per_rank_engine_info,
-    predict_token_transfer_ms,
-)
+from dynamo.scheduling.router.data_parallel import engine_info, predict_token_transfer_ms
 from dynamo.scheduling.router.latency_model import (
+    OUTLIER_RATIO,
     PrefillGroup,
     WorkerLatencyModel,
     WorkerSlowdown,
@@ -164,10 +161,7 @@ class WorkerState:
     def update_instance(self, instance: Instance) -> None:
         """Apply the instance's discovery record."""
         self.instance = instance
-        info = engine_info(instance)
-        if info is not None and self.rank is not None:
-            info = per_rank_engine_info(info)
-        self.engine_info = info
+        self.engine_info = info = engine_info(instance, self.rank)
         roles = info.roles if info else BOTH_ROLES
         self.prefills, self.decodes = "prefill" in roles, "decode" in roles
         self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
@@ -384,8 +378,10 @@ class WorkerState:
         decay = exp((self.prefill_busy_at_s - group.end_s) / PREFILL_SHARE_S)
         self.prefill_busy_s = self.prefill_busy_s * decay + expected_ms * factor * 1e-3
         self.prefill_busy_at_s = group.end_s
+        known = not model.prefill.excess(steps, tokens)
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
-        self.slowdown.observe(expected_ms + decode_ms, duration_ms)
+        if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
+            self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 
     def _observe_decode(self, placed: PlacedRequest, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
