@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import openai
 import pytest
 from msgspec.structs import replace
 from tests.conftest import Deployment
+from tests.support.gguf import gguf_bytes
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids, unpack_ids
@@ -24,8 +28,9 @@ from dynamo.core.values import (
     StructuredOutput,
 )
 from dynamo.inference.engine_registry import EngineInputs
-from dynamo.inference.llamacpp.engine import LlamaCppEngine
+from dynamo.inference.llamacpp.engine import LlamaCppEngine, open_engine
 from dynamo.inference.llamacpp.server import ServerSizes, open_server, plan_sizes
+from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import load_tokenizer
 from dynamo.testing.conformance.engines import ENGINE_CONTEXT
@@ -34,6 +39,7 @@ from dynamo.testing.fakes import CollectedReply
 QUESTION = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
 IM_END = 2
 VOCABULARY = 49152
+Q4_K, Q6_K = 12, 14
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -140,6 +146,65 @@ async def test_more_requests_than_slots_wait(engine: LlamaCppEngine) -> None:
 
     replies = await run_all(*(answer(engine, request(range(n, n + 40))) for n in range(300, 305)))
     assert [len(reply.ids) for reply in replies] == [6] * 5
+
+
+async def test_a_file_of_k_quants_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "k-quants.gguf"
+    path.write_bytes(k_quantised_model())
+    files = resolve_model_blocking(str(path), ensure_verified=False)
+    settings = Settings(engine=EngineSettings(kind="llamacpp", max_num_seqs=1))
+    engine = await open_engine(
+        EngineInputs(settings, files.build_card(), files, SystemClock(), 1 << 30)
+    )
+    info = await engine.start()
+    try:
+        assert (info.context_tokens, info.vocab_size) == (512, VOCABULARY)
+        assert len((await answer(engine, request())).ids) == 6
+    finally:
+        await engine.stop()
+    with pytest.raises(ModelUnavailable, match="Q4_K are not supported"):
+        files.open_weights()
+
+
+def k_quantised_model() -> bytes:
+    """Return a model of one layer in Q4_K and Q6_K, with the default model's vocabulary."""
+    with GgufFile(resolve_model_blocking("").path) as file:
+        names = ("model", "pre", "tokens", "merges", "eos_token_id")
+        values = {f"tokenizer.ggml.{name}": file.get(f"tokenizer.ggml.{name}") for name in names}
+    values |= {"general.architecture": "llama"} | {
+        f"llama.{name}": value
+        for name, value in {
+            "block_count": 1,
+            "context_length": 512,
+            "embedding_length": 256,
+            "feed_forward_length": 256,
+            "attention.head_count": [4],
+            "attention.head_count_kv": [2],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.dimension_count": 64,
+        }.items()
+    }
+    chance, scale = Random(1), struct.pack("<e", 0.01)
+
+    def quantised(rows: int, kind: int) -> tuple[int, tuple[int, int], bytes]:
+        """Return random rows of 256 values: one block each."""
+        if kind == Q4_K:
+            block = scale + scale + chance.randbytes(140)
+        else:
+            block = chance.randbytes(208) + scale
+        return kind, (rows, 256), block * rows
+
+    ones = (0, (256,), struct.pack("<256f", *[1.0] * 256))
+    tensors: dict[str, Any] = {
+        "token_embd.weight": quantised(VOCABULARY, Q4_K),
+        "output_norm.weight": ones,
+    }
+    for name, rows in (("attn_q", 256), ("attn_k", 128), ("attn_v", 128), ("attn_output", 256)):
+        tensors[f"blk.0.{name}.weight"] = quantised(rows, Q4_K)
+    for name in ("ffn_gate", "ffn_up", "ffn_down"):
+        tensors[f"blk.0.{name}.weight"] = quantised(256, Q6_K)
+    tensors |= {"blk.0.attn_norm.weight": ones, "blk.0.ffn_norm.weight": ones}
+    return gguf_bytes(values, tensors)
 
 
 def test_an_unknown_argument_names_the_nearest(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.resolve import resolve_model_blocking
 
 
 def test_values_and_tensors_are_read(write_gguf, tmp_path):
@@ -76,14 +77,24 @@ def test_files_of_other_formats_are_refused(tmp_path, raw, message):
 
 
 def test_a_block_tensor_needs_dimensions(write_gguf):
-    with pytest.raises(ModelUnavailable, match="t has shape"):
-        GgufFile(write_gguf({}, {"t": (3, (), b"\0" * 20)}))
+    with (
+        GgufFile(write_gguf({}, {"t": (3, (), b"\0" * 20)})) as file,
+        pytest.raises(ModelUnavailable, match="t has shape"),
+    ):
+        file.check_tensors()
 
 
-def test_an_unsupported_tensor_type_is_refused_at_open(write_gguf):
-    path = write_gguf({}, {"t": (14, (1, 256), b"\0" * 210)})
-    with pytest.raises(ModelUnavailable, match="Q6_K"):
-        GgufFile(path)
+@pytest.mark.parametrize("kind", [12, 14, 23, 39, 250], ids=str)
+def test_a_type_that_only_llamacpp_reads_is_refused_where_weights_are_read(write_gguf, kind):
+    path = write_gguf({}, {"t": (kind, (1, 256), b"\0" * 210)})
+    files = resolve_model_blocking(str(path), ensure_verified=False)
+    assert files.metadata.vocab_size
+    with pytest.raises(ModelUnavailable, match=r"are not supported"):
+        files.open_weights()
+    with GgufFile(path) as file:
+        assert file.tensors["t"].kind == kind
+        with pytest.raises(ModelUnavailable, match=r"are not supported"):
+            file.tensor("t")
 
 
 def test_a_missing_file_is_refused(tmp_path):

@@ -94,12 +94,17 @@ def _kv_token_bytes(path: Path) -> int:
     with GgufFile(path) as file:
         prefix = file.get("general.architecture", "")
         layers: int = file.get(f"{prefix}.block_count", 1)
-        heads = file.get(f"{prefix}.attention.head_count", 1)
-        kv_heads = file.get(f"{prefix}.attention.head_count_kv", heads)
-        width = file.get(f"{prefix}.embedding_length", 1)
-        length = file.get(f"{prefix}.attention.key_length", width // max(1, heads))
-    all_heads: int = sum(kv_heads) if isinstance(kv_heads, list) else kv_heads * layers
-    return max(1, int(all_heads * length * 2 * KV_VALUE_BYTES))
+        heads = _of_layers(file.get(f"{prefix}.attention.head_count", 1), layers)
+        kv_heads = _of_layers(file.get(f"{prefix}.attention.head_count_kv", heads), layers)
+        width = file.get(f"{prefix}.embedding_length", 1) // max(1, *heads)
+        keys = file.get(f"{prefix}.attention.key_length", width)
+        values = file.get(f"{prefix}.attention.value_length", width)
+    return max(1, int(sum(kv_heads) * (keys + values) * KV_VALUE_BYTES))
+
+
+def _of_layers(count: int | list[int], layers: int) -> list[int]:
+    """Return a number of heads for each layer. A file has one for all, or a list."""
+    return count if isinstance(count, list) else [count] * layers
 
 
 def open_server(path: Path, sizes: ServerSizes) -> Any:

@@ -40,12 +40,12 @@ _PARSE_ERRORS = (struct.error, UnicodeDecodeError, OverflowError)
 
 
 class TensorInfo(NamedTuple):
-    """Place of a tensor. `shape` has NumPy's order; `start` is its offset in the file."""
+    """Place of a tensor. `shape` has NumPy's order; `start` is its offset in the file. `kind` may
+    be a type that only other readers know."""
 
     shape: tuple[int, ...]
     kind: int
     start: int
-    size_bytes: int
 
 
 class GgufFile(AbstractContextManager["GgufFile"]):
@@ -100,8 +100,13 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         info = self.tensors.get(name)
         if info is None:
             raise ModelUnavailable(f"{self.path.name} has no tensor {name}")
-        raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.start)
+        raw = np.frombuffer(self._map, np.uint8, self._count_bytes(name, info), info.start)
         return dequantize(info.kind, raw).reshape(info.shape)
+
+    def check_tensors(self) -> None:
+        """Raise `ModelUnavailable` unless `tensor` can read every tensor."""
+        for name, info in self.tensors.items():
+            self._count_bytes(name, info)
 
     def _read_header(self) -> None:
         if self._map[:4] != MAGIC:
@@ -140,17 +145,18 @@ class GgufFile(AbstractContextManager["GgufFile"]):
             raise self._damaged_error(f"alignment {align}")
         data = -(-at // align) * align
         for name, dimensions, kind, offset in entries:
-            yield name, self._tensor_info(name, dimensions, kind, data + offset)
+            yield name, TensorInfo(dimensions, kind, data + offset)
 
-    def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
-        per_block, block_bytes = block_layout(kind)
+    def _count_bytes(self, name: str, info: TensorInfo) -> int:
+        shape = info.shape
+        per_block, block_bytes = block_layout(info.kind)
         count = prod(shape)
         if count == 0 or (per_block > 1 and (not shape or shape[-1] % per_block)):
             raise self._damaged_error(f"{name} has shape {shape}")
         size = count // per_block * block_bytes
-        if start + size > self._size_bytes:
+        if info.start + size > self._size_bytes:
             raise self._damaged_error(f"{name} reaches beyond the end of the file")
-        return TensorInfo(shape, kind, start, size)
+        return size
 
     def _decode(self, kind: int, at: int, depth: int = 0) -> tuple[Any, int]:
         if kind == _STRING:

@@ -75,6 +75,7 @@ class GgufWeights(ModelWeights):
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
+        self._file.check_tensors()
         _reject_biases(self._file.tensors)
         self.config = config_from_gguf(self._file)
 
