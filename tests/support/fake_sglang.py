@@ -1,5 +1,6 @@
 """The part of SGLang's Engine that the adapter uses, with its shapes and its faults.
 
+`server_args` holds what the caller has given, and the values in effect only after resolution.
 Outputs hold all ids or, with `incremental_streaming_output`, the new ones. A request is known only
 once its iteration has begun, so that an earlier abort is lost. An abort takes effect a step later.
 Equal prompts that are computed at once fill their blocks twice. Block hashes are signed.
@@ -30,13 +31,19 @@ def next_token(ids: list[int]) -> int:
 class FakeTokenizerManager:
     def __init__(self, engine: FakeSglang) -> None:
         self._engine = engine
-        self.model_config = SimpleNamespace(context_len=CONTEXT_TOKENS)
+        self.model_config = SimpleNamespace(
+            context_len=CONTEXT_TOKENS, get_default_sampling_params=lambda: {"top_p": 0.75}
+        )
         self.aborted: list[str] = []
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
         if rid in self._engine.running:
             self._engine.running[rid] = "abort"
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        given = self._engine.server_args.max_running_requests
+        return [{"effective_max_running_requests_per_dp": given or 48}]
 
     async def flush_cache(self) -> Any:
         if self._engine.running:
@@ -47,11 +54,20 @@ class FakeTokenizerManager:
         return SimpleNamespace(success=True)
 
 
+class FakeServerArgs(SimpleNamespace):
+    """`ServerArgs` of 0.5.23."""
+
+    def resolved_dict(self) -> dict[str, Any]:
+        return {**vars(self), "chunked_prefill_size": 2048, **FakeSglang.resolution}
+
+
 class FakeSglang:
     """`sglang.Engine`. `started` has every instance. `next_failure` replaces the end of a request:
-    a finish reason, or an exception that its iteration raises."""
+    a finish reason, or an exception that its iteration raises. `resolution`: arguments that SGLang
+    decides."""
 
     started: list[FakeSglang] = []  # noqa: RUF012
+    resolution: dict[str, Any] = {}  # noqa: RUF012
     block_tokens = 4
 
     def __init__(self, model_path: str, **arguments: Any) -> None:
@@ -68,7 +84,7 @@ class FakeSglang:
             "disaggregation_bootstrap_port": 8998,
             "incremental_streaming_output": False,
         }
-        self.server_args = SimpleNamespace(**{**defaults, **arguments})
+        self.server_args = FakeServerArgs(**{**defaults, **arguments})
         self.tokenizer_manager = FakeTokenizerManager(self)
         self._scheduler_init_result = SimpleNamespace(
             scheduler_infos=[{"max_total_num_tokens": 64 * self.server_args.page_size}]

@@ -2,12 +2,14 @@
 
 Results are one object that changes with each step. Token ids of stop words are removed from the
 output, the end id is not. An abort takes effect a step later. Events are polled from a buffer that
-drops the oldest, tell no salts, have partial blocks, and come for each attention window.
+drops the oldest, tell no salts, have partial blocks, and come for each attention window. There are
+none before the first request: 1.0 asserts it. Polls after the death of a worker return nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -139,9 +141,12 @@ class FakeResult:
 
 class FakeLlm:
     """`tensorrt_llm.LLM`. `started` has every instance. `next_failure` is raised by the second step
-    of a request, `refusal` by the call that begins one. With `dead` nothing is computed and polls raise."""
+    of a request, `refusal` by the call that begins one. `requests` are those after the engine's
+    own first one. With `dead` nothing is computed and polls return nothing. With `asserts` they
+    fail before the first request, as in 1.0."""
 
     started: list[FakeLlm] = []  # noqa: RUF012
+    asserts = True
 
     def __init__(self, model: str, kv_cache_config: Any, **arguments: Any) -> None:
         if "wrong" in arguments:
@@ -150,10 +155,12 @@ class FakeLlm:
         self.args = SimpleNamespace(max_seq_len=90, max_batch_size=None, max_num_tokens=8192)
         self.cache = FakeEngineCache(STYLE, kv_cache_config.tokens_per_block, 64)
         self.abandoned: list[FakeResult] = []
-        self.requests: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.worker = subprocess.Popen(["sleep", "1000"])
+        self.helper = subprocess.Popen(["sleep", "1000"])
+        self.shut_down = False
         self.next_failure: Exception | None = None
         self.refusal: Exception | None = None
-        self.dead = False
         self._number = 0
         self._events: deque[dict[str, Any]] = deque(maxlen=kv_cache_config.event_buffer_max_size)
         self._add({"type": "created", "num_blocks_per_cache_level": [64, 0]}, 8192)
@@ -163,14 +170,32 @@ class FakeLlm:
     def generate_async(self, inputs: list[int], sampling_params: Any, **options: Any) -> FakeResult:
         if self.refusal is not None:
             raise self.refusal
-        self.requests.append({"sampling": sampling_params, **options})
+        self.calls.append({"sampling": sampling_params, **options})
         return FakeResult(self, inputs, sampling_params, **options)
 
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return self.calls[1:]
+
+    @property
+    def dead(self) -> bool:
+        return self.worker.poll() is not None
+
+    def kill_worker(self) -> None:
+        self.worker.kill()
+        self.worker.wait()
+
+    def _check_health(self) -> bool:
+        return not self.shut_down
+
     def get_kv_cache_events(self, timeout: float) -> list[dict[str, Any]]:
-        if self.dead:
-            raise RuntimeError("Executor is shutting down")
-        if not self._events:
+        if not self.calls:
+            assert not self.asserts, "KV Event IterationResult is not properly instantiated."
+            return []
+        if self.dead or not self._events:
             time.sleep(min(timeout, 0.01))
+        if self.dead:
+            return []
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def publish(self) -> None:
@@ -184,7 +209,10 @@ class FakeLlm:
         self._number += 1
 
     def shutdown(self) -> None:
-        self.dead = True
+        self.shut_down = True
+        for process in (self.worker, self.helper):
+            process.kill()
+            process.wait()
 
     def _add(self, data: dict[str, Any], window: int) -> None:
         self._events.append({"event_id": self._number, "window_size": window, "data": data})

@@ -263,6 +263,8 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     prompts. `kv_events`: the engine tells its cached blocks; otherwise routers predict them.
     `features`: what requests may need; others get no request that needs it. `adapters`: the path of
     each loaded LoRA adapter by `core.adapters.adapter_id`; ids of replaced ones are features.
+    `sampling`: what the engine itself takes for sampling that a request omits, the model's own
+    defaults included, by the names of `SamplingParams` and `max_tokens`; empty for own engines.
     """
 
     engine: str
@@ -278,6 +280,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_events: bool = True
     features: tuple[str, ...] = OWN_FEATURES
     adapters: dict[str, str] = {}
+    sampling: dict[str, float] = {}
 
 
 class EngineTotals(msgspec.Struct):

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.fake_sglang import FakeSglang, next_token
 from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Finish, SamplingParams, StopConditions, StructuredOutput
-from dynamo.inference.sglang.engine import SglangEngine
+from dynamo.inference.sglang.engine import SglangEngine, effective_arguments
 from dynamo.inference.sglang.requests import decode_room
 from dynamo.testing.conformance.engines import (
     ENGINE_CONTEXT,
@@ -66,6 +67,22 @@ async def test_arguments(start: Start, tmp_path: Path) -> None:
     info = engine._info
     assert (info.num_blocks, info.max_num_seqs, info.context_tokens) == (64, 7, 90)
     assert info.features == ("logprobs", "logit_bias", "extra", "structured", "adapters")
+
+
+async def test_limits_are_those_in_effect(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = {"disable_radix_cache": True, "disaggregation_bootstrap_port": 9111}
+    monkeypatch.setattr(FakeSglang, "resolution", decided)
+    engine, fake = await start()
+    info = engine._info
+    assert (info.prefix_caching, info.kv_events) == (False, False)
+    assert (info.max_num_seqs, info.max_num_batched_tokens) == (48, 2048)
+    assert fake.server_args.disable_radix_cache is False
+    assert (info.sampling["top_p"], info.sampling["temperature"]) == (0.75, 1.0)
+
+
+def test_arguments_of_older_versions_are_in_effect_as_they_stand() -> None:
+    server = SimpleNamespace(disable_radix_cache=True)
+    assert effective_arguments(server)["disable_radix_cache"] is True
 
 
 async def test_start_errors(start: Start, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from dynamo.core.values import (
     StopConditions,
     StructuredOutput,
 )
+from dynamo.inference.external.engine import NEUTRAL_SAMPLING
+from dynamo.inference.trtllm import engine as trtllm_engine
 from dynamo.inference.trtllm.engine import TrtllmEngine
 from dynamo.testing.conformance.engines import (
     ENGINE_CONTEXT,
@@ -153,10 +155,46 @@ async def test_dead_executor_fails_the_engine_and_waiting_requests(start: Start)
     async with BackgroundTasks() as tasks:
         call = tasks.start(engine.generate(make_request(tokens=45), ENGINE_CONTEXT, reply))
         await reply.first_token.wait()
-        fake.dead = True
+        fake.shut_down = True
         with pytest.raises(WorkerFailed, match="TensorRT-LLM has died"):
             await call
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("asserts", [True, False], ids=["1.0", "1.2"])
+async def test_events_are_polled_after_a_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch, asserts: bool
+) -> None:
+    monkeypatch.setattr(FakeLlm, "asserts", asserts)
+    engine, fake = await start()
+    assert (engine._info.num_blocks, len(fake.calls)) == (64, 1)
+    assert fake.calls[0]["sampling"].max_tokens == 1
+
+
+async def test_a_dead_worker_fails_an_idle_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, fake = await start()
+    failed = asyncio.Event()
+    engine.on_failure(failed.set)
+    monkeypatch.setattr(trtllm_engine, "CANARY_TIMEOUT_S", 0.05)
+    fake.kill_worker()
+    await failed.wait()
+    assert "a process of TensorRT-LLM has died" in engine.failure.message
+
+
+async def test_a_helper_that_ends_harms_nobody(start: Start) -> None:
+    engine, fake = await start()
+    fake.helper.kill()
+    fake.helper.wait()
+    await wait_until(lambda: len(fake.requests) == 1)
+    assert len((await generate_reply(engine, make_request(tokens=2))).ids) == 2
+    assert engine.failure is None
+
+
+async def test_sampling_that_nobody_names_is_the_models_or_neutral(start: Start) -> None:
+    engine, _ = await start()
+    assert engine._info.sampling == NEUTRAL_SAMPLING
 
 
 async def test_prediction_equals_the_cached_tokens(start: Start) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.inference.engines import process_guard
@@ -66,6 +67,10 @@ class EngineProcesses:
                 self._starts -= 1
             self._release_guard()
 
+    def find(self) -> list[int]:
+        """Return the ids of the processes that run. Blocks for some milliseconds."""
+        return process_guard.find_processes("=".join(self._variable).encode())
+
     async def close(self) -> None:
         """Kill the processes that are left, and return when they are gone. Processes that
         a start still adds are killed for `START_TIMEOUT_S`, and once more when the start ends."""
@@ -87,9 +92,8 @@ class EngineProcesses:
 
     def _close(self) -> None:
         end_s = time.monotonic() + START_TIMEOUT_S
-        variable = "=".join(self._variable).encode()
         while self._starts and time.monotonic() < end_s:
-            for process in process_guard.find_processes(variable):
+            for process in self.find():
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(process_guard.SEARCH_INTERVAL_S)
@@ -110,3 +114,11 @@ class EngineProcesses:
         return subprocess.Popen(  # noqa: S603 - the program and its argument are ours
             program, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from asyncio import to_thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -38,6 +38,18 @@ log = logging.getLogger(__name__)
 
 GREEDY: Final = 1e-6
 """Temperatures below this choose the most probable token."""
+
+
+NEUTRAL_SAMPLING: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling from all tokens as the model weighs them, which these engines do by default."""
 
 
 class EngineAnswer:

@@ -22,9 +22,14 @@ from dynamo.core.errors import (
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.packages import argument_names
-from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.engines.processes import EngineProcesses, is_alive
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
-from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
+from dynamo.inference.external.engine import (
+    NEUTRAL_SAMPLING,
+    Computation,
+    EngineAnswer,
+    ExternalEngine,
+)
 from dynamo.inference.external.engine_thread import EngineThread, ThreadStream
 from dynamo.inference.external.startup import starting
 from dynamo.inference.sglang.requests import (
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
 
 CHECK_INTERVAL_S: Final = 0.2
+DEFAULT_MAX_NUM_SEQS: Final = 256
 MODES: Final = {"prefill": "prefill", "decode": "decode", "both": "null"}
 STREAM_ARGUMENTS: Final = ("incremental_streaming_output", "stream_output")
 """Names, by version, of the argument that makes outputs hold new ids only."""
@@ -58,6 +64,7 @@ class SglangEngine(ExternalEngine):
         super().__init__(inputs)
         self._thread = EngineThread("sglang")
         self._llm: Any = None
+        self._effective: Mapping[str, Any] = {}
         self._mode = MODES[inputs.settings.engine.role]
 
     async def open_engine(self) -> EngineInfo:
@@ -74,11 +81,14 @@ class SglangEngine(ExternalEngine):
         path = self.inputs.files.path
         self._llm = await self._thread.run(lambda: _start(path, arguments, self.processes))
         self.tasks.start(self._watch_processes(), "processes of SGLang")
-        return self._describe()
+        self._effective = effective_arguments(self._llm.server_args)
+        (state, *_) = await self._thread.run(self._llm.tokenizer_manager.get_internal_state)
+        return self._describe(state)
 
     def _open_views(self, arguments: dict[str, Any]) -> None:
         """Let SGLang publish its KV events on loopback, where each rank has a port."""
-        count = arguments.get("dp_size", 1)
+        of_attention = arguments.get("attn_dp_size", 1)
+        count = max(arguments.get("dp_size", 1), of_attention)
         port = find_loopback_ports(2 * count)
         endpoint = KvEventEndpoint(
             f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + count}", bind=True
@@ -97,34 +107,38 @@ class SglangEngine(ExternalEngine):
         ]
         self.set_ranks(views)
         for view in views:
-            if count > 1 and not arguments.get("enable_dp_attention"):
+            if count > max(1, of_attention) and not arguments.get("enable_dp_attention"):
                 view.blocks.distrust(NO_RANK_EVENTS)
             else:
                 view.open()
 
-    def _describe(self) -> EngineInfo:
-        server, manager, card = self._llm.server_args, self._llm.tokenizer_manager, self.inputs.card
+    def _describe(self, state: Mapping[str, Any]) -> EngineInfo:
+        """Return the limits in effect. `state`: what the first scheduler says of itself."""
+        effective, card = self._effective, self.inputs.card
         blocks = _scheduler_info(self._llm)["max_total_num_tokens"] // card.block_tokens
         for rank in self.ranks:
             rank.view.blocks.set_capacity(blocks)
         features: list[Feature] = ["logprobs", "logit_bias", "extra"]
-        if not server.skip_tokenizer_init:
+        if not effective["skip_tokenizer_init"]:
             features.append("structured")
-        if getattr(server, "enable_lora", False):
+        if effective.get("enable_lora"):
             features.append("adapters")
-        context_tokens = manager.model_config.context_len
+        model = self._llm.tokenizer_manager.model_config
+        context_tokens, caches = model.context_len, not effective["disable_radix_cache"]
+        max_num_seqs = state.get("effective_max_running_requests_per_dp")
         return EngineInfo(
             engine="sglang",
             block_tokens=card.block_tokens,
             num_blocks=blocks * len(self.ranks),
             context_tokens=context_tokens,
-            max_num_seqs=(server.max_running_requests or 256) * len(self.ranks),
-            max_num_batched_tokens=max(server.chunked_prefill_size or 0, 0) or context_tokens,
+            max_num_seqs=(max_num_seqs or DEFAULT_MAX_NUM_SEQS) * len(self.ranks),
+            max_num_batched_tokens=max(effective["chunked_prefill_size"] or 0, 0) or context_tokens,
             vocab_size=card.vocab_size,
             data_parallel=len(self.ranks),
-            prefix_caching=not server.disable_radix_cache,
-            kv_events=not server.disable_radix_cache,
+            prefix_caching=caches,
+            kv_events=caches,
             features=tuple(features),
+            sampling={**NEUTRAL_SAMPLING, **model.get_default_sampling_params()},
         )
 
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
@@ -156,9 +170,9 @@ class SglangEngine(ExternalEngine):
     ) -> None:
         """Let the prompt be computed, and answer at once with the room in which the decode engine
         meets it: both engines must have the request at the same time."""
-        server = self._llm.server_args
         host = self.inputs.settings.runtime.public_host or self.inputs.settings.runtime.plane_host
-        room = BootstrapRoom(host, server.disaggregation_bootstrap_port, getrandbits(63))
+        port = self._effective["disaggregation_bootstrap_port"]
+        room = BootstrapRoom(host, port, getrandbits(63))
         stops = msgspec.structs.replace(request.stops, max_tokens=1)
         once = msgspec.structs.replace(request, stops=stops)
         self.tasks.start(_drain(self._stream(once, ids, rank, rid, room)), "prefill of SGLang")
@@ -172,8 +186,8 @@ class SglangEngine(ExternalEngine):
         rid: str,
         room: BootstrapRoom | None,
     ) -> ThreadStream:
-        llm, server = self._llm, self._llm.server_args
-        seeded = bool(getattr(server, "enable_deterministic_inference", False))
+        llm, effective = self._llm, self._effective
+        seeded = bool(effective.get("enable_deterministic_inference"))
         options: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": sampling_params(request, self.max_tokens(request, len(ids)), seeded),
@@ -186,7 +200,7 @@ class SglangEngine(ExternalEngine):
             options["cache_salt"] = request.salt
         if request.adapter:
             options["lora_path"] = request.adapter
-        if request.priority and getattr(server, "enable_priority_scheduling", False):
+        if request.priority and effective.get("enable_priority_scheduling"):
             options["priority"] = request.priority
         if len(self.ranks) > 1:
             options["routed_dp_rank"] = rank
@@ -215,7 +229,7 @@ class SglangEngine(ExternalEngine):
 
     async def _watch_processes(self) -> None:
         processes = _child_processes(self._llm)
-        while all(map(_is_alive, processes)):  # noqa: ASYNC110
+        while all(map(is_alive, processes)):  # noqa: ASYNC110
             await asyncio.sleep(CHECK_INTERVAL_S)
         self.fail("a process of SGLang has died")
 
@@ -224,6 +238,14 @@ def _start(path: Path, arguments: Mapping[str, Any], processes: EngineProcesses)
     """Return a started Engine. Blocks until its schedulers have loaded the weights."""
     with starting("SGLang", "sglang", processes):
         return import_module("sglang").Engine(model_path=str(path), **arguments)
+
+
+def effective_arguments(server_args: Any) -> Mapping[str, Any]:
+    """Return the arguments in effect. Since 0.5.23 the attributes of `server_args` are what the
+    caller has given, where older versions replace them."""
+    resolve = getattr(server_args, "resolved_dict", None)
+    arguments: Mapping[str, Any] = vars(server_args) if resolve is None else resolve()
+    return arguments
 
 
 def _scheduler_info(llm: Any) -> Mapping[str, Any]:
@@ -235,13 +257,6 @@ def _scheduler_info(llm: Any) -> Mapping[str, Any]:
 def _child_processes(llm: Any) -> Sequence[int]:
     find = getattr(llm, "get_all_child_pids", None)
     return find() if find is not None else ()
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def _next_output(stream: ThreadStream) -> Any:

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.engines.processes import EngineProcesses, is_alive
 from dynamo.inference.external import EngineKvView, PolledEventReader
-from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
+from dynamo.inference.external.engine import (
+    NEUTRAL_SAMPLING,
+    Computation,
+    EngineAnswer,
+    ExternalEngine,
+)
 from dynamo.inference.external.startup import starting
+from dynamo.inference.probe import CANARY_REQUEST
 from dynamo.inference.trtllm.requests import (
     TrtllmTranslator,
     context_params,
@@ -29,6 +35,10 @@ if TYPE_CHECKING:
 EVENT_BUFFER: Final = 100_000
 """Events that TensorRT-LLM keeps until they are polled."""
 POLL_TIMEOUT_S: Final = 0.2
+POLLS_AT_START: Final = 25
+"""Polls for the size of the KV cache, which comes soon after the first token."""
+CHECK_INTERVAL_S: Final = 0.2
+CANARY_TIMEOUT_S: Final = 20.0
 POLL_INTERVAL_S: Final = 0.01
 SALTED: Final = "the events of TensorRT-LLM do not tell the salt of a prompt"
 
@@ -57,8 +67,14 @@ class TrtllmEngine(ExternalEngine):
         path = self.inputs.files.path
         self._llm = await asyncio.to_thread(_start, path, arguments, self.processes)
         self._events = PolledEventReader(size)
-        await self._poll()
+        await self._compute_token()
+        for _ in range(POLLS_AT_START):
+            await self._poll()
+            if self._events.capacity_blocks:
+                break
         self.tasks.start(self._poll_events(), "KV events of TensorRT-LLM")
+        running = await asyncio.to_thread(self.processes.find)
+        self.tasks.start(self._watch_processes(set(running)), "processes of TensorRT-LLM")
         return self._describe(arguments, count)
 
     def _describe(self, arguments: Mapping[str, Any], ranks: int) -> EngineInfo:
@@ -82,7 +98,16 @@ class TrtllmEngine(ExternalEngine):
             prefix_caching=bool(cache.get("enable_block_reuse", True)),
             kv_events=bool(cache.get("enable_block_reuse", True)),
             features=tuple(features),
+            sampling={**NEUTRAL_SAMPLING, **card.generation},
         )
+
+    async def _compute_token(self) -> None:
+        """Compute one token. Before its first request the executor has no KV events, and some
+        versions raise when they are polled. Raises `WorkerFailed`."""
+        params = self._translator.sampling_params(CANARY_REQUEST, 1)
+        with _request_errors():
+            result = self._llm.generate_async([0], params, streaming=False)
+        await _next_result(result)
 
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
         request, _, ids, rank, number = computation
@@ -142,13 +167,33 @@ class TrtllmEngine(ExternalEngine):
             await asyncio.to_thread(llm.shutdown)
 
     async def _poll_events(self) -> None:
+        is_healthy = getattr(self._llm, "_check_health", lambda: True)
         while True:
             try:
                 await self._poll()
             except Exception as error:  # noqa: BLE001 - whatever ends the executor
                 self.fail(f"TensorRT-LLM has died: {error!r}")
                 return
+            if not is_healthy():
+                self.fail("TensorRT-LLM has died: its executor is shut down")
+                return
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _watch_processes(self, running: set[int]) -> None:
+        """Notice the death of the workers, after which polls return nothing and requests wait for
+        ever. Helpers end, too, so that the engine must compute a token after each end."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            ended = {process for process in running if not is_alive(process)}
+            if not ended:
+                continue
+            running -= ended
+            try:
+                async with asyncio.timeout(CANARY_TIMEOUT_S):
+                    await self._compute_token()
+            except (TimeoutError, DynamoError):
+                self.fail("a process of TensorRT-LLM has died, and it computes no more")
+                return
 
     async def _poll(self) -> None:
         """Apply the KV events of a rank that have come. Blocks a thread until there are some, or
