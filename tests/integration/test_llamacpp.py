@@ -29,7 +29,7 @@ from dynamo.core.values import (
 )
 from dynamo.inference.engine_registry import EngineInputs
 from dynamo.inference.llamacpp.engine import LlamaCppEngine, open_engine
-from dynamo.inference.llamacpp.server import ServerSizes, open_server, plan_sizes
+from dynamo.inference.llamacpp.server import ServerSizes, default_sampling, open_server, plan_sizes
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import load_tokenizer
@@ -159,6 +159,7 @@ async def test_a_file_of_k_quants_is_served(tmp_path: Path) -> None:
     info = await engine.start()
     try:
         assert (info.context_tokens, info.vocab_size) == (512, VOCABULARY)
+        assert (info.sampling["temperature"], info.sampling["top_p"]) == (0.25, 0.95)
         assert len((await answer(engine, request())).ids) == 6
     finally:
         await engine.stop()
@@ -171,7 +172,7 @@ def k_quantised_model() -> bytes:
     with GgufFile(resolve_model_blocking("").path) as file:
         names = ("model", "pre", "tokens", "merges", "eos_token_id")
         values = {f"tokenizer.ggml.{name}": file.get(f"tokenizer.ggml.{name}") for name in names}
-    values |= {"general.architecture": "llama"} | {
+    values |= {"general.architecture": "llama", "general.sampling.temp": 0.25} | {
         f"llama.{name}": value
         for name, value in {
             "block_count": 1,
@@ -205,6 +206,14 @@ def k_quantised_model() -> bytes:
         tensors[f"blk.0.{name}.weight"] = quantised(256, Q6_K)
     tensors |= {"blk.0.attn_norm.weight": ones, "blk.0.ffn_norm.weight": ones}
     return gguf_bytes(values, tensors)
+
+
+def test_sampling_that_nobody_names_is_the_files_then_llama_cpps() -> None:
+    own = default_sampling({}, {})
+    assert (own["temperature"], own["top_p"], own["top_k"], own["min_p"]) == (0.8, 0.95, 40, 0.05)
+    generation = {"temperature": 0.3, "top_k": 7}
+    named = default_sampling(generation, {"sampling.temp": 0.1, "n_batch": 64})
+    assert named == own | {"temperature": 0.1, "top_k": 7}
 
 
 def test_an_unknown_argument_names_the_nearest(tmp_path: Path) -> None:

@@ -14,6 +14,13 @@ from dynamo.models.file_cache import read_file, read_json
 from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
 
 _DEFAULT_CONTEXT_TOKENS = 4096
+_GGUF_SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _GGUF_TOKENS = {
     "unk_token": "unknown_token_id", "sep_token": "seperator_token_id",
@@ -31,6 +38,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
@@ -70,6 +79,9 @@ def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
         "tool_template": file.get(f"tokenizer.chat_template.{_TOOL_TEMPLATE}"),
         "special_tokens": {
             name: text for name, key in _GGUF_TOKENS.items() if (text := token_text(key))
+        },
+        "generation": {
+            name: file.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()
         },
     }
     return _build_metadata(values, file.path)

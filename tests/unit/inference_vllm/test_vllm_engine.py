@@ -18,6 +18,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.external import EngineKvView
+from dynamo.inference.external.engine import NEUTRAL_SAMPLING
 from dynamo.inference.external.engine_events import decode_batch
 from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
@@ -81,7 +82,11 @@ class FakeLlm:
             scheduler_config=SimpleNamespace(
                 max_num_seqs=4, max_num_batched_tokens=64, policy="fcfs"
             ),
-            model_config=SimpleNamespace(max_model_len=90, get_vocab_size=lambda: 100),
+            model_config=SimpleNamespace(
+                max_model_len=90,
+                get_vocab_size=lambda: 100,
+                get_diff_sampling_param=lambda: {"temperature": 0.6, "max_tokens": 70},
+            ),
         )
 
     def generate(self, *_: Any, **__: Any) -> FakeStream:
@@ -116,6 +121,12 @@ async def engine(llm: FakeLlm, tmp_path: Path) -> AsyncIterator[VllmEngine]:
     await engine.start()
     yield engine
     await engine.stop()
+
+
+async def test_vllm_says_what_it_samples_by_default(engine: VllmEngine) -> None:
+    assert engine._info is not None
+    sampling = engine._info.sampling
+    assert sampling == NEUTRAL_SAMPLING | {"temperature": 0.6, "max_tokens": 70}
 
 
 async def cancel_before_the_first_output(task: asyncio.Task[Any], llm: FakeLlm) -> FakeStream:

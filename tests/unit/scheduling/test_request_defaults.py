@@ -45,6 +45,22 @@ def test_each_layer_overrides_the_one_below() -> None:
     assert both.resolve_max_tokens(TextOptions(max_tokens=55), 10) == 55
 
 
+def test_what_nobody_names_is_the_engines_before_the_built_in_numbers() -> None:
+    engine = {"temperature": 0.8, "top_p": 1.0, "top_k": 0.0, "min_p": 0.05, "max_tokens": 88.0}
+    configured = SamplingSettings(top_p=0.5)
+    generation = {"temperature": 0.6, "max_new_tokens": 99}
+    resolved = RequestDefaults(configured, generation, 2000, Random(1), engine)
+    assert resolved.sampling == SamplingParams(temperature=0.8, top_p=0.5, top_k=0, min_p=0.05)
+    assert type(resolved.sampling.top_k) is int
+    assert resolved.resolve_max_tokens(TextOptions(), 10) == 88
+
+
+def test_penalties_of_the_model_hold() -> None:
+    generation = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    sampling = defaults(generation=generation).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5)
+
+
 def test_a_negative_top_k_of_the_model_means_no_limit() -> None:
     assert defaults(generation={"top_k": -1}).resolve_sampling(SamplingOverrides()).top_k == 0
 

@@ -188,9 +188,15 @@ class ModelSettings(SettingsSection, frozen=True):
 class SamplingSettings(SettingsSection, frozen=True):
     """Defaults for requests, with precedence over the model's own defaults."""
 
-    temperature: float | None = setting(None, "0: greedy; unset: the model's, else 0.7", ge=0, le=2)
-    top_p: float | None = setting(None, "nucleus; unset: the model's, else 0.9", ge=0, le=1)
-    top_k: int | None = setting(None, "0: no limit; unset: the model's, else 50", ge=0)
+    temperature: float | None = setting(
+        None, "0: greedy; unset: the model's, then the engine's (own engines: 0.7)", ge=0, le=2
+    )
+    top_p: float | None = setting(
+        None, "nucleus; unset: the model's, then the engine's (own engines: 0.9)", ge=0, le=1
+    )
+    top_k: int | None = setting(
+        None, "0: no limit; unset: the model's, then the engine's (own engines: 50)", ge=0
+    )
     max_tokens: int | None = setting(
         None, "answer length; unset: 1024, at most the free context", unit="tokens", ge=1
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.codec import unpack_ids
@@ -16,7 +17,12 @@ from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
 from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.llamacpp.answer import SlotAnswer
 from dynamo.inference.llamacpp.request import FEATURES, make_body
-from dynamo.inference.llamacpp.server import ServerSizes, open_server, plan_sizes
+from dynamo.inference.llamacpp.server import (
+    ServerSizes,
+    default_sampling,
+    open_server,
+    plan_sizes,
+)
 from dynamo.inference.llamacpp.slots import Slot, Slots
 
 if TYPE_CHECKING:
@@ -30,7 +36,8 @@ Complete = Callable[[dict[str, Any], Callable[[dict[str, Any]], bool]], None]
 
 
 class LlamaCppEngine(Engine):
-    """Serves one GGUF file. `sizes` are those of the server; a slot has `sizes.context_tokens`."""
+    """Serves one GGUF file. `sizes` are those of the server; a slot has `sizes.context_tokens`.
+    `generation`: the model's own defaults of sampling."""
 
     def __init__(
         self,
@@ -41,6 +48,7 @@ class LlamaCppEngine(Engine):
         eos_token_ids: tuple[int, ...] = (),
         block_tokens: int = 16,
         prefix_caching: bool = True,
+        generation: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._path = path
         self._sizes = sizes
@@ -48,6 +56,7 @@ class LlamaCppEngine(Engine):
         self._eos_token_ids = frozenset(eos_token_ids)
         self._block_tokens = block_tokens
         self._prefix_caching = prefix_caching
+        self._generation = generation
         self._slots = Slots(sizes.slots)
         self._free_slots = asyncio.Semaphore(sizes.slots)
         self._threads = ThreadPoolExecutor(sizes.slots, thread_name_prefix="llamacpp")
@@ -75,6 +84,7 @@ class LlamaCppEngine(Engine):
             prefix_caching=self._prefix_caching,
             kv_events=False,
             features=FEATURES,
+            sampling=default_sampling(self._generation, sizes.arguments),
         )
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
@@ -166,4 +176,5 @@ async def open_engine(inputs: EngineInputs) -> LlamaCppEngine:
         eos_token_ids=card.eos_token_ids,
         block_tokens=settings.block_size,
         prefix_caching=settings.prefix_caching,
+        generation=card.generation,
     )

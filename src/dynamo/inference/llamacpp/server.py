@@ -8,7 +8,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,16 @@ spin until the last of them has a core: with two on two busy cores 50 times as l
 MIN_CONTEXT_TOKENS = 256
 CONTEXT_STEP = 256
 """llama.cpp rounds the context of a slot up to this."""
+SAMPLING_FIELDS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "penalty_present",
+    "frequency_penalty": "penalty_freq",
+    "repetition_penalty": "penalty_repeat",
+}
+"""llama.cpp's names of sampling, by those of `SamplingParams`."""
 SIZE_FLAGS = {"n_parallel": "--max-num-seqs", "n_ctx": "--max-model-len"}
 """Arguments of llama.cpp that are flags of ours."""
 REASON_MARK = " E "
@@ -146,6 +156,21 @@ def open_server(path: Path, sizes: ServerSizes) -> Any:
     lines = [line for line in written if REASON_MARK in line]
     reason = lines[0].partition(REASON_MARK)[2] if lines else str(failure)
     raise ModelUnavailable(f"llama.cpp cannot load {path}: {reason}") from failure
+
+
+def default_sampling(
+    generation: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the sampling of requests that name none: what the `arguments` of the engine say, else
+    the model's `generation` defaults, else llama.cpp's own."""
+    import xllamacpp
+
+    own = xllamacpp.CommonParams().sampling
+    values = {}
+    for name, field in SAMPLING_FIELDS.items():
+        value = arguments.get(f"sampling.{field}", generation.get(name))
+        values[name] = round(float(getattr(own, field) if value is None else value), 6)
+    return values
 
 
 def _set_argument(params: Any, name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, KvEvent, Load
 from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.external import EngineKvView, KvEventEndpoint
+from dynamo.inference.external.engine import NEUTRAL_SAMPLING
 from dynamo.inference.openai_server.completion import (
     FEATURES,
     GIVES_IDS,
@@ -90,9 +92,11 @@ class OpenAIServerEngine(Engine):
         max_num_seqs: int = 0,
         vocab_size: int = 0,
         kv_events: KvEventEndpoint | None = None,
+        generation: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`model`: its name at the server, if that has several. `kv_events`: where the server
-        publishes the blocks of its cache, as vLLM and SGLang do."""
+        publishes the blocks of its cache, as vLLM and SGLang do. `generation`: the model's own
+        defaults of sampling."""
         self._http = http
         self._load_tokenizer = load_tokenizer
         self._clock = clock
@@ -101,6 +105,7 @@ class OpenAIServerEngine(Engine):
         self._context_tokens = context_tokens
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
+        self._generation = generation
         self._view = EngineKvView(block_tokens, endpoint=kv_events) if kv_events else None
         self._tasks = BackgroundTasks()
         self._answers: set[Answer] = set()
@@ -129,6 +134,7 @@ class OpenAIServerEngine(Engine):
             vocab_size=self._vocab_size,
             kv_events=self._view is not None,
             features=(FEATURES[facts.kind] if self._load_tokenizer else text_features(facts.kind)),
+            sampling={} if facts.kind == "dynamo" else {**NEUTRAL_SAMPLING, **self._generation},
         )
 
     async def connect(self) -> ServerFacts:

@@ -62,6 +62,7 @@ async def open_engine(inputs: EngineInputs) -> OpenAIServerEngine:
         max_num_seqs=settings.max_num_seqs,
         vocab_size=card.vocab_size,
         kv_events=parse_kv_events(settings.url_kv_events[0]) if settings.url_kv_events else None,
+        generation=card.generation,
     )
 
 

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
-from dynamo.inference.external.engine import Computation, EngineAnswer, ExternalEngine
+from dynamo.inference.external.engine import (
+    NEUTRAL_SAMPLING,
+    Computation,
+    EngineAnswer,
+    ExternalEngine,
+)
 from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
@@ -72,7 +79,10 @@ class VllmEngine(ExternalEngine):
         if self.kv_connector is not None:
             self.kv_connector.on_started(self._llm)
         self.tasks.start(self._watch_health(), "health of vLLM")
-        return self._describe(size)
+        of_model = await asyncio.to_thread(
+            self._llm.vllm_config.model_config.get_diff_sampling_param
+        )
+        return replace(self._describe(size), sampling=NEUTRAL_SAMPLING | of_model)
 
     def _open_ranks(self, arguments: dict[str, Any], count: int) -> None:
         """Set the ranks, which listen for events from now on: none is lost in a start."""

@@ -88,7 +88,11 @@ class ChatProcessor:
         self._grammar_checker = GrammarChecker() if own_grammars else None
         self._takes_bias = engine is None or "logit_bias" in engine.features
         self._defaults = RequestDefaults(
-            sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
+            sampling,
+            card.generation,
+            card.context_tokens,
+            rng if rng is not None else Random(),
+            {} if engine is None else engine.sampling,
         )
 
     @property

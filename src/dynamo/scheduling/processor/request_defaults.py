@@ -1,12 +1,14 @@
 """Defaults for values that a request omits.
 
-Precedence: request, configuration, the model's generation_config, the constants below.
+Precedence: request, configuration, the engine's own values (foreign engines apply the model's
+generation_config to theirs), the model's generation_config, the constants below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,7 +22,10 @@ DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 DEFAULT_MAX_TOKENS = 1024
 SEED_BITS = 63
 
-_GENERATION_CONFIG_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 _NO_OVERRIDES = SamplingOverrides()
 
 
@@ -33,17 +38,20 @@ class RequestDefaults:
         generation: Mapping[str, Any],
         context_tokens: int,
         rng: Random,
+        engine: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """`generation`: the model's defaults; `engine`: `EngineInfo.sampling`."""
         self._default_values: dict[str, Any] = {**DEFAULT_SAMPLING}
         settings = {name: getattr(configured, name) for name in DEFAULT_SAMPLING}
-        of_model = {name: generation.get(name) for name in _GENERATION_CONFIG_KEYS}
-        for name, value in (*of_model.items(), *settings.items()):
-            if value is not None:
-                self._default_values[name] = value
-        self._default_values["top_k"] = max(0, self._default_values["top_k"])
+        for source in (generation, engine, settings):
+            for name in _SAMPLING_NAMES:
+                if (value := source.get(name)) is not None:
+                    self._default_values[name] = value
+        self._default_values["top_k"] = max(0, int(self._default_values["top_k"]))
         self.sampling = SamplingParams(**self._default_values)
-        max_tokens = generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        self._max_tokens = configured.max_tokens or max_tokens
+        of_engine = int(engine.get("max_tokens") or 0)
+        of_model = of_engine or generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
+        self._max_tokens = configured.max_tokens or of_model
         self._context_tokens = context_tokens
         self._random_bits = rng.getrandbits
 
