@@ -14,7 +14,7 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["▁", "▁▁", "▁a", "▁the", "a", "the", "é", "日", "▁日", "\n", ".", "'", "\u0301"]
-BYTES = [f"<0x{byte:02X}>" for byte in "日🎉\na".encode()]
+BYTES = [f"<0x{byte:02X}>" for byte in "日🎉\na\ufffd".encode()]
 NAMES = [*SPECIAL, *WORDS, *dict.fromkeys(BYTES)]
 any_ids = st.lists(
     st.one_of(
@@ -55,9 +55,26 @@ def test_text_and_bytes_equal_those_of_the_whole(
     whole = tokenizer.decode(fed)
     assume("\ufffd" not in whole)  # invalid UTF-8 makes the bytes before it wrong, too
     decoder = vocabulary.create_decoder(skip_special=skip)
-    assert "".join(decoder.step(token) for token in fed) + decoder.flush() == whole
+    assert "".join(decoder.step(token) for token in fed) + decoder.end() == whole
     raw = b"".join(map(vocabulary.get_token_bytes, fed)).decode()
     assert raw in (whole, f" {whole}")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["the", "<0xE6>", "<0x97>"], "the"),
+        (["the", "<0xE6>"], "the"),
+        (["<0xE6>", "the"], "\ufffdthe"),
+        (["the", "<0xEF>", "<0xBF>", "<0xBD>"], "the\ufffd"),
+    ],
+)
+def test_only_a_character_that_the_end_cuts_is_left_out(
+    tokenizer: Tokenizer, names: list[str], text: str
+) -> None:
+    decoder = Vocabulary(tokenizer).create_decoder(skip_special=True)
+    decoded = "".join(decoder.step(NAMES.index(name)) for name in names)
+    assert decoded + decoder.end() == text
 
 
 @pytest.mark.parametrize(("token", "text"), [("<0xE6>", "\ufffd"), ("<s>", "")])

@@ -111,6 +111,10 @@ class DecodedTokenLogprob(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character. At the end of a cut answer, for half of one."""
+
+
 class TextDelta(msgspec.Struct, frozen=True, tag="text"):
     """Text of an answer, with the logprobs of its tokens if the request asks for them."""
 
@@ -208,7 +212,8 @@ class TextReply(ABC):
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
-        """Take non-empty text, usually of one token. False = the reader is gone: stop."""
+        """Take text, usually of one token. It is empty only with the logprobs of tokens whose text
+        the end cuts. False = the reader is gone: stop."""
 
     def event(self, choice: int, event: AnswerEvent) -> bool:
         """Take reasoning or a part of a tool call; replies that only show text ignore them. Returns

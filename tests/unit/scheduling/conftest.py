@@ -47,7 +47,7 @@ class RecordingReply(TextReply):
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
-        assert delta
+        assert delta or logprobs
         self.calls.append(("text", choice, delta))
         self.logprobs += logprobs or ()
         return self.limit is None or len(self.deltas()) < self.limit

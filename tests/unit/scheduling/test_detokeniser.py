@@ -52,15 +52,44 @@ def test_an_incomplete_character_is_held_back(
     assert reader.deltas() == ["🎉", "!"]
 
 
-def test_an_incomplete_character_is_replaced_at_the_end(
-    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_character_that_the_end_cuts_is_left_out(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids, left: int, reason: Any
 ) -> None:
     reader = recording_reply()
     sink = make(vocabulary, reader)
-    feed(sink, ids_of("a🎉")[:-1])
+    feed(sink, ids_of("a🎉")[:-left])
     assert reader.deltas() == ["a"]
+    sink.finish(Finish(reason))
+    assert (reader.whole(), reader.ends()[0].completion_tokens) == ("a", 5 - left)
+
+
+def test_logprobs_of_a_cut_character_are_sent(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader, ids = recording_reply(), ids_of("a🎉")[:-1]
+    sink = make(vocabulary, reader)
+    for token in ids:
+        assert sink.tokens((token,), [TokenLogprobs(token, -0.5)])
     sink.finish(Finish("length"))
-    assert reader.whole() == "a\ufffd"
+    assert reader.whole() == "a"
+    assert len(reader.logprobs) == len(ids)
+
+
+def test_bytes_that_are_no_character_are_replaced(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader, first = recording_reply(), ids_of("🎉")[0]
+    sink = make(vocabulary, reader)
+    feed(sink, [first, *ids_of("a")])
+    sink.finish(Finish("length"))
+    assert reader.whole() == "\ufffda"
+    whole = recording_reply()
+    sink = make(vocabulary, whole)
+    feed(sink, ids_of("a\ufffd"))
+    sink.finish(Finish("length"))
+    assert whole.whole() == "a\ufffd"
 
 
 def test_special_tokens_are_shown_on_request(

@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.reply import Reply
+from dynamo.core.text import REPLACEMENT
 from dynamo.core.values import (
     EngineTotals,
     Feature,
@@ -124,10 +125,14 @@ class CompletionAnswer(StreamedAnswer):
         self._stop_ids = frozenset(request.stops.stop_token_ids)
         self._encode = encode
         self._stop_token: int | None = None
+        self._held = ""
 
     def _deliver_choice(self, choice: StreamedChoice) -> bool:
         if self._encode is not None:
-            ids: Sequence[int] = self._encode(choice.text) if choice.text else ()
+            text = self._held + choice.text
+            whole = text.rstrip(REPLACEMENT)  # which may be a character that the end cuts
+            self._held = text[len(whole) :]
+            ids: Sequence[int] = self._encode(whole) if whole else ()
         else:
             ids = choice.token_ids or ()
             if choice.text and not ids:
@@ -146,6 +151,8 @@ class CompletionAnswer(StreamedAnswer):
         return self._reply.tokens(ids, _logprobs(choice.logprobs, ids))
 
     def _finish(self, reason: FinishReason) -> None:
+        if self._held and self._encode is not None and reason == "stop":
+            self._reply.tokens(self._encode(self._held))
         count = self.tokens_delivered if self._encode is None else self._usage.completion_tokens
         count = count or self.tokens_delivered
         end = Finish(reason, count, self._stop_token, cached_tokens=self.cached_tokens)

@@ -138,6 +138,11 @@ class StreamDecoder:
         self._emitted = len(self._ids)
         return now[len(before) :]
 
+    @property
+    def pending_ids(self) -> Sequence[int]:
+        """The ids whose text is held back."""
+        return self._ids[self._emitted :]
+
     def flush(self) -> str:
         """Return the text that is still held back. An incomplete character becomes U+FFFD."""
         before = self._decode_ids(self._ids[: self._emitted])

@@ -19,7 +19,8 @@ class Detokeniser(Reply):
     """Turns the tokens of one choice into text. Every token remains a separate delta.
 
     Text and its logprobs are held back only while a character is incomplete or a stop string may
-    have begun. A stop string finishes the choice; the returned False then cancels the generation.
+    have begun. A character that the end cuts is left out. A stop string finishes the choice; the
+    returned False then cancels the generation.
     """
 
     __slots__ = (
@@ -113,7 +114,7 @@ class Detokeniser(Reply):
             self._token_count += 1  # as in vLLM, the usage counts the token that ends an answer
         if self._include_stop and stop is not None and not self._decode_token(stop):
             return
-        if self._nothing_pending or self._flush():
+        if self._nothing_pending or self._flush_end():
             self._finish(end, stop if stop in self._stop_ids else None)
 
     def _process_token(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
@@ -176,6 +177,14 @@ class Detokeniser(Reply):
             self._pending_text[0] = (rest + text, logprobs)
         else:
             self._remainder = rest
+
+    def _flush_end(self) -> bool:
+        """Send what is held at the end, and the logprobs of text that is left out."""
+        tail = self._decoder.end() if self._decoder is not None else ""
+        if (tail and not self._emit(tail)) or not self._flush():
+            return False
+        logprobs, self._logprobs = self._logprobs, []
+        return self._reply.text(self._choice, "", logprobs) if logprobs else True
 
     def _flush(self) -> bool:
         tail = self._decoder.flush() if self._decoder is not None else ""

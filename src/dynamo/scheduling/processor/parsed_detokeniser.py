@@ -41,10 +41,12 @@ class ParsedDetokeniser(Detokeniser):
     def finish(self, end: Finish) -> None:
         if end.stop_token is not None:
             self._token_count += 1
-        tail = self._decoder.flush() if self._decoder is not None else ""
+        tail = self._decoder.end() if self._decoder is not None else ""
         if tail and not self._pass_events(self._reader.feed(tail)):
             return
-        if self._pass_events(self._reader.end(cut=end.reason != "stop")) and self._flush():
+        if self._reader.in_reasoning:
+            self._logprobs.clear()
+        if self._pass_events(self._reader.end(cut=end.reason != "stop")) and self._flush_end():
             self._finish(end, end.stop_token if end.stop_token in self._stop_ids else None)
 
     def _decode_token(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:

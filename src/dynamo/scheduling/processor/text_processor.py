@@ -16,9 +16,11 @@ from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
 from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import (
+    REPLACEMENT,
     CallEnded,
     ChatRequest,
     CompletionRequest,
+    ReasoningDelta,
     TextDelta,
     TextFinish,
     TextOptions,
@@ -43,9 +45,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TextAnswerReply(Reply):
-    """Passes the parts of one choice on as they come."""
+    """Passes the parts of one choice on as they come. U+FFFD at the end of a text is held until
+    more comes: a server may send it for the character inside which an answer is cut."""
 
-    __slots__ = ("_called", "_choice", "_echo", "_offset", "_reply")
+    __slots__ = ("_called", "_choice", "_echo", "_held", "_offset", "_reply")
 
     def __init__(self, choice: int, reply: TextReply, echo: str) -> None:
         self._choice = choice
@@ -53,6 +56,7 @@ class TextAnswerReply(Reply):
         self._echo = echo
         self._called = False
         self._offset = 0
+        self._held: TextDelta | ReasoningDelta | None = None
 
     def begin(self, started: Started) -> None:
         self._reply.begin(self._choice, started)
@@ -64,6 +68,20 @@ class TextAnswerReply(Reply):
         raise Unsupported("tokens came for a model whose tokenizer is not at hand")
 
     def text(self, part: TextPart) -> bool:
+        held, self._held = self._held, None
+        if held is not None:
+            if type(held) is not type(part):
+                return self._send(held) and self.text(part)
+            part = replace(part, text=held.text + part.text)
+        if isinstance(part, TextDelta | ReasoningDelta) and part.text.endswith(REPLACEMENT):
+            whole = part.text.rstrip(REPLACEMENT)
+            self._held = type(part)(part.text[len(whole) :])
+            part = replace(part, text=whole)
+            if not whole and not getattr(part, "logprobs", None):
+                return True
+        return self._send(part)
+
+    def _send(self, part: TextPart) -> bool:
         if not isinstance(part, TextDelta):
             self._called = self._called or isinstance(part, CallEnded)
             return self._reply.event(self._choice, part)
@@ -76,6 +94,8 @@ class TextAnswerReply(Reply):
         return self._reply.text(self._choice, part.text, placed)
 
     def finish(self, end: Finish) -> None:
+        if self._held is not None and end.reason != "length" and not self._send(self._held):
+            return
         first = self._choice == 0  # the choices of a prompt share its tokens
         text_end = TextFinish(
             "tool_calls" if self._called and end.reason == "stop" else end.reason,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.fast_path import TokenTexts
+from dynamo.core.text import REPLACEMENT
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Utf8Decoder = getincrementaldecoder("utf-8")
@@ -38,7 +39,7 @@ class Vocabulary:
         """Return a decoder for one answer. Skipped special tokens need not be passed to it."""
         if self._exact:
             return TableDecoder(self._token_bytes)
-        return TokenizerDecoder(self._tokenizer, skip_special=skip_special)
+        return TokenizerDecoder(self, self._tokenizer, skip_special=skip_special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids including special tokens. On a thread the table releases the GIL from time to
@@ -65,7 +66,7 @@ class Vocabulary:
         decode, before = self._tokenizer.decode, unpack_ids(self._tokenizer.encode("a"))
         text = decode([*before, token_id])[len(decode(before)) :]
         byte = BYTE_TOKEN_PATTERN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
-        return bytes.fromhex(byte[1]) if byte and "\ufffd" in text else text.encode()
+        return bytes.fromhex(byte[1]) if byte and REPLACEMENT in text else text.encode()
 
 
 class TableDecoder:
@@ -73,7 +74,8 @@ class TableDecoder:
     decoder (Rust's from_utf8_lossy).
 
     `step` returns the text that a token completes. The bytes of an incomplete character are held
-    back. While `has_pending`, the next token cannot be decoded alone. `flush` returns the rest.
+    back. While `has_pending`, the next token cannot be decoded alone. `flush` returns the rest
+    where other text follows, `end` at the end of an answer: without an incomplete character.
     """
 
     def __init__(self, raw: Sequence[bytes | None]) -> None:
@@ -91,6 +93,10 @@ class TableDecoder:
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
+    def end(self) -> str:
+        self._decoder.reset()
+        return ""
+
 
 class TokenizerDecoder:
     """The tokenizer's own decoder, used like `TableDecoder`. Every token depends on those before
@@ -98,10 +104,19 @@ class TokenizerDecoder:
 
     has_pending = True
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
-        stream = tokenizer.stream_decoder(skip_special=skip_special)
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._vocabulary = vocabulary
+        self._stream = stream = tokenizer.stream_decoder(skip_special=skip_special)
         self.step = stream.step
         self.flush = stream.flush
+
+    def end(self) -> str:
+        utf8 = Utf8Decoder("replace")
+        utf8.decode(b"".join(map(self._vocabulary.get_token_bytes, self._stream.pending_ids)))
+        text, incomplete = self.flush(), len(utf8.getstate()[0])
+        while incomplete and text.endswith(REPLACEMENT):  # one for each byte, or one for all
+            text, incomplete = text[:-1], incomplete - 1
+        return text
 
 
 TextDecoder = TableDecoder | TokenizerDecoder
