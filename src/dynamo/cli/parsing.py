@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -77,11 +78,31 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse arguments. Raises `ConfigError` for wrong ones; `--help` exits."""
-        args, unknown = self.parse_known_intermixed_args(list(arguments))
+        args, unknown = self.parse_known_intermixed_args(self._repeat_flags(arguments))
         if unknown:
             hint = self._suggest_flag(unknown[0])
             raise ConfigError(f"unknown argument {unknown[0]!r}", hint=hint)
         return args
+
+    def _repeat_flags(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments with a flag before each of several entries that follow it once."""
+        words: list[str] = []
+        flag = entries = ""
+        has_value = False
+        for word in arguments:
+            if word.startswith("-"):
+                flag, equals, _ = word.partition("=")
+                entries = getattr(self._option_string_actions.get(flag), "entries", "")
+                has_value = bool(equals)
+            elif entries and has_value:
+                if re.fullmatch(entries, word, re.DOTALL):
+                    words.append(flag)
+                else:
+                    entries = ""
+            else:
+                has_value = True
+            words.append(word)
+        return words
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as `ConfigError`."""

@@ -148,7 +148,7 @@ def _add_flag(group: argparse._ActionsContainer, spec: SettingSpec, flag: str, t
     if kind == "bool":
         names.append(f"--no-{flag[2:]}")
         options = {"nargs": 0}
-    group.add_argument(
+    action = group.add_argument(
         *names,
         dest=spec.key,
         action=_SettingAction,
@@ -156,6 +156,7 @@ def _add_flag(group: argparse._ActionsContainer, spec: SettingSpec, flag: str, t
         help=text,
         **options,
     )
+    action.entries = spec.meta.entries  # type: ignore[attr-defined]
 
 
 def _metavar(spec: SettingSpec, kind: str) -> str:

@@ -14,6 +14,7 @@ from dynamo.cli.progress_bar import CLEAR_LINE, ProgressBar, format_byte_progres
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
+from dynamo.inference.vllm.adapters import parse_lora_modules
 
 
 def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:
@@ -51,6 +52,43 @@ def test_every_setting_has_a_dotted_flag() -> None:
     assert settings.server.stream_backlog_bytes == 2 << 20
     assert settings.server.log_requests is False
     assert settings.runtime.drain_s == 60
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lora-modules", "a=/x", "b=/y=z"],
+        ["--lora-modules", "a=/x", "--lora-modules=b=/y=z"],
+        ["--lora-modules=a=/x", "b=/y=z"],
+        ["--engine.lora_modules", "a=/x,b=/y=z"],
+        ["--lora-modules", '["a=/x","b=/y=z"]'],
+        ["--lora-modules", '{"name": "a", "path": "/x"}', '{"name": "b", "path": "/y=z"}'],
+        ["--lora-modules", '[{"name": "a", "path": "/x"}, {"name": "b", "path": "/y=z"}]'],
+        ["--lora-modules", "a=/x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}'],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("model", ["./models/v=2", "models"])
+def test_several_adapters_follow_one_flag(words: list[str], model: str) -> None:
+    for line in (
+        [*words, "out=vllm", model],
+        ["out=vllm", model, *words],
+        ["out=vllm", *words, model],
+    ):
+        args = run.parser().parse(line)
+        _, extra = run.parse_words(args.words)
+        with patch.dict(os.environ, {}, clear=True):
+            settings = load_settings(args, extra).settings
+        modules = list(parse_lora_modules(settings.engine.lora_modules))
+        assert modules == [("a", "/x"), ("b", "/y=z")]
+        assert (settings.engine.kind, settings.model.path) == ("vllm", model)
+
+
+def test_adapters_of_a_file_have_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("engine:\n  lora_modules:\n  - a=/x\n  - {name: b, path: /y}\n")
+    modules = settings_of(f"-f {path}").engine.lora_modules
+    assert list(parse_lora_modules(modules)) == [("a", "/x"), ("b", "/y")]
 
 
 def test_a_list_is_repeated_or_has_commas_or_is_json() -> None:

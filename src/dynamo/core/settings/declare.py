@@ -20,6 +20,8 @@ class SettingMeta(msgspec.Struct, frozen=True):
     - `spellings`: pairs (other spelling, choice).
     - `aliases`: other keys in files. An alias with an inner dot is a whole key, unless it begins
       with a dot. All others belong to the setting's own section.
+    - `entries`: the regular expression of an entry of a list. Several may follow one flag; a JSON
+      object is one, too.
     - `unused`: accepted and checked; has no effect yet.
     - `not_yet`: pairs (unsupported choice, substitute). A start refuses it without a substitute.
     - `plugins`: entry points of this table are choices, too.
@@ -34,6 +36,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     aliases: tuple[str, ...] = ()
+    entries: str = ""
     unused: bool = False
     not_yet: tuple[tuple[str, str], ...] = ()
     reload: bool = False

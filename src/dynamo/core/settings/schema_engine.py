@@ -108,8 +108,9 @@ class EngineSettings(SettingsSection, frozen=True):
     )
     lora_modules: tuple[str, ...] = setting(
         (),
-        "LoRA adapters that each worker loads at its start: NAME=FOLDER",
+        "LoRA adapters that each worker loads at its start: NAME=FOLDER or vLLM's JSON, or several",
         flag="--lora-modules",
+        entries=r"(?!in=|out=)[^=/]+=.+|[{[].+",
     )
     lora_updates: bool = setting(
         False,

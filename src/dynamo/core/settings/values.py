@@ -81,6 +81,8 @@ def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
 
 def _convert(spec: SettingSpec, kind: Any, raw: Any) -> Any:
     if kind is tuple:
+        if spec.meta.entries:
+            raw = _objects_as_texts(raw)
         return _check_items(spec, _parse_list(get_args(spec.type)[0], raw))
     if kind is dict:
         return _parse_mapping(raw)
@@ -104,6 +106,16 @@ def _parse_list(kind: Any, raw: Any) -> tuple[Any, ...]:
         raise ValueError("wanted a list of numbers") from None
 
 
+def _objects_as_texts(raw: Any) -> Any:
+    """Return a list whose entries may be JSON objects, with their texts in their places."""
+    items = split_list(raw) if isinstance(raw, str) else [raw] if isinstance(raw, Mapping) else raw
+    if not isinstance(items, list):
+        return items
+    return [
+        msgspec.json.encode(item).decode() if isinstance(item, Mapping) else item for item in items
+    ]
+
+
 def _check_items(spec: SettingSpec, items: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the items of a list. Raises `ValueError` for an item that is not in its table of
     plugins, or that is repeated."""
@@ -118,7 +130,10 @@ def _check_items(spec: SettingSpec, items: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def split_list(text: str) -> list[Any]:
-    """Return the items of a list written as `a, b` or in JSON. Raises `ValueError`."""
+    """Return the items of a list written as `a, b` or in JSON, of which an object is one. Raises
+    `ValueError`."""
+    if text.strip().startswith("{") and isinstance(item := _json_or_text(text), Mapping):
+        return [item]
     if not text.strip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
