@@ -41,7 +41,7 @@ ARGUMENTS = {
     "num_gpu_blocks_override": 96,
     "max_model_len": 1024,
     "block_size": 32,
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    "structured_outputs_config": {"disable_any_whitespace": True},
 }
 REASONING = {"reasoning_start_str": "<repo_name>", "reasoning_end_str": "<file_sep>"}
 REASONING_IDS = (3, 5)
@@ -122,6 +122,32 @@ class TestVllm(EngineConformance):
             request = replace(make_request(), structured=structured, stops=stops)
             reply = await generate_reply(engine, request)
             check(tokenizer.decode(reply.ids))
+
+    async def test_calls_are_forced_by_their_grammar(self, engine: VllmEngine) -> None:
+        assert "calls" in engine._info.features
+        tokenizer = load_tokenizer(engine.inputs.card.tokenizer)
+        stops = StopConditions(max_tokens=60, stop_token_ids=engine.inputs.card.eos_token_ids)
+        grammar = 'start: <[1]> "call " r0\nr0: %json {"enum": ["red", "blue"]}\n'
+        form = StructuredOutput("calls", grammar)
+        reply = await generate_reply(engine, replace(make_request(), structured=form, stops=stops))
+        assert reply.ids[0] == 1
+        assert tokenizer.decode(reply.ids[1:]) in ('call "red"', 'call "blue"')
+
+    async def test_logprobs_of_the_prompt(self, engine: VllmEngine) -> None:
+        request = replace(make_request(range(3, 103), 2), prompt_logprobs=2)
+        for _ in range(2):  # a cached prompt has them, too
+            reply = await generate_reply(engine, request)
+            assert reply.end is not None
+            entries = reply.end.prompt_logprobs
+            assert [entry.token for entry in entries] == [*range(4, 103)]
+            assert {len(entry.top) for entry in entries} == {2}
+            best = [entry for entry in entries if entry.rank == 1]
+            assert all(entry.top[0] == (entry.token, entry.logprob) for entry in best)
+            assert all(entry.logprob <= entry.top[0][1] <= 0 for entry in entries)
+
+    async def test_vllm_samples_as_the_model_says(self, engine: VllmEngine) -> None:
+        sampling = engine._info.sampling
+        assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == (1.0, 0, 1.0)
 
     async def test_ids_beyond_the_vocabulary_are_refused(self, engine: VllmEngine) -> None:
         with pytest.raises(InvalidRequest, match="not in the vocabulary"):

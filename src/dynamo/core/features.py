@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from dynamo.core.values import Feature, GenerateRequest
+from dynamo.core.values import Feature, GenerateRequest, StructuredOutput
 
 GRAMMAR_FEATURES: tuple[Feature, ...] = (
     "structured",
@@ -12,6 +12,7 @@ GRAMMAR_FEATURES: tuple[Feature, ...] = (
     "thinking_budget",
     "form_after_reasoning",
     "calls",
+    "resumed_form",
 )
 """Further features of the native and the mock engine, if they know the model's tokenizer."""
 
@@ -25,17 +26,8 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
         required.append("prompt_logprobs")
     if request.sampling.logit_bias:
         required.append("logit_bias")
-    form = request.structured
-    if form is not None:
-        if form.reasoning_limit is not None and not form.soft_limit:
-            required.append("thinking_budget")
-        if form.kind != "text" and not form.optional:
-            own = form.kind == "calls" or request.resumed  # only these engines feed tokens again
-            required.append("calls" if own else "structured")
-            if form.reasoning_end and not form.reasoning_start:
-                required.append("form_after_reasoning")
-            if form.whitespace_pattern:
-                required.append("whitespace")
+    if request.structured is not None:
+        required += _form_features(request.structured, resumed=request.resumed > 0)
     if request.adapter:
         required.append("adapters")
     if request.extra:
@@ -43,3 +35,17 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
     if request.text is not None:
         required.append("text")
     return required
+
+
+def _form_features(form: StructuredOutput, *, resumed: bool) -> Iterator[Feature]:
+    if form.reasoning_limit is not None and not form.soft_limit:
+        yield "thinking_budget"
+    if form.kind == "text" or form.optional:
+        return
+    yield "calls" if form.kind == "calls" else "structured"
+    if resumed:
+        yield "resumed_form"
+    if form.reasoning_end and not form.reasoning_start:
+        yield "form_after_reasoning"
+    if form.whitespace_pattern:
+        yield "whitespace"

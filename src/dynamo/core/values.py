@@ -71,13 +71,16 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     soft_limit: bool = False
     optional: bool = False
 
-    def supported_by(self, features: Container[str]) -> StructuredOutput | None:
+    def supported_by(
+        self, features: Container[str], *, resumed: bool = False
+    ) -> StructuredOutput | None:
         """Return the form without what engines with these `features` may leave out; None where
-        nothing remains."""
+        nothing remains. `resumed`: another attempt has begun the answer."""
         form = self
+        optional = ("calls", "resumed_form") if resumed else ("calls",)
         if form.soft_limit and "thinking_budget" not in features:
             form = replace(form, reasoning_limit=None)
-        if form.optional and "calls" not in features:
+        if form.optional and not all(feature in features for feature in optional):
             form = StructuredOutput("text", reasoning_limit=form.reasoning_limit)
         return None if form.kind == "text" and form.reasoning_limit is None else form
 
@@ -242,14 +245,15 @@ Feature = Literal[
     "whitespace",
     "form_after_reasoning",
     "calls",
+    "resumed_form",
     "adapters",
     "extra",
     "text",
 ]
 """A property of an engine that a request may need. "whitespace": a pattern for white space in JSON.
 "form_after_reasoning": a form that begins when the model ends its reasoning. "calls": grammars of
-tool calls, and forms that go on where another worker left them. "extra", "text": that field of
-`GenerateRequest`."""
+tool calls. "resumed_form": forms that go on where another worker left them. "extra", "text": that
+field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
 

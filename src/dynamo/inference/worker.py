@@ -202,7 +202,7 @@ class EngineWorker:
         if missing:
             raise Unsupported(f"the engine of this worker does not support: {', '.join(missing)}")
         if request.structured is not None:
-            form = request.structured.supported_by(self._features)
+            form = request.structured.supported_by(self._features, resumed=request.resumed > 0)
             request = msgspec.structs.replace(request, structured=form)
         self._load_publisher.on_load_changed()
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)

@@ -17,7 +17,14 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, TokenLogprobs
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    PromptTokenLogprob,
+    SamplingParams,
+    Started,
+    TokenLogprobs,
+)
 from dynamo.inference.external import EngineKvView
 from dynamo.inference.external.engine import EngineAnswer
 from dynamo.inference.external.startup import without_collections
@@ -38,8 +45,8 @@ def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> A
 def test_a_stop_token_is_reported_and_not_sent() -> None:
     reply = CollectedReply()
     answer = EngineAnswer(reply, 40)
-    assert forward_output(output([5, 6]), answer, None)
-    assert not forward_output(output([7, 2], "stop"), answer, None)
+    assert forward_output(output([5, 6]), answer, make_request())
+    assert not forward_output(output([7, 2], "stop"), answer, make_request())
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
     assert reply.ids == [5, 6, 7]
     assert reply.end == Finish("stop", 4, 2)
@@ -47,7 +54,7 @@ def test_a_stop_token_is_reported_and_not_sent() -> None:
 
 def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
     reply = CollectedReply()
-    assert not forward_output(output([2], "stop"), EngineAnswer(reply, 40), None)
+    assert not forward_output(output([2], "stop"), EngineAnswer(reply, 40), make_request())
     assert (reply.ids, reply.end) == ([], Finish("stop", 1, 2))
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
 
@@ -55,7 +62,7 @@ def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_gives_up_fails(reason: str) -> None:
     with pytest.raises(WorkerFailed, match=reason):
-        forward_output(output([5], reason), EngineAnswer(CollectedReply(), 40), None)
+        forward_output(output([5], reason), EngineAnswer(CollectedReply(), 40), make_request())
 
 
 def test_logprobs_are_sorted_by_rank_and_cut() -> None:
@@ -65,8 +72,35 @@ def test_logprobs_are_sorted_by_rank_and_cut() -> None:
         6: SimpleNamespace(logprob=-1.0, rank=2),
     }
     reply = CollectedReply()
-    forward_output(output([8], None, [position]), EngineAnswer(reply, 40), 2)
+    request = replace(make_request(), top_logprobs=2)
+    forward_output(output([8], None, [position]), EngineAnswer(reply, 40), request)
     assert reply.extras == [[TokenLogprobs(8, -3.0, ((5, -0.5), (6, -1.0)))]]
+
+
+@pytest.mark.parametrize("resumed", [0, 1])
+def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
+    def entry(logprob: float, rank: int) -> Any:
+        return SimpleNamespace(logprob=logprob, rank=rank)
+
+    first = output([5])
+    first.prompt_token_ids = [4, 8, 9]
+    first.prompt_logprobs = [
+        None,
+        {8: entry(-3.0, 9), 6: entry(-0.5, 1)},
+        {9: entry(-0.25, 1)},
+    ]
+    last = output([2], "stop")
+    last.prompt_logprobs = []
+    request, reply = replace(make_request(), prompt_logprobs=1, resumed=resumed), CollectedReply()
+    answer = EngineAnswer(reply, 3)
+    assert forward_output(first, answer, request)
+    assert not forward_output(last, answer, request)
+    whole = (
+        PromptTokenLogprob(8, -3.0, 9, ((6, -0.5),)),
+        PromptTokenLogprob(9, -0.25, 1, ((9, -0.25),)),
+    )
+    assert reply.end is not None
+    assert reply.end.prompt_logprobs == whole[: 2 - resumed]
 
 
 def test_an_idle_rank_is_idle_whatever_its_last_statistics_said() -> None:

@@ -36,13 +36,17 @@ NEEDY = [
 ]
 
 
-async def serve(runtime: DistributedRuntime, features: Sequence[str] | None) -> str:
+async def serve(
+    runtime: DistributedRuntime, features: Sequence[str] | None, kind: str = "native"
+) -> str:
     """Serve an endpoint whose engine announces `features`, or none at all as older versions do."""
 
     async def generate(payload: bytes, out: ResponseWriter) -> None:
         out.send(payload)
 
-    engine: dict[str, Any] = {} if features is None else {"features": list(features)}
+    engine: dict[str, Any] = {"engine": kind}
+    if features is not None:
+        engine["features"] = list(features)
     if "adapters" in engine.get("features", ()):
         engine["adapters"] = {"poet": "/adapters/poet"}
     path = ENDPOINT.split(".")
@@ -110,10 +114,11 @@ async def test_a_form_goes_on_only_where_its_tokens_are_fed_again(open_runtime: 
     limited = replace(resumed, structured=StructuredOutput("text", reasoning_limit=9))
     with pytest.raises(NoWorkers):  # a worker that can may come back
         await choose(open_runtime, 1, limited, attempt=1)
+    await serve(await open_runtime(), ("structured", "calls"), "vllm")
     able = await serve(await open_runtime(), ("structured", "calls"))
-    assert await choose(open_runtime, 2, resumed, attempt=1) == able
+    assert await choose(open_runtime, 3, resumed, attempt=1) == able
     behind = replace(STRUCTURED, structured=StructuredOutput("regex", "a", reasoning_end=b"0000"))
-    assert await choose(open_runtime, 2, behind) == able
+    assert await choose(open_runtime, 3, behind) == able
 
 
 @pytest.mark.parametrize(
@@ -160,4 +165,5 @@ def test_soft_limits_and_optional_forms_are_left_out(
 ) -> None:
     assert required_features(replace(REQUEST, structured=form)) == required
     assert form.supported_by(("structured",)) == without
+    assert form.supported_by(("structured", "calls"), resumed=True) == without
     assert form.supported_by(("structured", "thinking_budget")) == with_limits

@@ -122,7 +122,9 @@ class ConnectorPrefill:
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         """Answer a request as `Engine.generate` does, with the prompt of its prefill worker."""
         kv = b""
-        if request.prefill and split_worker_name(request.prefill)[0] != self._runtime.instance_id:
+        worker = split_worker_name(request.prefill)[0] if request.prefill else ""
+        remote = worker and worker != self._runtime.instance_id
+        if remote and request.prompt_logprobs is None:  # KV of others has no logits
             kv = await self._fetch(request, context)
         await self._engine.generate(replace(request, kv=kv) if kv else request, context, reply)
 

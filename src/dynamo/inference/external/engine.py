@@ -23,6 +23,7 @@ from dynamo.core.values import (
     FinishReason,
     GenerateRequest,
     Load,
+    PromptTokenLogprob,
     Started,
     sum_loads,
 )
@@ -54,7 +55,8 @@ NEUTRAL_SAMPLING: Final[Mapping[str, float]] = {
 
 class EngineAnswer:
     """Passes the answer to one request on. `tokens`: ids that the engine has generated so far.
-    `cached_tokens`: those of the prompt that it had cached, None before the first token."""
+    `cached_tokens`: those of the prompt that it had cached, None before the first token.
+    `prompt_logprobs`: those of the second prompt token and on, where the request wants them."""
 
     def __init__(self, reply: Reply, prompt_tokens: int) -> None:
         self._reply = reply
@@ -62,6 +64,7 @@ class EngineAnswer:
         self._begun = False
         self.tokens = 0
         self.cached_tokens: int | None = None
+        self.prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
     def begin(self, cached_tokens: int = 0) -> None:
         """Begin the reply, unless it has begun."""
@@ -85,7 +88,8 @@ class EngineAnswer:
         """End the answer. The `stop_token` is counted and was not sent."""
         self.begin()
         self.tokens += stop_token is not None
-        self._reply.finish(Finish(reason, self.tokens, stop_token, kv))
+        end = Finish(reason, self.tokens, stop_token, kv, prompt_logprobs=self.prompt_logprobs)
+        self._reply.finish(end)
 
 
 class ExternalRank(ViewedRank):
@@ -222,7 +226,8 @@ class ExternalEngine(Engine):
             rank.on_request_ended(number)
             self._totals.generated_tokens += answer.tokens
             self._totals.cached_tokens += answer.cached_tokens or 0
-            cached_tokens = None if request.kv else answer.cached_tokens
+            computed = request.kv or request.prompt_logprobs is not None  # whatever is cached
+            cached_tokens = None if computed else answer.cached_tokens
             rank.view.drift.on_ended(prediction, cached_tokens)
 
     async def clear_blocks(self) -> int:

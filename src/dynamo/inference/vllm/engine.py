@@ -28,13 +28,25 @@ from dynamo.inference.vllm.kv_connector import (
     loads_kv,
 )
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
-from dynamo.inference.vllm.requests import RequestTranslator, forward_output
+from dynamo.inference.vllm.requests import (
+    RequestTranslator,
+    allows_call_grammars,
+    forward_output,
+)
 from dynamo.inference.vllm.startup import accepted, start_llm
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
 
-FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias", "structured", "extra")
+FEATURES: tuple[Feature, ...] = (
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "structured",
+    "extra",
+)
+GRAMMAR_BACKEND = "guidance"
+"""vLLM's name of the library that knows grammars of calls. An engine has one for all forms."""
 HEALTH_CHECK_INTERVAL_S = 0.5
 SHUTDOWN_TIMEOUT_S = 5.0
 BLOCKS_IN_USE = "Failed to reset KV cache"
@@ -68,6 +80,8 @@ class VllmEngine(ExternalEngine):
             self.kv_connector = VllmKvConnector(self.generate, self.tasks)
             arguments["kv_transfer_config"] = dict(CONNECTOR_CONFIG)
             environment = connector_environment(settings, size)
+        forms = arguments.setdefault("structured_outputs_config", {})
+        forms.setdefault("backend", GRAMMAR_BACKEND)
         path, record = self.inputs.files.path, self._on_statistics
         self._llm = await asyncio.to_thread(
             start_llm, path, arguments, self.processes, record, environment
@@ -139,8 +153,10 @@ class VllmEngine(ExternalEngine):
         """Return what this vLLM can do with its settings."""
         reasoning = getattr(getattr(config, "reasoning_config", None), "enabled", False)
         forms = getattr(config, "structured_outputs_config", None)
+        calls = getattr(forms, "backend", "") == GRAMMAR_BACKEND and allows_call_grammars()
         return (
             *FEATURES,
+            *(("calls",) if calls else ()),
             *(("form_after_reasoning",) if getattr(forms, "reasoning_parser", "") else ()),
             *(("thinking_budget",) if reasoning else ()),  # vLLM knows the model's markers
             *(() if self.adapters is None else ("adapters",)),
@@ -171,7 +187,7 @@ class VllmEngine(ExternalEngine):
                     last_s = now
                 if not answer.tokens:
                     rank.on_first_token(computation.number)
-                if not forward_output(output, answer, request.top_logprobs):
+                if not forward_output(output, answer, request):
                     return
         raise WorkerFailed("vLLM ended the answer without a reason")
 

@@ -12,7 +12,12 @@ from dynamo.core.errors import (
     WorkerFailed,
     nearest_name_hint,
 )
-from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
+from dynamo.core.values import (
+    GenerateRequest,
+    PromptTokenLogprob,
+    StructuredOutput,
+    TokenLogprobs,
+)
 from dynamo.inference.external.engine import EngineAnswer
 from dynamo.inference.vllm.kv_connector import decode_params, encode_params
 
@@ -51,6 +56,7 @@ class RequestTranslator:
                 stop_token_ids=list(stops.stop_token_ids),
                 ignore_eos=stops.ignore_eos,
                 logprobs=request.top_logprobs,
+                prompt_logprobs=request.prompt_logprobs,
                 structured_outputs=None if structured is None else self._structure(structured),
                 detokenize=False,
                 skip_clone=True,
@@ -69,7 +75,8 @@ class RequestTranslator:
             return self._structured(choice=msgspec.json.decode(value))
         if kind == "json_object":
             return self._structured(json_object=True)
-        return self._structured(**{"json" if kind == "json_schema" else kind: value})
+        names = {"json_schema": "json", "calls": "grammar"}
+        return self._structured(**{names.get(kind, kind): value})
 
     def _extra(self, request: GenerateRequest, own: Container[str]) -> dict[str, Any]:
         """Return further parameters of the caller. A value of a wrong type would stop the engine
@@ -104,6 +111,16 @@ def _client_error() -> type[Exception]:
     return error
 
 
+def allows_call_grammars() -> bool:
+    """Whether vLLM takes grammars of calls. They name tokens by their ids, which some versions of
+    the library refuse without a tokenizer, as vLLM checks a request."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return False
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark("start: <[1]>"), None)
+
+
 def _thinking_budget(structured: StructuredOutput | None) -> dict[str, int]:
     """Return the field for a limit of reasoning, which older versions do not have."""
     limit = None if structured is None else structured.reasoning_limit
@@ -121,16 +138,18 @@ def make_seed(request: GenerateRequest) -> int | None:
     return (request.sampling.seed + request.choice + (request.resumed << 20)) % (1 << 63)
 
 
-def forward_output(output: Any, answer: EngineAnswer, top_logprobs: int | None) -> bool:
+def forward_output(output: Any, answer: EngineAnswer, request: GenerateRequest) -> bool:
     """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises
     `WorkerFailed` if vLLM ended the request."""
+    if request.prompt_logprobs is not None and output.prompt_logprobs:
+        answer.prompt_logprobs = _read_prompt_logprobs(output, request)
     part = output.outputs[0]
     ids, reason = part.token_ids, part.finish_reason
     stop_token: int | None = None
     if reason == "stop" and ids:
         stop_token, ids = ids[-1], ids[:-1]
     if ids:
-        logprobs = _read_logprobs(ids, part.logprobs, top_logprobs)
+        logprobs = _read_logprobs(ids, part.logprobs, request.top_logprobs)
         if not answer.send(ids, logprobs, output.num_cached_tokens or 0):
             return False
     if reason is None:
@@ -145,6 +164,19 @@ def forward_output(output: Any, answer: EngineAnswer, top_logprobs: int | None) 
     params = getattr(output, "kv_transfer_params", None)
     answer.finish(reason, stop_token, encode_params(params) if params else b"")
     return False
+
+
+def _read_prompt_logprobs(output: Any, request: GenerateRequest) -> tuple[PromptTokenLogprob, ...]:
+    """Return those of the second token and on, without the tokens of an earlier attempt."""
+    ids, positions, top = output.prompt_token_ids, output.prompt_logprobs, request.prompt_logprobs
+    count = len(ids) - request.resumed
+    entries = []
+    for token, position in zip(ids[1:count], positions[1:count], strict=True):
+        ranked = sorted(position.items(), key=lambda entry: entry[1].rank or 0)
+        best = tuple((other, logprob.logprob) for other, logprob in ranked[:top])
+        own = position[token]
+        entries.append(PromptTokenLogprob(token, own.logprob, own.rank or 0, best))
+    return tuple(entries)
 
 
 def _read_logprobs(

@@ -17,6 +17,7 @@ PARAMETERS: dict[str, str] = {
     "whitespace": "structured_outputs.whitespace_pattern",
     "form_after_reasoning": "response_format",
     "calls": "tool_choice",
+    "resumed_form": "response_format",
     "adapters": "model",
     "extra": "extra",
     "text": "messages",
@@ -56,10 +57,10 @@ class FeatureFilter:
 def instance_features(instance: Instance) -> Sequence[str]:
     """Return the features that the instance's engine announces, and the ids of its adapters."""
     capability = instance.capabilities.get("engine")
-    features = capability.get("features") if isinstance(capability, dict) else None
-    if features is None:
+    if not isinstance(capability, dict) or (features := capability.get("features")) is None:
         return OWN_FEATURES
-    implied = ["form_after_reasoning"] if "calls" in features else []  # older workers do not say so
+    own = "calls" in features and capability.get("engine") != "vllm"
+    implied = ["form_after_reasoning", "resumed_form"] if own else []  # older ones do not say so
     return [*features, *implied, *instance_adapters(instance)]
 
 
