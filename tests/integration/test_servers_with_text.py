@@ -35,20 +35,11 @@ from dynamo.core.text import (
     TextOptions,
     TextReply,
 )
-from dynamo.core.values import (
-    EngineTotals,
-    GenerateRequest,
-    SamplingParams,
-    Started,
-    StopConditions,
-    StructuredOutput,
-)
-from dynamo.inference.openai_server.completion import CompletionAnswer
+from dynamo.core.values import Started, StructuredOutput
 from dynamo.inference.openai_server.engine import OpenAIServerEngine
 from dynamo.inference.openai_server.factory import open_text_engine
 from dynamo.models.card import ModelCard
 from dynamo.scheduling.processor import TextProcessor
-from dynamo.testing.fakes import CollectedReply
 
 CONTEXT = Context("r")
 MESSAGES = ({"role": "user", "content": "hi"},)
@@ -312,45 +303,6 @@ async def test_errors_of_the_server_are_ours(
         async with processor_at(fake) as processor:
             with pytest.raises(error):
                 await processor.chat(ChatRequest("m", MESSAGES), CONTEXT, RecordedText())
-
-
-@pytest.mark.parametrize(
-    ("deltas", "reason", "expected"),
-    [
-        (["a", "\ufffd"], "length", ["a"]),
-        (["a\ufffd", "\ufffd"], "length", ["a"]),
-        (["a\ufffd", "b"], "length", ["a", "\ufffdb"]),
-        (["a\ufffd"], "stop", ["a", "\ufffd"]),
-    ],
-)
-async def test_a_text_that_is_cut_inside_a_character_ends_before_it(
-    deltas: list[str], reason: str, expected: list[str]
-) -> None:
-    async with served() as fake:
-        parts = [delta(text) for text in deltas]
-        fake.answers["/v1/chat/completions"] = (
-            200,
-            "",
-            events(*parts, delta("", reason)) + DONE,
-        )
-        reply = RecordedText()
-        async with processor_at(fake) as processor:
-            await processor.chat(ChatRequest("m", MESSAGES), CONTEXT, reply)
-    assert reply.parts == expected
-
-
-@pytest.mark.parametrize(("reason", "expected"), [("length", "ab"), ("stop", "ab\ufffd")])
-def test_a_completion_that_is_cut_inside_a_character_ends_before_it(
-    reason: str, expected: str
-) -> None:
-    request, reply = (
-        GenerateRequest("r", "m", b"", SamplingParams(), StopConditions()),
-        CollectedReply(),
-    )
-    answer = CompletionAnswer(request, 1, reply, EngineTotals(), lambda text: [*map(ord, text)])
-    parts = [{"text": "a"}, {"text": "b\ufffd"}, {"text": "", "finish_reason": reason}]
-    answer.on_data(events(*({"choices": [part]} for part in parts)) + DONE)
-    assert "".join(map(chr, reply.ids)) == expected
 
 
 async def test_a_stop_string_is_named() -> None:

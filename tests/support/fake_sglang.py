@@ -42,8 +42,8 @@ class FakeTokenizerManager:
             self._engine.running[rid] = "abort"
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        given = self._engine.server_args.max_running_requests
-        return [{"effective_max_running_requests_per_dp": given or 48}]
+        limit = self._engine.server_args.max_running_requests
+        return [{"effective_max_running_requests_per_dp": limit or 48}]
 
     async def flush_cache(self) -> Any:
         if self._engine.running:

@@ -212,8 +212,8 @@ class TextReply(ABC):
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
-        """Take text, usually of one token. It is empty only with the logprobs of tokens whose text
-        the end cuts. False = the reader is gone: stop."""
+        """Take text, usually of one token. Empty text has the logprobs of tokens that the answer's
+        end cuts inside a character. False = the reader is gone: stop."""
 
     def event(self, choice: int, event: AnswerEvent) -> bool:
         """Take reasoning or a part of a tool call; replies that only show text ignore them. Returns

@@ -28,12 +28,9 @@ from dynamo.inference.vllm.kv_connector import (
     loads_kv,
 )
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
-from dynamo.inference.vllm.requests import (
-    RequestTranslator,
-    allows_call_grammars,
-    forward_output,
-)
+from dynamo.inference.vllm.requests import RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import accepted, start_llm
+from dynamo.models.grammar.grammar_text import allows_token_ids
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
@@ -153,7 +150,7 @@ class VllmEngine(ExternalEngine):
         """Return what this vLLM can do with its settings."""
         reasoning = getattr(getattr(config, "reasoning_config", None), "enabled", False)
         forms = getattr(config, "structured_outputs_config", None)
-        calls = getattr(forms, "backend", "") == GRAMMAR_BACKEND and allows_call_grammars()
+        calls = getattr(forms, "backend", "") == GRAMMAR_BACKEND and allows_token_ids()
         return (
             *FEATURES,
             *(("calls",) if calls else ()),

@@ -111,16 +111,6 @@ def _client_error() -> type[Exception]:
     return error
 
 
-def allows_call_grammars() -> bool:
-    """Whether vLLM takes grammars of calls. They name tokens by their ids, which some versions of
-    the library refuse without a tokenizer, as vLLM checks a request."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError:
-        return False
-    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark("start: <[1]>"), None)
-
-
 def _thinking_budget(structured: StructuredOutput | None) -> dict[str, int]:
     """Return the field for a limit of reasoning, which older versions do not have."""
     limit = None if structured is None else structured.reasoning_limit

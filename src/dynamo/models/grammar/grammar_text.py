@@ -27,6 +27,16 @@ def parser_limits() -> LLParserLimits:
     )
 
 
+def allows_token_ids() -> bool:
+    """Return whether the library checks grammars without a tokenizer that name tokens by their ids.
+    vLLM checks so, and grammars of calls have such names. False without the library."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return False
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark("start: <[1]>"), None)
+
+
 def grammar_text(structured: StructuredOutput) -> str:
     """Return the grammar of a form. Raises `InvalidRequest` where it cannot be translated."""
     from llguidance import LLMatcher, grammar_from

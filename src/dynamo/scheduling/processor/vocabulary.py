@@ -114,7 +114,7 @@ class TokenizerDecoder:
         utf8 = Utf8Decoder("replace")
         utf8.decode(b"".join(map(self._vocabulary.get_token_bytes, self._stream.pending_ids)))
         text, incomplete = self.flush(), len(utf8.getstate()[0])
-        while incomplete and text.endswith(REPLACEMENT):  # one for each byte, or one for all
+        while incomplete and text.endswith(REPLACEMENT):  # for each byte, or for all of them
             text, incomplete = text[:-1], incomplete - 1
         return text
 
