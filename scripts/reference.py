@@ -289,7 +289,7 @@ def http_page() -> str:
     return "\n".join(parts)
 
 
-FILES_WITH_ROUTES = ("app.py", "responses/handler.py", "status.py", "routing.py")
+FILES_WITH_ROUTES = ("app.py", "responses/handler.py", "status.py", "routing.py", "front_page.py")
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
@@ -312,11 +312,13 @@ ROUTES = {
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
     "/metrics/targets": "the status ports of all processes, for Prometheus' `http_sd_configs`",
     "/version": "the version",
-    "/router/explain": "the last routing decisions (/router needs mode `kv` or `adaptive`)",
+    "/router/explain": "the last routing decisions, in the modes `kv` and `adaptive`",
     "/router/explain/": "all decisions for a request; its id (x-request-id) follows",
-    "/router/report": "a report on the quality of routing; `?seconds=N` for the last N seconds",
+    "/router/report": "a report on these decisions; `?seconds=N` for the last N seconds",
     "/router/timeline": "every worker's cache and load over time; `?since=UNIX`, `?seconds=N`",
-    "/router/view": "the report and the timeline as a page",
+    "/router/view": "the timeline as a page, with the report where there is one",
+    "/": "for browsers a page with what is served; for others a 404 that names the routes",
+    "/favicon.ico": "an icon for browsers",
 }
 
 

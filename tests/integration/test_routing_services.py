@@ -149,8 +149,26 @@ async def test_any_frontend_explains_a_request(cluster: Cluster) -> None:
 async def test_a_mode_without_decisions_explains_nothing(cluster: Cluster) -> None:
     await cluster.open("worker")
     frontend = await cluster.open("frontend", mode="round_robin")
-    status, _, error = await ask(frontend.public_address, "/router/explain/x")
-    assert (status, error["error"]["hint"]) == (404, "start with --router-mode kv")
+    for path in ("/router/explain/x", "/router/report"):
+        status, _, error = await ask(frontend.public_address, path)
+        assert (status, error["error"]["hint"]) == (404, "start with --router-mode kv")
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "adaptive"])
+async def test_every_mode_has_a_view(cluster: Cluster, mode: str) -> None:
+    worker = await cluster.open("worker")
+    frontend = await cluster.open("frontend", mode=mode)
+    url, timeline = frontend.public_address, {}
+    request = asyncio.ensure_future(
+        ask(url, "/v1/chat/completions", chat(tokens=100_000, ignore_eos=True))
+    )
+    while not timeline.get("at"):
+        _, _, timeline = await ask(url, "/router/timeline")
+    status, _, page = await ask(url, "/router/view")
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert (status, data["report"] is None) == (200, mode != "adaptive")
+    assert list(data["timeline"]["workers"]) == [worker.instance_id]
+    request.cancel()
 
 
 @pytest.mark.parametrize("role", ["frontend", "router"])

@@ -12,6 +12,7 @@ from dynamo.application.adapters import AdaptersHandler, OrderSender
 from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
+from dynamo.application.front_page import ROUTER_VIEW, FrontPage
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
@@ -54,7 +55,9 @@ class RouterApplication:
         self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
         pages = keys.protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
-        self._routes = RouteTable({**pages, **status.routes()})
+        table = {**pages, **status.routes()}
+        front = FrontPage(table, page_path=ROUTER_VIEW)
+        self._routes = RouteTable({**table, **front.routes()})
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
@@ -144,7 +147,9 @@ class Application:
         )
         adapters = AdaptersHandler(adapter_orders).routes()
         protected = self._authenticated_routes(server, routing, response_store, adapters)
-        self._routes = RouteTable({**protected, **status.routes()})
+        table = {**protected, **status.routes()}
+        front = FrontPage(table, needs_key=self._keys.required)
+        self._routes = RouteTable({**table, **front.routes()})
 
     def update_settings(self, server: ServerSettings) -> None:
         """Apply reloaded limits and the log_requests switch."""

@@ -26,7 +26,8 @@ def _page_template() -> bytes:
 def render_page(data: bytes, *, live: bool) -> bytes:
     """Return the HTML page with `data` inside, a JSON object with `timeline` and perhaps `report`.
 
-    A `live` page polls its server for newer samples.
+    A `report` of null says that no decisions are recorded: the page then leaves out what follows
+    from them. A `live` page polls its server for newer samples.
     """
     safe = data.replace(b"<", b"\\u003c")
     return (
@@ -52,7 +53,8 @@ class RoutingSource(Protocol):
 
 
 class RoutingHandler:
-    """Answers /router/...; 404 in router modes that record no decisions."""
+    """Answers /router/...: samples of workers in every router mode, and decisions and reports in
+    those that record them."""
 
     def __init__(self, source: RoutingSource) -> None:
         self._source = source
@@ -93,16 +95,15 @@ class RoutingHandler:
     async def timeline(self, exchange: Exchange) -> None:
         """GET /router/timeline: series of all workers, of the last 15 minutes, after the Unix time
         `since`, or of the last `seconds`."""
-        self._require_decisions()
         since = _query_number(exchange, "since") or 0.0
         seconds = _query_number(exchange, "seconds")
         _send_json(exchange, await self._source.timeline(since, seconds))
 
     async def view(self, exchange: Exchange) -> None:
-        """GET /router/view: timeline and report as a page that updates itself."""
-        self._require_decisions()
+        """GET /router/view: timeline and report, if there is one, as a page that updates itself."""
         timeline = await self._source.timeline()
-        report = await self._source.report(VIEW_REPORT_S)
+        recorded = self._source.records_decisions
+        report = await self._source.report(VIEW_REPORT_S) if recorded else None
         data = msgspec.json.encode({"timeline": timeline, "report": report})
         body = render_page(data, live=True)
         exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)

@@ -68,7 +68,8 @@ def parser() -> Parser:
         "dynamo router",
         "view: cache and load of every worker over time, as a page or a picture.\n"
         "report: reachable and achieved cache hits, latencies, balance and advice.\n"
-        "Both need a deployment that runs with --router-mode kv (or adaptive).",
+        "Decisions are recorded in the modes kv and adaptive. In others there is no report, and "
+        "the view has load and cache alone.",
         EXAMPLES,
         usage="{view,report} [FLAGS]",
     )
@@ -107,12 +108,16 @@ def _write_view(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(timeline).decode())
         return 0
+    try:
+        report = client.report(args.seconds)
+    except NotFound:  # this router mode records no decisions
+        report = None
     if args.picture:
-        draw_timeline(timeline, args.picture)
+        draw_timeline(timeline, args.picture, decisions=report is not None)
         print(f"wrote {args.picture}")
     if args.html or not args.picture:
         path = args.html or DEFAULT_HTML_FILE
-        data = msgspec.json.encode({"timeline": timeline, "report": client.report(args.seconds)})
+        data = msgspec.json.encode({"timeline": timeline, "report": report})
         write_file(path, render_page(data, live=False))
         print(f"wrote {path}")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class ProcessRouting:
     def add_model(self, name: str, model: ModelRouting) -> None:
         """Observe a model, instead of an earlier one of that name."""
         self._models[name] = model
-        if self.records_decisions and not self._sampling_started:
+        if not self._sampling_started:
             self._sampling_started = True
             self._runtime.tasks.start(self._sample_every_second(), "routing samples")
 
@@ -118,10 +118,19 @@ class ProcessRouting:
             self._sample(next_s)
 
     def _sample(self, at: float) -> None:
-        """Add a sample of all models' workers at the Unix time `at`."""
+        """Add a sample of all models' workers at the Unix time `at`. Without recorded decisions the
+        clients know how many requests are at a worker."""
         models = self._models.values()
         workers = [worker for model in models for worker in model.client.instances]
         self.observer.collector.workers = len(workers)
+        if not self.records_decisions:
+            self.observer.active_requests = Counter(
+                {
+                    id_: model.client.in_flight(id_)
+                    for model in models
+                    for id_ in model.client.instances
+                }
+            )
         views = (worst_view_by_instance(model.policy.cache_view_modes()) for model in models)
         self.timeline.record(
             at,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
+import pytest
+
 import dynamo
+from dynamo.application import Application, Gateway
+from dynamo.application.foreign_paths import FOREIGN_PATHS
 from dynamo.application.openai.logprobs import completion_logprobs
-from dynamo.core.errors import PlaneUnavailable
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import NotFound, PlaneUnavailable
+from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.text import DecodedTokenLogprob
+from dynamo.telemetry.metrics import Registry
 
 
 async def get(connect: Any, site: Any, path: str, method: str = "GET", body: Any = None) -> Any:
@@ -122,12 +131,73 @@ async def test_unknown_paths_name_the_nearest(site: Any, connect: Any) -> None:
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/model", "/v1/models"),
         ("/healthz", "/health"),
+        ("/v1", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/models/", "/v1/models"),
         ("/", "/v1/chat/completions"),
         ("/" + "x" * 5000, "/v1/models"),
     ):
         answer = await get(connect, site, path)
         assert (answer.status, answer.error["code"]) == (404, "not_found")
         assert near in answer.error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("path", "api", "instead"),
+    [
+        ("/api/chat", "Ollama", "/v1/chat/completions"),
+        ("/api/tags", "Ollama", "/v1/models"),
+        ("/api/generate", "Ollama", "/v1/completions"),
+        ("/api/blobs/sha256:0", "Ollama", "dynamo run"),
+        ("/completion", "llama.cpp", "/v1/completions"),
+        ("/generate_stream", "TGI", "/v1/completions"),
+        ("/v2/chat", "Cohere", "/v1/chat/completions"),
+        ("/v2/models/m/infer", "Triton", "/v1/completions"),
+        ("/openai/deployments/m/embeddings", "Azure", "/v1/embeddings"),
+        ("/api/v0/models", "LM Studio", "/v1/models"),
+        ("/v1/models/m:generateContent", "Gemini", "/v1/chat/completions"),
+        ("/v1beta/models/m:streamGenerateContent", "Gemini", "/v1/chat/completions"),
+    ],
+)
+async def test_paths_of_other_servers_are_named(
+    site: Any, connect: Any, path: str, api: str, instead: str
+) -> None:
+    answer = await get(connect, site, path, "POST", {})
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert api in answer.error["message"]
+    assert instead in answer.error["hint"]
+
+
+def test_the_paths_to_use_instead_exist() -> None:
+    server, gateway = ServerSettings(), Gateway()
+    application = Application(server, gateway, SystemClock(), Registry())
+    for paths in FOREIGN_PATHS.values():
+        for path, instead in paths.items():
+            for method, found in re.findall(r"(GET|POST) (/\S*[a-z])", instead):
+                application._routes.find(method, found)
+            with pytest.raises(NotFound, match="a path of"):
+                application._routes.find("POST", path + "x" * path.endswith("/"))
+
+
+async def test_browsers_get_a_page_and_programs_the_routes(open_site: Any, connect: Any) -> None:
+    for keys in ((), ("secret",)):
+        site = await open_site(api_keys=keys)
+        async with connect(site.port) as connection:
+            connection.ask("GET", "/", None, {"accept": "text/html,*/*;q=0.8"})
+            page = await connection.answer()
+            connection.ask("GET", "/favicon.ico")
+            icon = await connection.answer()
+            connection.ask("POST", "/", None, {"accept": "text/html"})
+            posted = await connection.answer()
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert (icon.status, icon.headers["content-type"]) == (200, "image/svg+xml")
+        text = page.body.decode()
+        data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+        assert data["needs_key"] == bool(keys)
+        assert data["routes"]["/v1/models"] == ["GET"]
+        assert not [secret for secret in ("words", "spoken", "secret") if secret in text]
+        assert posted.status == 404
+        assert "/v1/chat/completions" in posted.error["hint"]
 
 
 async def test_what_is_left_out_is_named(site: Any, connect: Any) -> None:

@@ -99,6 +99,8 @@ class StatusServer:
             response.send(
                 200, (("content-type", PROMETHEUS_CONTENT_TYPE),), self._metrics.render().encode()
             )
+        elif request.path == "/favicon.ico":  # browsers ask for it and show a 404 as an error
+            response.send(204, (), b"")
         else:
             response.send(404, JSON_HEADERS, b'{"error": "use /health, /live or /metrics"}')
 

@@ -1,0 +1,75 @@
+"""The routes of web browsers: a page at / that shows what is served, and an icon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.foreign_paths import ROOT, not_found_error
+from dynamo.application.http_errors import Headers
+from dynamo.application.routes import Route
+from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE
+
+ROUTER_VIEW = "/router/view"
+ICON = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    b'<rect width="16" height="16" rx="4" fill="#2a6fdb"/>'
+    b'<path d="M5 3h3a5 5 0 0 1 0 10H5z" fill="none" stroke="#fff" stroke-width="2"/></svg>'
+)
+ICON_HEADERS: Headers = (
+    ("content-type", "image/svg+xml"),
+    ("cache-control", "max-age=86400"),
+)
+
+
+@cache
+def _page_template() -> bytes:
+    return files(__package__).joinpath("front_page.html").read_bytes()
+
+
+class FrontPage:
+    """Answers / with a page to browsers and with a 404 that names the routes to other clients.
+
+    The page itself holds the paths of `table` and no data: its script asks the JSON routes, with
+    the user's key if `needs_key`. A router's process has `page_path` instead, to which browsers
+    are redirected.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Mapping[str, Route]],
+        *,
+        needs_key: bool = False,
+        page_path: str = "",
+    ) -> None:
+        self._page_path = page_path
+        self._known = [path for path in table if path[-1] != "/"]
+        routes = {path: list(methods) for path, methods in table.items()}
+        self._data = msgspec.json.encode({"needs_key": needs_key, "routes": routes})
+
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        """Return the routes by path and method."""
+        return {
+            "/": {"GET": self.show, "POST": self.show},
+            "/favicon.ico": {"GET": self.icon},
+        }
+
+    async def show(self, exchange: Exchange) -> None:
+        """GET /: the page, if the client accepts HTML."""
+        request = exchange.request
+        if request.method == "POST" or "text/html" not in (request.header(b"accept") or ""):
+            raise not_found_error(request.method, ROOT, self._known)
+        if self._page_path:
+            headers = (("location", self._page_path), *exchange.headers)
+            exchange.response.send(303, headers, b"")
+            return
+        body = _page_template().replace(DATA_PLACEHOLDER, self._data)
+        exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)
+
+    async def icon(self, exchange: Exchange) -> None:
+        """GET /favicon.ico: the icon that browsers ask for by themselves."""
+        exchange.response.send(200, (*ICON_HEADERS, *exchange.headers), ICON)
