@@ -8,15 +8,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, Parser
+from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser
 from dynamo.core.errors import ConfigError, DynamoError
 
-DEFAULT_URL = "http://localhost:8000"
 PROMPT = "> "
 CONTINUATION = "\\"
 IDLE_TIMEOUT_S = 300.0
 EXAMPLES = """\
-  dynamo chat                                       the server on http://localhost:8000
+  dynamo chat                                       the deployment that runs here
   dynamo chat http://gpu-box:8000 --model llama --system "Answer in one sentence."
   printf 'Hello\\nAnd in French?\\n' | dynamo chat    each line is a message"""
 
@@ -30,9 +29,8 @@ def parser() -> Parser:
         EXAMPLES,
         usage="[URL] [FLAGS]",
     )
-    parser.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}"
-    )
+    parser.add_argument("url", nargs="?", metavar="URL", help="default: the deployment here")
+    parser.add_argument("--deployment", metavar="NAME", help=DEPLOYMENT_HELP)
     parser.add_argument("--model", metavar="NAME", help="default: the server's first model")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
@@ -57,11 +55,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run_chat(args: argparse.Namespace) -> int:
     from dynamo.cli.chat_session import ChatSession
+    from dynamo.cli.stop import find_server_url
     from dynamo_client import DynamoConfig, SyncDynamoClient
 
     key = args.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    url = args.url or find_server_url(args.deployment)
     try:
-        config = DynamoConfig(args.url, api_key=key, timeout=IDLE_TIMEOUT_S, max_retries=1)
+        config = DynamoConfig(url, api_key=key, timeout=IDLE_TIMEOUT_S, max_retries=1)
         client = SyncDynamoClient(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -70,7 +70,7 @@ def _run_chat(args: argparse.Namespace) -> int:
         chat = ChatSession(client, args.system or "", options)
         chat.select_model(args.model or "")
         if sys.stdin.isatty():
-            print(f"{chat.model} at {args.url}; /help for help, Ctrl-D ends.", file=sys.stderr)
+            print(f"{chat.model} at {url}; /help for help, Ctrl-D ends.", file=sys.stderr)
             for line in _read_messages():
                 if not chat.handle_line(line):
                     break

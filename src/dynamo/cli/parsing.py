@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dynamo.core.settings import Settings
 
 API_KEY_VARIABLE = "DYNAMO_API_KEY"
+DEPLOYMENT_HELP = "name or port of the deployment, if several run here"
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 DESCRIPTION_WIDTH = 100
 """Columns of a command's description. The flags follow the terminal's width."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, Parser, check_writable, write_file
+from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser, check_writable, write_file
 from dynamo.core.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 def add_router_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--deployment` and `--api-key`."""
     parser.add_argument("--url", help="URL of a frontend or router (default: the deployment here)")
-    parser.add_argument("--deployment", metavar="NAME", help="name or port, if several run")
+    parser.add_argument("--deployment", metavar="NAME", help=DEPLOYMENT_HELP)
     parser.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
 
 
 def make_router_client(args: argparse.Namespace) -> RouterClient:
     """Return a client of the chosen deployment. Raises `ConfigError` and `NotFound`."""
+    from dynamo.cli.stop import find_server_url
     from dynamo.operations.router_client import RouterClient
 
-    url = _parse_url(args.url) if args.url else _deployment_url(args.deployment)
+    url = _parse_url(args.url) if args.url else find_server_url(args.deployment)
     return RouterClient(url, args.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
@@ -40,17 +41,6 @@ def _parse_url(text: str) -> str:
         hint = "such as http://127.0.0.1:8000"
         raise ConfigError(f"--url: {text!r} is not a URL", hint=hint) from None
     return text if "://" in text else f"http://{text}"
-
-
-def _deployment_url(name: str | None) -> str:
-    from dynamo.cli.stop import select_deployments
-    from dynamo.runtime.deployment import live_deployments
-
-    (deployment,) = select_deployments(live_deployments(), name)
-    for process in deployment.live_processes():
-        if process.role in {"frontend", "router"} and process.address.startswith("http"):
-            return process.address
-    raise NotFound(f"{deployment.id} has no HTTP port", hint="--url names another server")
 
 
 DEFAULT_HTML_FILE = "router.html"

@@ -186,9 +186,12 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
     from dynamo.models.location import computes_embeddings
 
     embeds = not lacks_tokenizer(settings) and computes_embeddings(settings.model.path)
-    example_of = curl_embeddings_example if embeds else curl_example
-    command = example_of(url)
-    where, example = (f"at {url}/v1", f"try:  {command}\n") if url else ("to frontends", "")
+    where, example = "to frontends", ""
+    if url:
+        command = (curl_embeddings_example if embeds else curl_example)(url)
+        if settings.server.api_keys:
+            command += " -H 'authorization: Bearer KEY'"
+        where, example = f"at {url}/v1", f"try:  {command}\nlook: {url} in a browser\n"
     print(
         f"\n{', '.join(names)} is served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
         file=sys.stderr,

@@ -81,6 +81,21 @@ def select_deployments(
     return chosen
 
 
+def find_server_url(name_or_port: str | None) -> str:
+    """Return the URL of the HTTP port of a deployment of this user on this host: the one of this
+    name or port, or the only one. Raises `ConfigError` and `NotFound`."""
+    from dynamo.runtime.deployment import live_deployments
+
+    running = live_deployments()
+    if not running and name_or_port is None:
+        raise NotFound("no deployment is running", hint="start one, or give the URL of a server")
+    (deployment,) = select_deployments(running, name_or_port)
+    for process in deployment.live_processes():
+        if process.role in {"frontend", "router"} and process.address.startswith("http"):
+            return process.address
+    raise NotFound(f"{deployment.id} has no HTTP port", hint="give the URL of a server")
+
+
 def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
     """Signal the processes that have no ancestor in the deployment, and wait until all have ended.
     Raises `DeadlineExceeded`."""

@@ -27,7 +27,7 @@ def test_without_an_answer_no_figures_are_printed(
 ) -> None:
     monkeypatch.setattr(bench, "_run_single", result_of_failures)
     picture = tmp_path / "a.png"
-    assert main(["bench", "--picture", str(picture)]) == 1
+    assert main(["bench", "http://127.0.0.1:1", "--picture", str(picture)]) == 1
 
     printed = capsys.readouterr()
     assert "no request was answered" in printed.err
@@ -45,7 +45,7 @@ def test_a_preset_names_the_cases_without_an_answer(
         return result_of_failures()
 
     monkeypatch.setattr(latency, "run_bench", run_bench)
-    assert main(["bench", "--preset", "benchmark_latency"]) == 1
+    assert main(["bench", "http://127.0.0.1:1", "--preset", "benchmark_latency"]) == 1
 
     printed = capsys.readouterr()
     assert printed.out.count("no request was answered, 3 failed: http 503") == 3

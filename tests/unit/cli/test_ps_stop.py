@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from tests.conftest import until
 
 from dynamo.cli import main, ps, stop
+from dynamo.cli.benchmark.bench_flags import parse_bench_config
+from dynamo.cli.benchmark.bench_flags import parser as bench_parser
 from dynamo.core.errors import ConfigError, NotFound
 from dynamo.runtime import deployment
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
@@ -206,3 +208,20 @@ def test_with_several_deployments_the_hint_lists_their_names(
     assert "--deployment names one of: http-8123" in capsys.readouterr().err
     assert main(["call", "Greeter.gret"]) == 1
     assert "running deployments serves dynamo.Greeter.gret" in capsys.readouterr().err
+
+
+def test_clients_find_the_running_deployment(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("chat", "bench", "explain"):
+        assert main([command]) == 1
+        assert "no deployment is running" in capsys.readouterr().err
+    start("http-8123", "worker")
+    with pytest.raises(NotFound, match="no HTTP port"):
+        stop.find_server_url(None)
+    start("http-8123", "frontend")
+    assert parse_bench_config(bench_parser().parse([])).target.url == "http://127.0.0.1:8123"
+    start("other", "frontend")
+    with pytest.raises(ConfigError, match="several"):
+        stop.find_server_url(None)
+    assert stop.find_server_url("other") == "http://127.0.0.1:8123"

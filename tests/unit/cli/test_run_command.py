@@ -14,6 +14,7 @@ from dynamo.cli.progress_bar import CLEAR_LINE, ProgressBar, format_byte_progres
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import ServerSettings
 from dynamo.inference.vllm.adapters import parse_lora_modules
 
 
@@ -132,6 +133,14 @@ def test_the_announcement_has_an_example_request(capsys: pytest.CaptureFixture[s
     err = capsys.readouterr().err
     assert "smol, s2 is served at http://127.0.0.1:8000/v1" in err
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in err
+    assert "authorization" not in err
+
+    secured = Settings(server=ServerSettings(api_keys=("secret",)))
+    run.announce(["smol"], secured, "http://127.0.0.1:8000")
+
+    err = capsys.readouterr().err
+    assert "-H 'authorization: Bearer KEY'" in err
+    assert "secret" not in err
 
 
 class FakeTerminal(io.StringIO):

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, Parser
+from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
 
 if TYPE_CHECKING:
     from dynamo.operations.bench.bench import BenchConfig
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 PRESET_NAMES = ("benchmark_latency",)
 
 EXAMPLES = """\
@@ -39,8 +38,9 @@ def parser() -> Parser:
         usage="[URL] [FLAGS] | compare A.json B.json | draw A.json ... --picture FILE.png",
     )
     parser.add_argument(
-        "words", nargs="*", metavar="URL", help=f"the server (default: {DEFAULT_URL})"
+        "words", nargs="*", metavar="URL", help="the server (default: the deployment here)"
     )
+    parser.add_argument("--deployment", metavar="NAME", help=DEPLOYMENT_HELP)
     _add_load_flags(parser)
     _add_request_flags(parser)
     _add_server_flags(parser)
@@ -151,7 +151,6 @@ def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
         )
     _check_numbers(args)
     return BenchConfig(
-        target=_parse_target(args),
         shape=RequestShape(args.isl, args.osl, args.prefix_share, args.prefixes, args.turns),
         load=_parse_load(args),
         objectives=LatencyObjectives(
@@ -164,17 +163,19 @@ def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
         sharegpt=args.sharegpt or "",
         tokenizer=args.tokenizer,
         name=args.name,
+        target=_parse_target(args),
     )
 
 
 def _parse_target(args: argparse.Namespace) -> Any:
+    from dynamo.cli.stop import find_server_url
     from dynamo.operations.bench.workload import BenchTarget
 
     try:
         extra = msgspec.json.decode(args.extra, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--extra {args.extra}: {error}", hint="give a JSON object") from None
-    url = args.words[0] if args.words else DEFAULT_URL
+    url = args.words[0] if args.words else find_server_url(args.deployment)
     return BenchTarget(
         url=url if "//" in url else f"http://{url}",
         model=args.model,
