@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from dynamo.core.errors import InvalidRequest
-from dynamo.core.parent_death_signal import set_parent_death_signal
+from dynamo.core.host.parent_death_signal import set_parent_death_signal
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.grammar_text import grammar_text, parser_limits
 from dynamo.models.grammar.refusal import find_endless
