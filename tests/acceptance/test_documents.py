@@ -3,12 +3,12 @@
 Blocks marked `sh` and `python` are run in order with the default model. Only ports and durations are
 replaced. A command that serves runs until the next one that serves, or until the end of the page.
 Parts started with `--only` run together. A block below "`NAME`:" is written to that file.
-`<!-- not run: WHY -->` above a block skips it.
+`<!-- not run: WHY -->` above a block skips it. Packages that `make run` does not install are hidden
+unless the page has named them before.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -17,16 +17,16 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tests.conftest import free_port
-
-from dynamo.models.downloads.wheel_models import fetch_wheel_model
 
 ROOT = Path(__file__).parents[2]
 ERROR = re.compile(r'"error"(?!:\s*null)')
@@ -41,19 +41,25 @@ PORT = re.compile(r"\b80\d\d\b")
 DURATION = re.compile(r"--duration \S+")
 TIMELESS = re.compile(r"dynamo bench(?= http| -)(?!.*--(?:duration|requests|trace|preset))")
 """A benchmark that would run for ten seconds."""
-ASKS = re.compile(r"dynamo (?:chat|bench)(?! http| compare| draw)")
-SERVES = re.compile(r"(\w+=\S+ )*(make run|dynamo serve|dynamo run)(?!.* (in=batch|--dry-run))")
-BEFORE = {
-    "docs/how-to/benchmark.md": "dynamo run out=mock --speedup-ratio 1000",
-    "docs/how-to/chat.md": "dynamo run",
-    "docs/how-to/client.md": "dynamo run",
-}
-"""Commands that run before a page's first block."""
+SERVES = re.compile(
+    r"(\w+=\S+ )*(make run|dynamo serve|dynamo run|dynamo indexer)"
+    r"(?!.* (in=batch|in=text|--dry-run|&$))"
+)
+CHOOSES = re.compile(r"dynamo (chat|bench)(?! http| compare| draw)")
+"""Commands that take the only deployment. A user who runs the tests may have others."""
+SHELL_BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 READY_LINE = re.compile(r"^\w+ serves$", re.MULTILINE)
 """Output of a deployment without HTTP when it is ready."""
 TIMEOUT_S = 40
 RETRY_S = 5
 """Commands are retried for this long, since a frontend discovers a service with a delay."""
+
+
+def all_pages() -> Iterator[Path]:
+    """Yield every page with commands for readers."""
+    for pattern in ("*.md", "docs/*.md", "docs/how-to/*.md", "docs/architecture/*.md"):
+        yield from sorted(ROOT.glob(pattern))
+    yield from sorted(ROOT.glob("examples/*/README.md"))
 
 
 def pages() -> Iterator[str]:
@@ -65,19 +71,75 @@ def pages() -> Iterator[str]:
             yield str(page.relative_to(ROOT))
 
 
+NEEDED = re.compile(r"(?:extra `|pip install (?:--\S+ )*(?:'?[\w.-]*\[)?)([\w-]+)")
+"""An extra or a package that a page says to install."""
+HIDE = """
+import os
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+def find_visible(name, path=None, target=None):
+    hidden = name.partition(".")[0] in os.environ["HIDDEN_MODULES"].split(",")
+    return None if hidden else find_spec(name, path, target)
+
+PathFinder.find_spec = find_visible
+"""
+
+
+def hidden_modules(needed: Collection[str]) -> str:
+    """Return the modules that `make run` does not install and no extra or package of `needed`."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    installed = re.findall(
+        r"^([\w.-]+)==", (ROOT / "requirements/run.txt").read_text(), re.MULTILINE
+    )
+    named = [*needed, *(line for name in needed for line in extras.get(name, ()))]
+    present = {"pip", "setuptools", "dynamo-python", *map(normal_name, installed)}
+    present |= set(with_dependencies(named))
+    return ",".join(
+        module
+        for module, names in packages_distributions().items()
+        if present.isdisjoint(map(normal_name, names))
+    )
+
+
+def with_dependencies(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the packages of lines like "numpy>=2", and those that they depend on."""
+    pending, known = [*lines], set()
+    while pending:
+        line = pending.pop()
+        name = normal_name(re.split(r"[^\w.-]", line)[0])
+        if name and name not in known and "extra ==" not in line:
+            known.add(name)
+            yield name
+            with suppress(PackageNotFoundError):
+                pending += requires(name) or ()
+
+
+def normal_name(name: str) -> str:
+    """Return a package's name as indexes write it."""
+    return name.lower().replace("_", "-")
+
+
 class Block(NamedTuple):
-    """A block of a page: the content of `file`, else a Python program or shell commands."""
+    """A block of a page: the content of `file`, else a Python program or shell commands. `needed`
+    are the extras and packages that the page names up to there."""
 
     file: str
     text: str
     program: bool
+    needed: frozenset[str]
 
 
 def blocks(page: str) -> Iterator[Block]:
     """Yield the blocks to run or write, in order."""
-    for match in BLOCK.finditer((ROOT / page).read_text()):
+    text = (ROOT / page).read_text()
+    for match in BLOCK.finditer(text):
         if not match["skip"] and (match["kind"] in RUN or match["file"]):
-            yield Block(match["file"] or "", match["text"], match["kind"] == "python")
+            needed = frozenset(NEEDED.findall(text[: match.end()]))
+            yield Block(match["file"] or "", match["text"], match["kind"] == "python", needed)
 
 
 class Reader:
@@ -94,9 +156,13 @@ class Reader:
         port = self.ports["8000"]
         self._environ = os.environ | environ | {"PATH": path, "DYNAMO_SERVER__HTTP_PORT": port}
         self._environ |= {"PORT": port, "PYTHONDONTWRITEBYTECODE": "1", "DYNAMO_ROUTER__PORT": "0"}
+        (home / "hide").mkdir()
+        (home / "hide" / "sitecustomize.py").write_text(HIDE)
+        self._environ["PYTHONPATH"] = str(home / "hide")
 
     def follow(self, block: Block) -> None:
         """Write the block's file or run its commands."""
+        self._environ["HIDDEN_MODULES"] = hidden_modules(block.needed)
         if block.file:
             (self._folder / block.file).write_text(self._other_ports(block.text))
         elif block.program:
@@ -105,8 +171,6 @@ class Reader:
             for command in commands(block.text):
                 can_make = make_is_up_to_date()
                 self.run(command if can_make else command.replace("make run", "dynamo run"))
-        if self._parts:
-            self._wait()
 
     def run(self, command: str) -> None:
         """Start a command that serves, or run another command to its end."""
@@ -114,19 +178,23 @@ class Reader:
         if command.startswith("cd "):
             self._folder /= command.removeprefix("cd ")
             return
-        port = self.ports["8000"]
         command = DURATION.sub("--duration 1s", self._other_ports(command))
-        command = ASKS.sub(rf"\g<0> http://127.0.0.1:{port}", command)
         command = TIMELESS.sub(r"\g<0> --duration 1s", command)
-        if command == "dynamo stop":  # the user may have other deployments
-            command += f" {port}"
+        port = self.ports["8000"]
+        command = CHOOSES.sub(rf"\g<0> --deployment {port}", command)
+        command = re.sub(r"^dynamo stop$", f"dynamo stop {port}", command)
         if SERVES.match(command):
             self.serve(command)
         else:
+            if self._parts:
+                self._wait()
             self._await(command)
 
     def end(self) -> None:
         """Interrupt the commands that serve and check that they end without an error."""
+        if self._parts:
+            self._wait()
+        self._parts = False
         while self._serving:
             self._end(self._serving.pop())
 
@@ -218,13 +286,6 @@ def home(tmp_path: Path) -> Path:
     """Create a folder with the files that pages expect."""
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for folder in (tmp_path, *tmp_path.glob("examples/*")):
-        (folder / "model.gguf").symlink_to(fetch_wheel_model())
-    trace = {"timestamp": 30, "input_length": 40, "output_length": 3, "hash_ids": [1]}
-    (tmp_path / "trace.jsonl").write_text(json.dumps(trace) + "\n")
-    subprocess.run(["gzip", "--keep", tmp_path / "trace.jsonl"], check=True)
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello there"}]
-    (tmp_path / "conversations.json").write_text(json.dumps([{"conversations": turns * 2}]))
     return tmp_path
 
 
@@ -241,11 +302,21 @@ def reader(
     reader.end()
 
 
+def test_nothing_stands_behind_a_command_that_serves() -> None:
+    """A reader's terminal would never come to it."""
+    behind = [
+        (str(page.relative_to(ROOT)), command)
+        for page in all_pages()
+        for block in SHELL_BLOCK.findall(page.read_text())
+        for command in list(commands(block))[:-1]
+        if SERVES.match(command.strip())
+    ]
+    assert behind == []
+
+
 @pytest.mark.parametrize("page", list(pages()))
 @pytest.mark.timeout(180)
 def test_a_page(page: str, reader: Reader) -> None:
-    if page in BEFORE:
-        reader.serve(BEFORE[page])
     for block in blocks(page):
         reader.follow(block)
     assert reader.commands

@@ -18,10 +18,10 @@ from dynamo.core.settings.json_schema import json_schema
 from dynamo.core.settings.load import DEFAULT_ORIGIN
 
 EXAMPLES = """\
-  dynamo config explain configs/agg.yaml               every setting
-  dynamo config explain configs/agg.yaml --changed     settings that differ from the defaults
+  dynamo config explain serve.yaml               every setting
+  dynamo config explain serve.yaml --changed     settings that differ from the defaults
   dynamo config explain --json --http-port 8080        with flags and environment
-  dynamo config check configs/agg.yaml                 would `dynamo run -f FILE` start?
+  dynamo config check serve.yaml                 would `dynamo run -f FILE` start?
   dynamo config schema > dynamo.schema.json            schema for editors"""
 
 

@@ -47,7 +47,7 @@ def parser() -> Parser:
         "dynamo run",
         "Serve a model: starts a frontend and workers as child processes.\n\n"
         "Every setting can be given as --SECTION.KEY VALUE, as $DYNAMO_SECTION__KEY or in a file.\n"
-        "docs/reference/settings.md lists all settings; those with a short flag are below.",
+        "`dynamo config explain` lists all settings; those with a short flag are below.",
         EXAMPLES,
         usage="[in=http|text|batch:FILE|none] [out=native|llamacpp|mock|echo|script|openai URL..] "
         "[MODEL] [FLAGS]",

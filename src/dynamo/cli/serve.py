@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 OPTION_PATTERN = re.compile(r"--([A-Z]\w*)\.([\w.-]+)(?:=(.*))?\Z", re.DOTALL)
 
 EXAMPLES = """\
-  cd examples/llm
-  dynamo serve graphs.agg:Frontend -f configs/agg.yaml
-  dynamo serve graphs.agg:Frontend -f configs/agg.yaml --AggregatedWorker.workers=2
-  dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --model-path ./model
-  dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --only
-  dynamo serve graphs.agg:Frontend -f configs/agg.yaml --dry-run"""
+  dynamo serve hello:Greeter
+  dynamo serve graphs.agg:Frontend -f serve.yaml
+  dynamo serve graphs.agg:Frontend -f serve.yaml --AggregatedWorker.workers=2
+  dynamo serve graphs.agg:AggregatedWorker -f serve.yaml --model-path ./model
+  dynamo serve graphs.agg:AggregatedWorker -f serve.yaml --only
+  dynamo serve graphs.agg:Frontend -f serve.yaml --dry-run"""
 
 
 def parser() -> Parser:

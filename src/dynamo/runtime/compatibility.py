@@ -29,7 +29,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 
 R = TypeVar("R")
 WorkerFunction = Callable[..., Coroutine[Any, Any, R]]
-HINT = "see docs/how-to/migrate.md"
+HINT = "runtime.native is this project's own runtime"
 
 
 def dynamo_worker(

@@ -21,7 +21,7 @@ from dynamo.core.values import ROLES_BY_NAME
 EXAMPLES = """\
   dynamo roles worker-2 prefill       prompts of other workers only
   dynamo roles worker-2 both
-  dynamo roles worker-2 both -f configs/distributed.yaml      a deployment with etcd"""
+  dynamo roles worker-2 both -f serve.yaml      a deployment with etcd"""
 
 
 def parser() -> Parser:

@@ -39,7 +39,7 @@ def schema_refusal(schema: str, reason: str, field: str) -> InvalidRequest:
     pointer = find_keyword(document, keyword, value)
     return InvalidRequest(
         f"{field}: the schema cannot be enforced: {keyword!r} at {pointer or '/'}: {text.strip()}",
-        hint="leave the keyword out; docs/how-to/structured-output.md lists what is enforced",
+        hint="leave the keyword out, or check the answer yourself",
         param=field,
     )
 

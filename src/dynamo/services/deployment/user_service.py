@@ -100,6 +100,6 @@ def _suggest_modules(name: str, folder: Path) -> str:
     modules = sorted(package_folder.glob("*.py"))
     known = [path.stem for path in modules if not path.stem.startswith("_")]
     if not known:
-        return "run the command in the folder of your modules, e.g. `cd examples/llm`"
+        return "run the command in the folder of your modules"
     prefix = "".join(f"{package}." for package in packages)
     return nearest_name_hint(name, [f"{prefix}{module}" for module in known])

@@ -38,8 +38,8 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("cache_hit", "routing_loss"),
         0.15,
         "{:.1%} of prompt blocks are held by another worker than the chosen one",
-        "Workers with hot prefixes are too busy: add workers, or give load a lower cost "
-        "(docs/how-to/routing.md).",
+        "Workers with hot prefixes are too busy: add workers, or, with the policy composite, lower "
+        "router.routing_strategy.load_weight.",
     ),
     "eviction_loss": RoutingAlertRule(
         ("cache_hit", "eviction_loss"),
@@ -51,8 +51,8 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("load_balance", "imbalance"),
         2.0,
         "the busiest worker computes {:.1f} times the mean",
-        "One worker holds a hot prefix: give load a higher cost (docs/how-to/routing.md), or add "
-        "workers, which will hold the prefix, too.",
+        "One worker holds a hot prefix: add workers, which will hold the prefix, too, or, with the "
+        "policy composite, raise router.routing_strategy.load_weight.",
         min_load=1.0,
     ),
     "inexact_view": RoutingAlertRule(
