@@ -173,8 +173,8 @@ def test_the_paths_to_use_instead_exist() -> None:
     application = Application(server, gateway, SystemClock(), Registry())
     for paths in FOREIGN_PATHS.values():
         for path, instead in paths.items():
-            for method, found in re.findall(r"(GET|POST) (/\S*[a-z])", instead):
-                application._routes.find(method, found)
+            for method, route in re.findall(r"(GET|POST) (/\S*[a-z])", instead):
+                application._routes.find(method, route)
             with pytest.raises(NotFound, match="a path of"):
                 application._routes.find("POST", path + "x" * path.endswith("/"))
 
