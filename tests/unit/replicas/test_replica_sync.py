@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
@@ -278,3 +278,40 @@ async def test_an_unclaimed_reservation_expires(start_router: StartRouter) -> No
     server.peer_requests.expire_reservations(server.clock.now() + 1)
     assert server.pending_tokens() == [0, 0]
     assert server.peer_requests.reserved_count == 0
+
+
+REPEATED_PAIRS = (
+    (("w1", "w2"), ("w1", "w3")),
+    (("w1", "w2"), ("w1", "w2"), ("w1", "w3")),
+    (("w1", "w2"), ("w3", "w2")),
+    (("w1", "w2"), ("w2", "w1")),
+    (("w1", "w1"), ("w1", "w2"), ("w1", "w1")),
+    (("w1", "w1"), ("w1", "w1")),
+)
+
+
+@pytest.mark.parametrize("pairs", REPEATED_PAIRS)
+async def test_a_choice_made_again_replaces_the_one_before(
+    start_router: StartRouter, pairs: Sequence[tuple[str, str]]
+) -> None:
+    server = await start_router("server")
+    states, now = server.solver.worker_states, server.clock.now()
+    names = ("w1", "w2", "w3")
+    states.update_instances({n: Instance(n, f"tcp://{n}", "ns", "w", "generate") for n in names})
+    workers = {worker.name: worker for worker in states.workers}
+    for prefill, decode in pairs:
+        placed = PlacedRequest("a", workers[prefill], Prompt(160, list(range(10))), 160, now)
+        workers[prefill].place(placed, now)
+        if decode != prefill:
+            workers[prefill].expect_answer(placed, workers[decode])
+        server.peer_requests.reserve(placed)
+        assert [len(w.active) for w in workers.values()] == [int(n == prefill) for n in names]
+        expected = [int(n == decode != prefill) for n in names]
+        assert [len(w.arriving) for w in workers.values()] == expected
+
+    server.peer_requests.expire_reservations(now + 1)
+    for worker in workers.values():
+        assert not worker.active
+        assert not worker.arriving
+        counts = worker.pending_prefills, worker.pending_prefill_tokens, worker.arriving_tokens
+        assert (*counts, worker.stall_sensitivity) == (0, 0, 0, 0.0)

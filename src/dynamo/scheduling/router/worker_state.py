@@ -235,7 +235,9 @@ class WorkerState:
         return min(load, 1.0)
 
     def place(self, placed: PlacedRequest, now: float) -> None:
-        """Add a request that is sent to the worker now."""
+        """Add a request that is sent to the worker now. It replaces one of the same id."""
+        if (before := self.active.get(placed.id)) is not None:
+            self.remove(before, now)
         prefill_ms = self.predict_prefill_ms(placed.new_tokens)
         backlog_ms = shared_ms = self.backlog_ms(now)
         if self.pending_prefills:  # pending prompts share steps
@@ -262,7 +264,9 @@ class WorkerState:
 
     def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
         """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
-        would delay it, and prompts here would not."""
+        would delay it, and prompts here would not. A request of the same id is replaced there."""
+        if (before := decode_worker.arriving.get(placed.id)) is not None:
+            before.worker.remove(before, placed.placed_s)
         placed.decode_worker = decode_worker
         decode_worker.arriving[placed.id] = placed
         decode_worker.arriving_tokens += placed.prompt_tokens
@@ -271,8 +275,9 @@ class WorkerState:
     def hand_over(self, placed: PlacedRequest) -> None:
         """Move a request with its first token to the worker that decodes it."""
         target = placed.decode_worker
-        if target is None or self.active.pop(placed.id, None) is None:
+        if target is None or self.active.get(placed.id) is not placed:
             return
+        del self.active[placed.id]
         self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
         placed.worker, placed.decode_worker = target, None
         del target.arriving[placed.id]
@@ -291,7 +296,7 @@ class WorkerState:
 
     def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
-        if placed.first_token_s is None and placed.id in self.active:
+        if placed.first_token_s is None and self.active.get(placed.id) is placed:
             saved = min(tokens, placed.new_tokens - 1)
             placed.new_tokens -= saved
             self.pending_prefill_tokens -= saved
@@ -299,7 +304,7 @@ class WorkerState:
 
     def on_first_token(self, placed: PlacedRequest, now: float) -> None:
         """Note that the prefill is done. Later calls and unknown requests are ignored."""
-        if placed.first_token_s is not None or placed.id not in self.active:
+        if placed.first_token_s is not None or self.active.get(placed.id) is not placed:
             return
         placed.first_token_s = now
         if placed.updates_model:
@@ -309,16 +314,16 @@ class WorkerState:
         placed.prefill_ms_at_first_token = self.total_prefill_ms
 
     def remove(self, placed: PlacedRequest, now: float) -> None:
-        """Remove a request that left the worker; unknown requests are ignored."""
-        if self.active.pop(placed.id, None) is None:
+        """Remove a request that left the worker; unknown and replaced requests are ignored."""
+        if self.active.get(placed.id) is not placed:
             return
+        del self.active[placed.id]
         if (target := placed.decode_worker) is not None:
             del target.arriving[placed.id]
             target.arriving_tokens -= placed.prompt_tokens
             target.move_sensitivity(self)
-        self.stall_sensitivity = max(
-            0.0, self.stall_sensitivity - 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
-        )
+        share = 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
+        self.stall_sensitivity = max(0.0, self.stall_sensitivity - share)
         if placed.first_token_s is None:
             self._finish_prefill(placed, now)
             return
