@@ -39,11 +39,13 @@ STALL_HALVING_TOKENS = 50.0
 
 
 class PlacedRequest(Placement):
-    """A request on its worker, until it ends. `updates_model`: whether measured times update the
-    latency model. `decode_worker`: the worker to which the request moves with its first token, if
-    that is another one. The callbacks receive this object."""
+    """A request on its worker, until it ends. `counted`: whether it is part of its worker's sums.
+    `updates_model`: whether measured times update the latency model. `decode_worker`: the worker to
+    which the request moves with its first token, if that is another one. The callbacks receive this
+    object."""
 
     __slots__ = (
+        "counted",
         "decode_worker",
         "end_callback",
         "expected_first_token_s",
@@ -59,6 +61,7 @@ class PlacedRequest(Placement):
     ) -> None:
         super().__init__(request_key, prompt, new_tokens)
         self.worker = worker
+        self.counted = False
         self.decode_worker: WorkerState | None = None
         self.placed_s = now
         self.expected_first_token_s = now
@@ -76,6 +79,12 @@ class PlacedRequest(Placement):
 
 def _ignore(placed: PlacedRequest) -> None:
     del placed
+
+
+def _discard(requests: dict[str, PlacedRequest], placed: PlacedRequest) -> None:
+    """Remove a request, unless a later one with its id is there."""
+    if requests.get(placed.id) is placed:
+        del requests[placed.id]
 
 
 class WorkerState:
@@ -207,8 +216,7 @@ class WorkerState:
         Without a report, the model's own context count replaces it."""
         load, info = self.load, self.engine_info
         if load is not None and load.total_blocks:
-            share = load.active_blocks / load.total_blocks
-            context = 0
+            share, context = load.active_blocks / load.total_blocks, 0
         else:
             share, context = 0.0, self.decode_context_tokens
         if info is not None:
@@ -235,9 +243,7 @@ class WorkerState:
         return min(load, 1.0)
 
     def place(self, placed: PlacedRequest, now: float) -> None:
-        """Add a request that is sent to the worker now. It replaces one of the same id."""
-        if (before := self.active.get(placed.id)) is not None:
-            self.remove(before, now)
+        """Add a request that is sent to the worker now."""
         prefill_ms = self.predict_prefill_ms(placed.new_tokens)
         backlog_ms = shared_ms = self.backlog_ms(now)
         if self.pending_prefills:  # pending prompts share steps
@@ -249,7 +255,7 @@ class WorkerState:
         placed.expected_first_token_s = now + (shared_ms + prefill_ms) * 1e-3
         self.pending_prefills += 1
         self.pending_prefill_tokens += placed.new_tokens
-        self.active[placed.id] = placed
+        placed.counted, self.active[placed.id] = True, placed
         self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
         self._changed.add(self)
 
@@ -258,15 +264,13 @@ class WorkerState:
         placed.updates_model = False
         placed.emitted = emitted
         placed.first_token_s = now
-        self.active[placed.id] = placed
+        placed.counted, self.active[placed.id] = True, placed
         self._refreshed_s = float("-inf")
         self._changed.add(self)
 
     def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
         """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
-        would delay it, and prompts here would not. A request of the same id is replaced there."""
-        if (before := decode_worker.arriving.get(placed.id)) is not None:
-            before.worker.remove(before, placed.placed_s)
+        would delay it, and prompts here would not."""
         placed.decode_worker = decode_worker
         decode_worker.arriving[placed.id] = placed
         decode_worker.arriving_tokens += placed.prompt_tokens
@@ -275,12 +279,12 @@ class WorkerState:
     def hand_over(self, placed: PlacedRequest) -> None:
         """Move a request with its first token to the worker that decodes it."""
         target = placed.decode_worker
-        if target is None or self.active.get(placed.id) is not placed:
+        if target is None or not placed.counted:
             return
-        del self.active[placed.id]
+        _discard(self.active, placed)
         self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
         placed.worker, placed.decode_worker = target, None
-        del target.arriving[placed.id]
+        _discard(target.arriving, placed)
         target.arriving_tokens -= placed.prompt_tokens
         target.active[placed.id] = placed
         target.decode_context_tokens += placed.prompt_tokens
@@ -296,7 +300,7 @@ class WorkerState:
 
     def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
-        if placed.first_token_s is None and self.active.get(placed.id) is placed:
+        if placed.first_token_s is None and placed.counted:
             saved = min(tokens, placed.new_tokens - 1)
             placed.new_tokens -= saved
             self.pending_prefill_tokens -= saved
@@ -304,7 +308,7 @@ class WorkerState:
 
     def on_first_token(self, placed: PlacedRequest, now: float) -> None:
         """Note that the prefill is done. Later calls and unknown requests are ignored."""
-        if placed.first_token_s is not None or self.active.get(placed.id) is not placed:
+        if placed.first_token_s is not None or not placed.counted:
             return
         placed.first_token_s = now
         if placed.updates_model:
@@ -314,12 +318,13 @@ class WorkerState:
         placed.prefill_ms_at_first_token = self.total_prefill_ms
 
     def remove(self, placed: PlacedRequest, now: float) -> None:
-        """Remove a request that left the worker; unknown and replaced requests are ignored."""
-        if self.active.get(placed.id) is not placed:
+        """Remove a request that left the worker; unknown requests are ignored."""
+        if not placed.counted:
             return
-        del self.active[placed.id]
+        placed.counted = False
+        _discard(self.active, placed)
         if (target := placed.decode_worker) is not None:
-            del target.arriving[placed.id]
+            _discard(target.arriving, placed)
             target.arriving_tokens -= placed.prompt_tokens
             target.move_sensitivity(self)
         share = 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
@@ -329,9 +334,8 @@ class WorkerState:
             return
         if placed.updates_model:
             self._observe_decode(placed, now)
-        self.decode_context_tokens = max(
-            0, self.decode_context_tokens - placed.prompt_tokens - placed.emitted
-        )
+        context = placed.prompt_tokens + placed.emitted
+        self.decode_context_tokens = max(0, self.decode_context_tokens - context)
         self._update_step_times()
 
     def _finish_prefill(self, placed: PlacedRequest, now: float) -> None:
@@ -364,9 +368,8 @@ class WorkerState:
             return
         self._observe_prefill_group()
         start = max(group.end_s, placed.placed_s + placed.load_ms * 1e-3)
-        self._prefill_group = PrefillGroup(
-            start, now, placed.new_tokens, self.decode_context_tokens
-        )
+        context = self.decode_context_tokens
+        self._prefill_group = PrefillGroup(start, now, placed.new_tokens, context)
 
     def _observe_prefill_group(self) -> None:
         group = self._prefill_group
@@ -392,8 +395,7 @@ class WorkerState:
         """Learn from the mean time between tokens, less the prefills in between."""
         if placed.first_token_s is None or placed.emitted < 8:
             return
-        decode_ms = (now - placed.first_token_s) * 1e3 - (
-            self.total_prefill_ms - placed.prefill_ms_at_first_token
-        )
+        prefill_ms = self.total_prefill_ms - placed.prefill_ms_at_first_token
+        decode_ms = (now - placed.first_token_s) * 1e3 - prefill_ms
         step_ms = decode_ms / (placed.emitted - 1) / self.slowdown.factor
         self.latency_model.decode.observe(1.0, self.decode_context_tokens, step_ms)
