@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.communication.events import Events
 from dynamo.core.clock import Clock
+from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.calls.client import Client
@@ -57,8 +58,17 @@ class PolicyInputs(msgspec.Struct, frozen=True):
 
 def make_cost(settings: RouterSettings) -> Cost:
     """Make the cost that `router.policy` names. Raises `ConfigError`."""
-    cost_class: type[Cost] = ROUTER_COSTS.load(settings.policy)
-    return cost_class.from_settings(settings)
+    name = settings.policy
+    cost_class: type[Cost] = ROUTER_COSTS.load(name)
+    if name in ROUTER_COSTS.builtin:
+        return cost_class.from_settings(settings)
+    try:
+        cost = cost_class.from_settings(settings)
+    except Exception as error:
+        raise ConfigError(f"router policy {name!r} cannot be made: {error!r}") from error
+    if not isinstance(cost, Cost):
+        raise ConfigError(f"router policy {name!r} is not a Cost")
+    return cost
 
 
 def make_solver(

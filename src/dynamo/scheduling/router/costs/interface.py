@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
@@ -155,10 +155,15 @@ class CostMatrix:
 
 
 def lowest_indices(costs: Sequence[float], tolerance: float = TIE_TOLERANCE) -> list[int]:
-    """Return the indices of all costs within `tolerance`, a share of it, of the lowest."""
+    """Return the indices of all costs within `tolerance`, a share of it, of the lowest. Costs that
+    are NaN or infinite count only if there are no others."""
     best = min(costs)
     limit = best + abs(best) * tolerance
-    return [index for index, cost in enumerate(costs) if cost <= limit]
+    lowest = [index for index, cost in enumerate(costs) if cost <= limit]
+    if lowest:
+        return lowest
+    numbers = [cost for cost in costs if isfinite(cost)]
+    return [index for index, cost in enumerate(costs) if not numbers or cost == min(numbers)]
 
 
 def best_indices(costs: Sequence[float], chosen: int) -> list[int]:

@@ -3,8 +3,7 @@
 The solver is pure and synchronous, so that frontends, router processes and the simulator share it.
 Placement is joint, by regret: the request that would lose most by missing its best worker is
 placed first, then costs are updated. Source: the regret heuristic for generalised assignment
-(Martello and Toth). A round goes over all pending requests in slices, so that a large burst does
-not block the event loop.
+(Martello and Toth). A round has slices, so that a large burst does not block the event loop.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import msgspec
 
 from dynamo.core.errors import DynamoError
 from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.costs.checked import checked
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import SHORT_PROMPT_TOKENS, Candidates
@@ -90,7 +90,7 @@ class PlacementSolver:
         prompt tokens than this many of its steps gets nothing while all are so (0: no limit)."""
         self.worker_states = worker_states
         self.view = view
-        self.cost = cost
+        self.cost = cost = checked(cost)
         self._rng = rng
         self._select = select
         self._hold_limits = hold_limits or HoldLimits()
@@ -285,7 +285,7 @@ class PlacementSolver:
         costs = matrix.row(request)
         if self._select is None:
             lowest = lowest_indices(costs, self.cost.tie_tolerance)
-            index = lowest[0] if len(lowest) == 1 else lowest[int(self._rng.random() * len(lowest))]
+            index = lowest[int(self._rng.random() * len(lowest)) if len(lowest) > 1 else 0]
         else:
             try:
                 index = self._select(request, matrix.workers, costs, self._rng)
@@ -380,9 +380,9 @@ class PlacementSolver:
         placed = PlacedRequest(request.id, worker, request.prompt, new_tokens, now)
         if request.loads:
             placed.load_ms = reserve_load(request, worker, now)
-        decode_worker = worker
         if matrix.has_pairs:
-            decode_worker = matrix.workers[matrix.decode_index(request, index)]
+            index = matrix.decode_index(request, index)
+        decode_worker = matrix.workers[index]
         worker.place(placed, now)
         self._note_blocks(worker.name, request.prompt.hashes)
         if decode_worker is not worker:
@@ -390,8 +390,8 @@ class PlacementSolver:
             self._note_blocks(decode_worker.name, request.prompt.hashes)
         self.cost.on_placed(placed)
         self._pending.remove(request, now)
-        candidates = matrix.allowed or len(matrix.workers)
-        self._placed.append(PlacementResult(request, placed, table, candidates))
+        count = matrix.allowed or len(matrix.workers)
+        self._placed.append(PlacementResult(request, placed, table, count))
         return placed
 
     def _note_blocks(self, worker: str, hashes: Sequence[int]) -> None:
