@@ -106,3 +106,21 @@ def test_blocks_in_memory_tiers_are_explained() -> None:
     assert header[-2:] == ["QUEUE", "LOAD"]
     assert first == ["->", "w1", "1", "+", "2", "host", "9.00", "2.00", "7.00"]
     assert second == ["w2", "0", "40.00", "0.00", "0.00"]
+
+
+def test_the_rank_that_computes_the_prompt_is_marked_with_its_cost() -> None:
+    rows = [
+        Candidate(f"p1/{rank}", 0, cost, {"queue": cost}, decode_worker="w1/0")
+        for rank, cost in ((0, 5.0), (1, 7.0))
+    ]
+    log = DecisionLog(SystemClock())
+    prefill = Instance("p1", "tcp://", "dynamo", "worker", "prefill")
+    decided = decision(rank=0, prefill=prefill, prefill_rank=1, cost_table=rows)
+    log.add(request("abc"), decided)
+    (explanation,) = log.find("abc")
+    assert explanation.prefill == "p1/1"
+    assert "its prompt computed by p1/1, cost 7, the next best p1/0 5" in explanation.why
+    shown = format_decision(msgspec.json.decode(msgspec.json.encode(explanation)))
+    first, second = (line.split() for line in shown.splitlines()[-2:])
+    assert first[:3] == ["p1/0", ">", "w1/0"]
+    assert second[:4] == ["->", "p1/1", ">", "w1/0"]

@@ -241,9 +241,9 @@ class KvPolicy(Policy):
                 rank=worker.rank,
                 queue_length=waiting,
                 prefill=None if worker is prefill_worker else prefill_worker.instance,
+                prefill_rank=None if worker is prefill_worker else prefill_worker.rank,
                 harm_weight=steering.weight if steering.itl_slo_ms else None,
                 itl_slo_ms=steering.itl_slo_ms,
-                prefill_rank=None if worker is prefill_worker else prefill_worker.rank,
             )
         )
 
