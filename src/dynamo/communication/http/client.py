@@ -17,8 +17,18 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings.server_url import server_url
 
 CONNECT_TIMEOUT_S = 10.0
+HEAD_TIMEOUT_S = 15.0
+"""An answer's head must be complete so many seconds after its first byte."""
 MAX_BODY_BYTES = 8 << 20
 """A longer body fails, unless it is passed on as it arrives."""
+MAX_ERROR_BYTES = 64 << 10
+"""The rest of the body of another status than 200 is not read."""
+MAX_HEADER_BYTES = 64 << 10
+"""Most bytes of an answer's head, and of what comes between two parts of its body."""
+MAX_HEADERS = 200
+MAX_INTERIM_ANSWERS = 16
+"""Most answers 1xx before the answer."""
+SWITCHING_PROTOCOLS = 101
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 OnData = Callable[[bytes], bool]
 """Takes a part of a body. False: the rest is not wanted."""
@@ -40,6 +50,8 @@ class HttpClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._ended: asyncio.Future[HttpAnswer] | None = None
         self._on_data: OnData | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ends_by_close = False
         self.reusable = True
         self.answered = False
         """Whether any byte of the present answer has come."""
@@ -54,6 +66,9 @@ class HttpClientConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._on_data = on_data
+        self._has_head = self._ends_by_close = False
+        self._header_count = self._header_bytes = self._interim_answers = 0
+        self._bytes_between = 0
         self._parser = httptools.HttpResponseParser(self)
         self._ended = self._loop.create_future()
         transport.write(request)
@@ -61,6 +76,9 @@ class HttpClientConnection(asyncio.Protocol):
             return await self._ended
         finally:
             self._ended = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             if not self.reusable:
                 transport.abort()
 
@@ -75,60 +93,115 @@ class HttpClientConnection(asyncio.Protocol):
         keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if self._ended is None:
+        if self._ended is None or self._ended.done():
             self.close()
             return
         self.answered = True
+        self._bytes_between += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the answer is not HTTP: {error}"))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"the answer is not HTTP: {error}")
+        if self._ended.done():
+            return
+        if self._bytes_between > MAX_HEADER_BYTES:
+            self._fail(f"the answer has more than {MAX_HEADER_BYTES} bytes of headers")
+        elif not self._has_head and self._timer is None:
+            text = f"the headers of the answer took more than {HEAD_TIMEOUT_S:g} s"
+            self._timer = self._loop.call_later(HEAD_TIMEOUT_S, self._fail, text)
 
     def eof_received(self) -> None:
         self.reusable = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
+        if self._ended is not None and self._ends_by_close and exc is None:
+            self._complete()
+            return
         text = f": {exc}" if exc else ""
-        self._fail(ConnectionError(f"the connection was closed during an answer{text}"))
+        self._fail(f"the connection was closed during an answer{text}")
+
+    def on_message_begin(self) -> None:
+        """Count interim answers. A connection that sends another answer is not used again."""
+        if self._ended is None or self._ended.done():
+            self.reusable = False
+            raise ConnectionError("an answer without a request")
+        self._header_count = self._header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        """Collect a header. Those behind the body are only counted. Raises `ConnectionError` at the
+        limits."""
+        self._header_count += 1
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:
+            text = f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
+            self._fail(f"the answer has {text}")
+            raise ConnectionError(text)
+        if not self._has_head:
+            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Read how the body ends."""
+        status = self._parser.get_status_code()
+        if status < 200 and status != SWITCHING_PROTOCOLS:
+            return
+        self._has_head = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        headers = self._headers
+        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self._ends_by_close = not chunked and "content-length" not in headers
 
     def on_body(self, data: bytes) -> None:
         """Pass a part of a good answer's body on, or collect it."""
+        self._bytes_between = 0
         ended = self._ended
         if ended is None or ended.done():
             return
         if self._on_data is None or self._parser.get_status_code() != 200:
-            self._body += data
-            if len(self._body) > MAX_BODY_BYTES:
-                self._fail(ConnectionError(f"the answer has more than {MAX_BODY_BYTES} bytes"))
+            self._collect(data)
             return
         try:
             wanted = self._on_data(data)
         except Exception as error:  # noqa: BLE001 - the awaited call raises it
-            self._fail(error)
+            ended.set_exception(error)
             return
         if not wanted:
             self._complete()
 
     def on_message_complete(self) -> None:
-        """End the exchange."""
+        """End the exchange, unless more than an interim answer is to come."""
         ended = self._ended
-        if ended is not None and not ended.done():
+        if ended is None or ended.done():
+            return
+        if self._has_head:
             self.reusable = self._parser.should_keep_alive()
+            self._complete()
+            return
+        self._headers = {}
+        self._interim_answers += 1
+        if self._interim_answers > MAX_INTERIM_ANSWERS:
+            self._fail(f"more than {MAX_INTERIM_ANSWERS} answers 1xx came before the answer")
+
+    def _collect(self, data: bytes) -> None:
+        """Collect a part of the body. Of an error, its beginning says enough."""
+        self._body += data
+        if self._parser.get_status_code() == 200:
+            if len(self._body) > MAX_BODY_BYTES:
+                self._fail(f"the answer has more than {MAX_BODY_BYTES} bytes")
+        elif len(self._body) > MAX_ERROR_BYTES:
+            del self._body[MAX_ERROR_BYTES:]
             self._complete()
 
     def _complete(self) -> None:
-        if self._ended is not None:
+        if self._ended is not None and not self._ended.done():
             status = self._parser.get_status_code()
             self._ended.set_result(HttpAnswer(status, self._headers, bytes(self._body)))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, text: str) -> None:
         if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(error)
+            self._ended.set_exception(ConnectionError(text))
 
 
 class HttpClient:
@@ -221,18 +294,3 @@ class HttpClient:
             connection.close()
             raise ConnectionError("the client is closed")
         return connection
-
-
-class EventStream:
-    """Splits a body of server-sent events into the data of its events."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """Return the data of the events that `part` completes. Each has one line of data, as those
-        of the OpenAI API do. Raises `ConnectionError` for an endless line."""
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        if len(self._rest) > MAX_BODY_BYTES:
-            raise ConnectionError(f"an event has more than {MAX_BODY_BYTES} bytes")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
