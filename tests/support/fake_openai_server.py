@@ -54,6 +54,9 @@ class FakeServer:
         """The header lines of all requests."""
         self.hangs = False
         self.breaks_off = False
+        self.missing_bytes = 0
+        """So many bytes of the announced bodies never come."""
+        self.hanging_path = ""
         self.url = ""
         self.writers: list[asyncio.StreamWriter] = []
 
@@ -75,11 +78,11 @@ class FakeServer:
                         length = int(header.split(b":")[1])
                 self.bodies.append(await reader.readexactly(length))
                 self.requests.append(line.split()[1].decode())
-                if self.hangs:
+                if self.hangs or self.requests[-1] == self.hanging_path:
                     await reader.read()
                 missing = (404, "", b"not found")
                 status, headers, body = self.answers.get(line.split()[1].decode(), missing)
-                size = len(body) + (100 if self.breaks_off else 0)
+                size = len(body) + (100 if self.breaks_off else self.missing_bytes)
                 head = f"HTTP/1.1 {status} X\r\ncontent-length: {size}\r\n{headers}\r\n"
                 writer.write(head.encode() + body)
                 if self.breaks_off:

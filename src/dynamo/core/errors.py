@@ -124,6 +124,14 @@ class ServerStopped(DynamoError, code="server_stopped", retryable=True):
     """The server's drain time ended before the answer was complete."""
 
 
+class UpstreamFailed(WorkerFailed, code="upstream_failed"):
+    """The server behind a worker's URL cannot be reached, broke off or failed. The worker lives."""
+
+
+class MalformedAnswer(UpstreamFailed, code="malformed_answer"):
+    """The server behind a worker's URL sent what is no answer to the request."""
+
+
 TransferFailure = Literal["stale", "checksum", "gone", "timeout", "refused"]
 
 

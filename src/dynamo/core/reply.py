@@ -58,6 +58,11 @@ class Reply(ABC):
         Returns as `tokens`. Default: raises `ProtocolError`."""
         raise ProtocolError(f"a {type(part).__name__} came where tokens were expected")
 
+    def restart(self) -> bool:
+        """Forget the text so far, because the answer begins anew at another worker. False: the
+        reader has a part of it."""
+        return False
+
     @abstractmethod
     def finish(self, end: Finish) -> None:
         """The engine completed the answer."""
@@ -193,6 +198,11 @@ class Engine(EngineRank):
     @abstractmethod
     async def stop(self) -> None:
         """Release all resources. Requests in flight end with `WorkerFailed`."""
+
+    async def prove_progress(self, canary: GenerateRequest, context: Context, reply: Reply) -> None:
+        """Prove that the idle engine works: it answers `canary`, unless it has another proof.
+        Raises as `generate`."""
+        await self.generate(canary, context, reply)
 
     def has_request(self, reply: Reply) -> bool:
         """Whether tokens of the request may still come. True also before the request is queued and

@@ -144,6 +144,12 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning"):
     text: str
 
 
+class RefusalDelta(msgspec.Struct, frozen=True, tag="refusal"):
+    """Non-empty text by which a model refuses to answer, where its server tells it apart."""
+
+    text: str
+
+
 class CallBegun(msgspec.Struct, frozen=True, tag="call"):
     """A tool call whose name is complete. `index` counts the calls of the choice."""
 
@@ -165,7 +171,7 @@ class CallEnded(msgspec.Struct, frozen=True, tag="call_end"):
     index: int
 
 
-AnswerEvent = ReasoningDelta | CallBegun | ArgumentsDelta | CallEnded
+AnswerEvent = ReasoningDelta | RefusalDelta | CallBegun | ArgumentsDelta | CallEnded
 """The parts of a parsed answer besides its text."""
 TextPart = TextDelta | AnswerEvent
 """A part of an answer that an engine gives as text."""
@@ -220,6 +226,11 @@ class TextReply(ABC):
         as `text`."""
         del choice, event
         return True
+
+    def restart(self, choice: int) -> bool:
+        """Forget text and events of the choice, which begins anew. False: the reader has them."""
+        del choice
+        return False
 
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:

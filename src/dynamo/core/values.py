@@ -13,7 +13,7 @@ from msgspec.structs import astuple, replace
 
 from dynamo.core.shared_payload import SharedPayload
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "content_filter"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):

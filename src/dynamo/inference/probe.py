@@ -51,7 +51,8 @@ async def answer_probe(engine: Engine) -> ProbeResult:
     runs: the engine makes no steps for them. Raises the errors of `Engine.generate`."""
     load = engine.report_load()
     if not load.running + load.waiting:
-        await engine.generate(CANARY_REQUEST, Context(request_id=PROBE_ID), DiscardedReply())
+        context = Context(request_id=PROBE_ID)
+        await engine.prove_progress(CANARY_REQUEST, context, DiscardedReply())
         load = engine.report_load()
     running = load.running - load.arriving
     blocked = load.arriving > 0 and not running

@@ -18,10 +18,12 @@ from dynamo.core.context import Context
 from dynamo.core.errors import (
     ContextLengthExceeded,
     InstanceGone,
+    MalformedAnswer,
     NoWorkers,
     Overloaded,
     PoisonedRequest,
     Unsupported,
+    UpstreamFailed,
     WorkerDraining,
     WorkerFailed,
 )
@@ -36,6 +38,10 @@ log = logging.getLogger(__name__)
 
 MAX_WORKER_DEATHS = 3
 """A request is poisoned when this many workers in a row fail while processing it."""
+MAX_UPSTREAM_FAILURES = 3
+"""A request is not sent again after so many failures in a row of servers behind workers."""
+MAX_MALFORMED_ANSWERS = 2
+"""The same for answers that could not be read. One more try is worthwhile at another server."""
 REPLACEMENT_TIMEOUT_S = 30.0
 """A request that lost its worker waits this long for another worker."""
 INITIAL_BACKOFF_S = 0.05
@@ -47,8 +53,8 @@ ATTEMPT_STRIDE = 16
 class ResumableReply(Reply):
     """The answer of one request across attempts. `admitted`: the present worker has begun.
 
-    `in_text`: text was sent, so that no other worker can go on. The token log then has a 0 for each
-    part.
+    `in_text`: text was sent, so that no other worker can go on, at most begin anew. The token log
+    then has a 0 for each part.
     """
 
     __slots__ = (
@@ -92,6 +98,13 @@ class ResumableReply(Reply):
         self.token_log.append(0)
         return self._reply.text(part)
 
+    def restart(self) -> bool:
+        if not self._reply.restart():
+            return False
+        self.in_text = False
+        del self.token_log[:]
+        return True
+
     def finish(self, end: Finish) -> None:
         self.complete = True
         if self.resumed_tokens is not None:
@@ -111,16 +124,27 @@ class FailureHistory:
     attempts: int = 0
     attempts_without_progress: int = 0
     worker_deaths: int = 0
+    upstream_failures: int = 0
+    ends_at_upstream: bool = False
+    """Whether servers behind workers have failed too often."""
     avoided_workers: tuple[str, ...] = ()
 
     def record_failure(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
         """Count a failed attempt. `progress`: it sent tokens. `admitted`: the request was probably
-        in the worker's running batch, so that it may have caused the failure."""
+        in the worker's running batch, so that it may have caused the failure. A server behind a
+        worker that fails is no death of the worker."""
         self.attempts += 1
         self.attempts_without_progress = 0 if progress else self.attempts_without_progress + 1
         if progress:
-            self.worker_deaths = 0
-        if admitted and not isinstance(error, InstanceGone | WorkerDraining):
+            self.worker_deaths = self.upstream_failures = 0
+        if isinstance(error, UpstreamFailed):
+            self.upstream_failures += 1
+            self.ends_at_upstream = self.upstream_failures >= (
+                MAX_MALFORMED_ANSWERS
+                if isinstance(error, MalformedAnswer)
+                else MAX_UPSTREAM_FAILURES
+            )
+        elif admitted and not isinstance(error, InstanceGone | WorkerDraining):
             self.worker_deaths += 1
         if error.instance and error.instance not in self.avoided_workers:
             self.avoided_workers = (*self.avoided_workers[-2:], error.instance)
@@ -133,7 +157,13 @@ class FailureHistory:
         return rng.random() * min(bound, MAX_BACKOFF_S)
 
 
-MIGRATION_REASONS = (WorkerFailed.code, InstanceGone.code, WorkerDraining.code)
+MIGRATION_REASONS = (
+    WorkerFailed.code,
+    InstanceGone.code,
+    WorkerDraining.code,
+    UpstreamFailed.code,
+    MalformedAnswer.code,
+)
 FAILED_MIGRATION_REASONS = ("no_workers", PoisonedRequest.code, "limit")
 
 
@@ -255,12 +285,12 @@ class Migration(Operator):
         error: WorkerFailed,
     ) -> None:
         """Count the failure. Raises `PoisonedRequest` or `error` when no retry is left."""
-        if answer.in_text:
+        progress = len(answer.token_log) > (answer.resumed_tokens or 0) and not answer.in_text
+        if answer.in_text and not answer.restart():
             raise WorkerFailed(
                 f"{error.message}; an answer in text cannot go on at another worker",
                 hint="send the request again",
             ) from error
-        progress = len(answer.token_log) > (answer.resumed_tokens or 0)
         failures.record_failure(error, progress=progress, admitted=answer.admitted)
         if failures.worker_deaths >= MAX_WORKER_DEATHS:
             self._failed_migration_counter.labels(PoisonedRequest.code).inc()
@@ -269,7 +299,7 @@ class Migration(Operator):
                 f"the last error: {error.message}",
                 hint="this request seems to crash the engine and is not retried",
             ) from error
-        if failures.attempts > self._limit:
+        if failures.attempts > self._limit or failures.ends_at_upstream:
             self._failed_migration_counter.labels("limit").inc()
             raise error
         self._migration_counter.labels(error.code).inc()

@@ -19,6 +19,7 @@ from dynamo.core.errors import (
     DynamoError,
     InstanceGone,
     InternalError,
+    MalformedAnswer,
     ProtocolError,
     WorkerDraining,
     WorkerFailed,
@@ -105,7 +106,7 @@ class ProbedWorker(AttemptListener):
             if self.breaker.consecutive_failures or self.breaker.half_open:
                 self.breaker.record_success()
         elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
-            error, InstanceGone | WorkerDraining
+            error, InstanceGone | WorkerDraining | MalformedAnswer
         ):
             if isinstance(error, WorkerFailed) and error.instance not in ("", self.instance.id):
                 return  # the prefill worker of the request failed

@@ -29,6 +29,7 @@ from dynamo.core.text import (
     CallEnded,
     DecodedTokenLogprob,
     ReasoningDelta,
+    RefusalDelta,
     TextFinish,
 )
 from dynamo.core.values import Started
@@ -193,3 +194,20 @@ async def test_a_part_of_a_call_that_has_ended_is_an_error() -> None:
     reply.event(0, CallBegun(1, "call_2", "g"))
     with pytest.raises(ProtocolError, match="tool call 0"):
         reply.event(0, ArgumentsDelta(0, "{"))
+
+
+async def test_items_that_are_not_streamed_may_begin_anew() -> None:
+    answer = Answer(ItemReply)
+    answer.reply.text(0, "a")
+    answer.reply.event(0, CallBegun(0, "call_1", "f"))
+    assert answer.reply.restart(0)
+    answer.reply.event(0, CallBegun(0, "call_2", "g"))
+    answer.reply.event(0, ArgumentsDelta(0, "{}"))
+    answer.reply.event(0, CallEnded(0))
+    answer.reply.event(0, RefusalDelta("no"))
+    answer.reply.finish(0, END)
+    assert json.loads(answer.lines[-1]) == [["call", "g", "{}"], ["text", "", "no"]]
+    streamed = Answer()
+    streamed.reply.text(0, "a")
+    assert not streamed.reply.restart(0)
+    streamed.reply.close()

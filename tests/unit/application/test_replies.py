@@ -19,7 +19,7 @@ from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
 from dynamo.core.fast_path import TextTable, TokenTexts
-from dynamo.core.text import TextFinish
+from dynamo.core.text import DecodedTokenLogprob, TextFinish
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
 
@@ -239,3 +239,25 @@ def test_a_later_prompt_has_its_own_fast_path() -> None:
     assert other is not None
     assert other.send_token(0)
     assert token_log.tolist() == [0]
+
+
+def test_an_answer_that_is_not_streamed_may_begin_anew() -> None:
+    answer = Answer(2, stream=False)
+    for choice, text in ((0, "a"), (1, "b")):
+        answer.reply.text(choice, text, [DecodedTokenLogprob(text, text.encode(), -1.0)])
+    assert answer.reply.restart(0)
+    answer.reply.text(0, "c")
+    answer.reply.finish(0, END)
+    answer.reply.finish(1, END)
+    answer.connection.merge_events()
+    body = b"".join(answer.connection.output).partition(b"\r\n\r\n")[2]
+    choices = json.loads(body)["choices"]
+    assert [choice["text"] for choice in choices] == ["c", "b"]
+    assert [choice["logprobs"] is None for choice in choices] == [True, False]
+
+
+def test_a_streamed_answer_does_not_begin_anew() -> None:
+    answer = Answer()
+    answer.reply.text(0, "a")
+    assert not answer.reply.restart(0)
+    assert not OffsetReply(answer.reply, 0).restart(0)

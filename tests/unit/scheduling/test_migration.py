@@ -19,9 +19,11 @@ from dynamo.core.errors import (
     DynamoError,
     InstanceGone,
     InvalidRequest,
+    MalformedAnswer,
     NoWorkers,
     Overloaded,
     PoisonedRequest,
+    UpstreamFailed,
     WorkerDraining,
     WorkerFailed,
 )
@@ -176,6 +178,17 @@ def test_a_request_that_was_not_admitted_is_not_poison() -> None:
     assert migrate(worker).ids == expected(20)
 
 
+@pytest.mark.parametrize(("error", "attempts"), [(UpstreamFailed, 3), (MalformedAnswer, 2)])
+def test_a_server_behind_a_worker_that_fails_is_no_death(
+    error: type[DynamoError], attempts: int
+) -> None:
+    worker = Worker([0] * 10, error)
+    with pytest.raises(error, match=r"^died$"):
+        migrate(worker)
+    assert len(worker.requests) == attempts
+    assert migrate(Worker([3, 4, 1, 2], error)).ids == expected(20)
+
+
 @pytest.mark.parametrize("error", [InstanceGone, WorkerDraining])
 def test_a_worker_that_leaves_does_not_count_as_dead(error: type[DynamoError]) -> None:
     worker = Worker([0] * 6, error)
@@ -286,25 +299,44 @@ def test_a_failed_worker_is_avoided_while_there_are_others() -> None:
     assert excluded == [set(), {"a"}, {"a", "b"}, set()]
 
 
+class TextWorker:
+    """Sends `lives` parts of text in a call, and dies."""
+
+    def __init__(self, *lives: int) -> None:
+        self.lives = [*lives]
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        del request, context
+        reply.begin(Started())
+        for number in range(self.lives.pop(0)):
+            reply.text(TextDelta(f"{number}"))
+        if self.lives:
+            raise WorkerFailed("died")
+        reply.finish(Finish("stop", 3, cached_tokens=16))
+
+
+IN_TEXT = replace(request(), text=TextParameters(chat=True))
+
+
 def test_an_answer_in_text_goes_to_another_worker_until_it_has_begun() -> None:
-    class TextWorker:
-        """Sends `lives` parts of text in a call, and dies."""
-
-        def __init__(self, *lives: int) -> None:
-            self.lives = [*lives]
-
-        async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-            del request, context
-            reply.begin(Started())
-            for _ in range(self.lives.pop(0)):
-                reply.text(TextDelta("a"))
-            if self.lives:
-                raise WorkerFailed("died")
-            reply.finish(Finish("stop", 3, cached_tokens=16))
-
-    in_text = replace(request(), text=TextParameters(chat=True))
-    read = migrate(TextWorker(0, 3), in_text)
-    assert read.parts == [TextDelta("a")] * 3
+    read = migrate(TextWorker(0, 3), IN_TEXT)
+    assert read.parts == [TextDelta("0"), TextDelta("1"), TextDelta("2")]
     assert read.end == Finish("stop", 3)
     with pytest.raises(WorkerFailed, match="died; an answer in text cannot go on"):
-        migrate(TextWorker(2, 3), in_text)
+        migrate(TextWorker(2, 3), IN_TEXT)
+
+
+class HeldText(CollectedReply):
+    """A reply of whose text the client has nothing until it ends."""
+
+    def restart(self) -> bool:
+        self.parts.clear()
+        return True
+
+
+def test_an_answer_in_text_that_nobody_has_seen_begins_anew() -> None:
+    read = migrate(TextWorker(2, 4, 3), IN_TEXT, HeldText())
+    assert read.parts == [TextDelta("0"), TextDelta("1"), TextDelta("2")]
+    assert read.end == Finish("stop", 3)
+    with pytest.raises(PoisonedRequest):
+        migrate(TextWorker(2, 2, 2, 3), IN_TEXT, HeldText())

@@ -17,6 +17,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import (
     DynamoError,
     InvalidRequest,
+    MalformedAnswer,
     NoWorkers,
     ProtocolError,
     WorkerDraining,
@@ -208,7 +209,10 @@ def test_at_most_half_of_the_workers_are_ejected(workers: int, left: int) -> Non
     run_scenario(play)
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no"), WorkerDraining("bye"), NoWorkers("none")])
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("no"), WorkerDraining("bye"), NoWorkers("none"), MalformedAnswer("odd")],
+)
 def test_errors_that_are_not_the_workers_fault_do_not_count(error: DynamoError) -> None:
     async def play(scene: HealthScene) -> None:
         client, _ = await scene.start(2)

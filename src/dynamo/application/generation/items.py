@@ -20,6 +20,7 @@ from dynamo.core.text import (
     CallBegun,
     DecodedTokenLogprob,
     ReasoningDelta,
+    RefusalDelta,
     TextFinish,
 )
 from dynamo.core.values import Started
@@ -118,6 +119,8 @@ class ItemReply(HttpReply):
         self._timing.on_text(choice)
         if isinstance(event, ReasoningDelta):
             return self._add_delta(self._item_of_kind("reasoning"), event.text)
+        if isinstance(event, RefusalDelta):
+            return self._add_delta(self._item_of_kind("text"), event.text)
         if isinstance(event, CallBegun):
             item = AnswerItem(len(self._items), "call", call_id=event.id, name=event.name)
             self._begin_item(item)
@@ -128,6 +131,12 @@ class ItemReply(HttpReply):
             self._current_call(event.index).complete = True
             self._end_item()
         return self._response.open
+
+    def restart(self, choice: int) -> bool:
+        del choice
+        self._items.clear()
+        self._current = None
+        return True
 
     def finish(self, choice: int, end: TextFinish) -> None:
         del choice
@@ -210,6 +219,10 @@ class ItemStreamReply(ItemReply):
     def begin(self, choice: int, started: Started) -> None:
         super().begin(choice, started)
         self._accepted = True
+
+    def restart(self, choice: int) -> bool:
+        del choice
+        return False
 
     def close(self) -> None:
         if self._timer is not None:

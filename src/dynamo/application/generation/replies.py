@@ -288,6 +288,12 @@ class UnaryReply(HttpReply):
         parts.add(event)
         return self._response.open
 
+    def restart(self, choice: int) -> bool:
+        self._texts[choice] = []
+        self._logprobs[choice] = None
+        self._parts.pop(choice, None)
+        return True
+
     def finish(self, choice: int, end: TextFinish) -> None:
         self._usage_counter.on_finished(end)
         self._ends[choice] = end
@@ -322,6 +328,9 @@ class OffsetReply(TextReply):
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         return self._reply.text(self._offset + choice, delta, logprobs)
+
+    def restart(self, choice: int) -> bool:
+        return self._reply.restart(self._offset + choice)
 
     def count_tokens(self, choice: int, tokens: int) -> None:
         self._reply.count_tokens(self._offset + choice, tokens)

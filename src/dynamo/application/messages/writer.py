@@ -94,6 +94,8 @@ class MessageWriter(ItemWriter):
         sequence = end.stop if end.stop in self._stop_sequences else None
         if end.reason == "length":
             reason = "max_tokens"
+        elif end.reason == "content_filter":
+            reason = "refusal"
         elif any(item.kind == "call" and item.complete for item in items):
             reason = "tool_use"
         else:

@@ -7,7 +7,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.text import AnswerEvent, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta
+from dynamo.core.text import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegun,
+    CallEnded,
+    ReasoningDelta,
+    RefusalDelta,
+)
 
 
 class PendingCall(msgspec.Struct):
@@ -23,12 +30,15 @@ class AnswerParts(msgspec.Struct):
     """Collects the events of one choice."""
 
     reasoning: list[str] = []
+    refusal: list[str] = []
     calls: dict[int, PendingCall] = {}
 
     def add(self, event: AnswerEvent) -> None:
         """Take an event."""
         if isinstance(event, ReasoningDelta):
             self.reasoning.append(event.text)
+        elif isinstance(event, RefusalDelta):
+            self.refusal.append(event.text)
         elif isinstance(event, CallBegun):
             self.calls[event.index] = PendingCall(event.id, event.name)
         elif isinstance(event, ArgumentsDelta):
@@ -41,6 +51,8 @@ class AnswerParts(msgspec.Struct):
         fields: dict[str, Any] = {}
         if self.reasoning:
             fields = dict.fromkeys(reasoning_fields, "".join(self.reasoning))
+        if self.refusal:
+            fields["refusal"] = "".join(self.refusal)
         if calls := self._complete_calls():
             fields["tool_calls"] = calls
         return fields

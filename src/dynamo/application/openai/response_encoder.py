@@ -15,6 +15,7 @@ from dynamo.core.text import (
     CallBegun,
     DecodedTokenLogprob,
     ReasoningDelta,
+    RefusalDelta,
     TextFinish,
 )
 
@@ -55,6 +56,8 @@ def event_delta(event: AnswerEvent, reasoning_fields: Sequence[str]) -> dict[str
     """Return OpenAI's delta of an event; None where nothing is written."""
     if isinstance(event, ReasoningDelta):
         return dict.fromkeys(reasoning_fields, event.text)
+    if isinstance(event, RefusalDelta):
+        return {"refusal": event.text}
     call: dict[str, Any]
     if isinstance(event, CallBegun):
         function = {"name": event.name, "arguments": ""}
@@ -182,7 +185,7 @@ class ResponseEncoder:
         if parts is not None:
             message = fields["message"]
             message |= parts.fields(self._template.reasoning_fields)
-            if "tool_calls" in message:
+            if "tool_calls" in message or "refusal" in message:
                 message["content"] = text or None
         return fields
 

@@ -15,6 +15,8 @@ from dynamo.core.text import DecodedTokenLogprob, TextFinish
 from dynamo.core.values import SamplingParams
 
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Why an answer is incomplete, by the reason of its end."""
 _UNSUPPORTED_FIELDS = dict.fromkeys(
     (
         "access_programs",
@@ -99,11 +101,11 @@ def complete_response(
     response: Item, items: Sequence[Item], end: TextFinish, usage: UsageCounter, now: int
 ) -> Item:
     """Return the object of a response that has ended."""
-    cut = end.reason == "length"
+    cut = INCOMPLETE_REASONS.get(end.reason)
     return response | {
         "status": "incomplete" if cut else "completed",
         "completed_at": None if cut else now,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": cut} if cut else None,
         "output": list(items),
         "usage": usage_fields(usage),
     }

@@ -11,6 +11,7 @@ from dynamo.application.generation.items import AnswerItem, ItemReply, ItemStrea
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.input_items import Item
 from dynamo.application.responses.response_object import (
+    INCOMPLETE_REASONS,
     complete_response,
     content_part,
     failed_response,
@@ -99,7 +100,8 @@ class ResponseItemWriter(ItemWriter):
         self.response = failed_response(self.response, error)
 
     def _status(self, item: AnswerItem) -> str:
-        cut = self.end is not None and self.end.reason == "length" and item.kind != "call"
+        reason = "" if self.end is None or item.kind == "call" else self.end.reason
+        cut = reason in INCOMPLETE_REASONS
         return "completed" if item.complete and not cut else "incomplete"
 
     def encode_end(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, cast
 
 import msgspec
 
-from dynamo.core.errors import Unsupported, WorkerFailed
+from dynamo.core.clock import Clock
+from dynamo.core.errors import MalformedAnswer, Unsupported
 from dynamo.core.reply import Reply
 from dynamo.core.text import REPLACEMENT
 from dynamo.core.values import (
@@ -18,8 +20,15 @@ from dynamo.core.values import (
     GenerateRequest,
     TokenLogprobs,
 )
+from dynamo.inference.openai_server.foreign_chunk import ForeignChoice
+from dynamo.inference.openai_server.foreign_values import (
+    MAX_COUNT,
+    read_logprob,
+    read_object,
+    read_word,
+)
 from dynamo.inference.openai_server.server_facts import Kind, ServerFacts
-from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, Usage
+from dynamo.inference.openai_server.streamed_answer import StreamedAnswer
 
 ID_PREFIX = "token_id:"
 """vLLM's logprobs name tokens so, if asked."""
@@ -32,35 +41,6 @@ FEATURES: dict[Kind, tuple[Feature, ...]] = {
 }
 GIVES_IDS: frozenset[Kind] = frozenset({"vllm", "sglang"})
 EncodeText = Callable[[str], Sequence[int]]
-
-
-class StreamedLogprobs(msgspec.Struct):
-    """Log probabilities of the tokens of a chunk, as completions have them."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class StreamedChoice(msgspec.Struct):
-    """A part of the answer. `stop_reason`: the id that ended it, in vLLM."""
-
-    text: str = ""
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: StreamedLogprobs | None = None
-
-
-class Chunk(msgspec.Struct):
-    """An event of a streamed completion."""
-
-    choices: list[StreamedChoice] = []
-    usage: Usage | None = None
-    error: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 def completion_body(
@@ -118,25 +98,35 @@ class CompletionAnswer(StreamedAnswer):
         prompt_tokens: int,
         reply: Reply,
         totals: EngineTotals,
+        clock: Clock,
+        *,
+        vocab_size: int,
         encode: EncodeText | None,
     ) -> None:
-        super().__init__(prompt_tokens, reply, totals, _decode_chunk)
+        super().__init__(prompt_tokens, request.stops.max_tokens, reply, totals, clock)
         self._top_logprobs = request.top_logprobs
         self._stop_ids = frozenset(request.stops.stop_token_ids)
+        self._vocab_size = vocab_size or MAX_COUNT
         self._encode = encode
+        if encode is None:
+            self._max_parts = self._max_tokens
         self._stop_token: int | None = None
         self._held = ""
 
-    def _deliver_choice(self, choice: StreamedChoice) -> bool:
+    def _deliver_choice(self, choice: ForeignChoice) -> bool:
+        text = read_word(choice.text)
         if self._encode is not None:
-            text = self._held + choice.text
+            text = self._held + text
             whole = text.rstrip(REPLACEMENT)  # which may be a character that the end cuts
             self._held = text[len(whole) :]
             ids: Sequence[int] = self._encode(whole) if whole else ()
         else:
-            ids = choice.token_ids or ()
-            if choice.text and not ids:
-                raise WorkerFailed("the server sent text without token ids")
+            ids = self._read_ids(choice.token_ids)
+            if text and not ids:
+                raise MalformedAnswer("the server sent text without token ids")
+        logprobs: list[TokenLogprobs] | None = None
+        if self._top_logprobs is not None and ids:
+            logprobs = _logprobs(read_object(choice.logprobs), ids)
         if ids and choice.finish_reason == "stop" and self._encode is None:
             last = ids[-1]
             if last in self._stop_ids or last == choice.stop_reason:
@@ -144,31 +134,57 @@ class CompletionAnswer(StreamedAnswer):
                 self.tokens_delivered += 1
         if not ids:
             return True
+        room = self._max_parts - self.tokens_delivered
         self.tokens_delivered += len(ids)
+        if len(ids) > room:
+            ids, logprobs = ids[:room], logprobs and logprobs[:room]
         self._totals.generated_tokens += len(ids)
-        if self._top_logprobs is None:
+        if not ids:
+            return True
+        if logprobs is None:
             return self._reply.tokens(ids)
-        return self._reply.tokens(ids, _logprobs(choice.logprobs, ids))
+        return self._reply.tokens(ids, logprobs[: len(ids)])
+
+    def _read_ids(self, ids: Any) -> Sequence[int]:
+        """Return the ids of tokens. Raises `MalformedAnswer` for what is none of the model."""
+        if not ids:
+            return ()
+        if type(ids) is list and len(ids) == 1:
+            (token,) = ids
+            if type(token) is int and 0 <= token < self._vocab_size:
+                return ids
+        try:
+            if min(ids) >= 0 and max(ids) < self._vocab_size and set(map(type, ids)) == {int}:
+                return cast("Sequence[int]", ids)
+        except (TypeError, ValueError):
+            pass
+        raise MalformedAnswer("the server sent ids of tokens that the model does not have")
 
     def _finish(self, reason: FinishReason) -> None:
         if self._held and self._encode is not None and reason == "stop":
             self._reply.tokens(self._encode(self._held))
         count = self.tokens_delivered if self._encode is None else self._usage.completion_tokens
-        count = count or self.tokens_delivered
+        count = min(count or self.tokens_delivered, self._max_tokens)
         end = Finish(reason, count, self._stop_token, cached_tokens=self.cached_tokens)
         self._reply.finish(end)
 
 
-def _logprobs(logprobs: StreamedLogprobs | None, ids: Sequence[int]) -> list[TokenLogprobs]:
-    if logprobs is None or len(logprobs.token_logprobs) < len(ids):
-        raise WorkerFailed("the server sent no log probabilities")
-    tops = logprobs.top_logprobs or [None] * len(ids)
+def _logprobs(logprobs: Mapping[str, Any], ids: Sequence[int]) -> list[TokenLogprobs]:
+    values, tops = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
+    if not isinstance(values, list) or len(values) < len(ids):
+        raise MalformedAnswer("the server sent no log probabilities")
+    if not isinstance(tops, list):
+        tops = []
     return [
-        TokenLogprobs(token, logprob or 0.0, _top(top))
-        for token, logprob, top in zip(ids, logprobs.token_logprobs, tops, strict=False)
+        TokenLogprobs(token, read_logprob(value) or 0.0, _top(read_object(top)))
+        for token, value, top in zip_longest(ids, values[: len(ids)], tops[: len(ids)])
     ]
 
 
-def _top(top: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    named = [(name.removeprefix(ID_PREFIX), value) for name, value in (top or {}).items()]
-    return tuple((int(name), value) for name, value in named if name.isdecimal())
+def _top(top: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    named = ((name.removeprefix(ID_PREFIX), read_logprob(value)) for name, value in top.items())
+    return tuple(
+        (int(name), value)
+        for name, value in named
+        if value is not None and name.isdecimal() and len(name) < 10
+    )

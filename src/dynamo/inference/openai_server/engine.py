@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.communication.http.client import HttpClient
+from dynamo.communication.http.client import CONNECT_TIMEOUT_S, HttpClient
 from dynamo.core.clock import Clock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
@@ -22,6 +24,7 @@ from dynamo.core.errors import (
     NotFound,
     Overloaded,
     Unauthorized,
+    UpstreamFailed,
     WorkerFailed,
 )
 from dynamo.core.reply import Engine, KvEventListener, Reply
@@ -37,6 +40,7 @@ from dynamo.inference.openai_server.completion import (
     completion_body,
 )
 from dynamo.inference.openai_server.llamacpp_answer import LlamaCppAnswer, llamacpp_body
+from dynamo.inference.openai_server.server_errors import check_answer
 from dynamo.inference.openai_server.server_facts import (
     KEY_HINT,
     PROBE_TEXT,
@@ -45,7 +49,6 @@ from dynamo.inference.openai_server.server_facts import (
     read_facts,
     read_model,
 )
-from dynamo.inference.openai_server.streamed_answer import check_answer
 from dynamo.inference.openai_server.text_answer import (
     COMPLETION_PATH,
     TextAnswer,
@@ -66,6 +69,8 @@ MAX_HEALTH_FAILURES = 3
 MODEL_CHECK_EVERY = 5
 """A health check of so many also asks for the model's name."""
 DEFAULT_MAX_NUM_SEQS = 256
+FIRST_PART_TIMEOUT_S = 600.0
+"""An answer of a healthy server may begin so late."""
 LOADING_TIMEOUT_S = 120.0
 """A server without a list of models may be loading its model for so long."""
 
@@ -108,7 +113,8 @@ class OpenAIServerEngine(Engine):
         self._generation = generation
         self._view = EngineKvView(block_tokens, endpoint=kv_events) if kv_events else None
         self._tasks = BackgroundTasks()
-        self._answers: set[Answer] = set()
+        self._answers: dict[Answer, float] = {}
+        """The answers in flight, and when their requests were sent."""
         self._listeners: list[Callable[[], None]] = []
         self._totals = EngineTotals()
         self._facts: ServerFacts | None = None
@@ -156,32 +162,51 @@ class OpenAIServerEngine(Engine):
         if self.failure is not None or self._facts is None:
             raise self._failure_or("the engine is not started")
         path, body, answer = self._open_answer(request, reply, self._facts)
-        self._answers.add(answer)
+        self._answers[answer] = self._clock.now()
         drift = self._view.drift if self._view is not None else None
         prediction = drift.on_submitted(request.token_ids, request.salt) if drift else None
         try:
             if context.attempt:
                 answer.begin(cached_tokens=0)
-            check_answer(
-                await self._http.send(
-                    "POST",
-                    path,
-                    body,
-                    answer.on_data,
-                    authorization=f"Bearer {context.api_key}" if context.api_key else "",
+            async with asyncio.timeout(None) as time_limit:
+                answer.time_limit = time_limit
+                check_answer(
+                    await self._http.send(
+                        "POST",
+                        path,
+                        body,
+                        answer.on_data,
+                        authorization=f"Bearer {context.api_key}" if context.api_key else "",
+                    )
                 )
-            )
-            if not answer.ended:
-                raise WorkerFailed(f"{self._http.url} ended an answer before it was complete")
+            answer.end()
         except (Unauthorized, Forbidden) as error:
             raise self._refused_key(error, context) from None
+        except UpstreamFailed as error:
+            error.message = f"{self._http.url}: {error.message}"
+            raise
         except OSError as error:
-            if not answer.ended:
-                raise self._failure_or(f"{self._http.url}: {error}") from error
+            if not answer.end_if_complete():
+                text = str(error) or f"no answer in {CONNECT_TIMEOUT_S:g} s"
+                raise self._failure_or(f"{self._http.url}: {text}") from error
         finally:
-            self._answers.discard(answer)
+            del self._answers[answer]
             if drift is not None and prediction is not None:
                 drift.on_ended(prediction, answer.cached_tokens)
+
+    async def prove_progress(self, canary: GenerateRequest, context: Context, reply: Reply) -> None:
+        """Ask the server for its health, where a token costs money or cannot be asked for. A server
+        that limits the rate of requests is alive."""
+        facts = self._facts
+        takes_canary = self._load_tokenizer is not None and facts and facts.kind != "openai"
+        with suppress(Overloaded):
+            if takes_canary or self.failure is not None:
+                await self.generate(canary, context, reply)
+                return
+            try:
+                await self._check_health(with_model=False)
+            except OSError as error:
+                raise self._failure_or(f"{self._http.url}: {error}") from error
 
     def report_load(self) -> Load:
         waiting = sum(not answer.tokens_delivered for answer in self._answers)
@@ -228,16 +253,25 @@ class OpenAIServerEngine(Engine):
         answer: Answer
         if request.text is not None:
             body = text_body(request, facts)
-            return text_path(request), body, TextAnswer(request, reply, self._totals)
+            answer = TextAnswer(request, self._context_tokens, reply, self._totals, self._clock)
+            return text_path(request), body, answer
         prompt = unpack_ids(request.token_ids)
         check_prompt(prompt, self._context_tokens, self._vocab_size)
         if facts.kind == "llamacpp":
             fields = llamacpp_body(request, prompt, self._context_tokens, facts)
-            answer = LlamaCppAnswer(prompt, request, reply, self._totals)
+            answer = LlamaCppAnswer(prompt, request, reply, self._totals, self._clock)
         else:
             encode = None if facts.kind in GIVES_IDS else self._encode
             fields = completion_body(request, prompt, facts)
-            answer = CompletionAnswer(request, len(prompt), reply, self._totals, encode)
+            answer = CompletionAnswer(
+                request,
+                len(prompt),
+                reply,
+                self._totals,
+                self._clock,
+                vocab_size=self._vocab_size,
+                encode=encode,
+            )
         return COMPLETION_PATH, msgspec.json.encode(fields), answer
 
     async def _wait_for_server(self, probe_ids: Sequence[int] | None) -> ServerFacts:
@@ -277,6 +311,7 @@ class OpenAIServerEngine(Engine):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     await self._check_health(with_model=checks % MODEL_CHECK_EVERY == 0)
                 failures = 0
+                self._count_silent_step()
             except Overloaded:  # a server that limits the rate of requests is alive
                 failures = 0
             except ConfigError as error:  # a changed model stays changed
@@ -288,6 +323,16 @@ class OpenAIServerEngine(Engine):
                     reason = str(error) or f"no answer in {HEALTH_TIMEOUT_S:g} s"
                     self._fail(WorkerFailed(f"{self._http.url} is not healthy: {reason}"))
                     return
+
+    def _count_silent_step(self) -> None:
+        """Count the health of a server as progress while an answer may not have begun: the server
+        may load its model, or compute a long prompt."""
+        newest_s = max(
+            (s for answer, s in self._answers.items() if not answer.tokens_delivered),
+            default=-math.inf,
+        )
+        if self._clock.now() - newest_s < FIRST_PART_TIMEOUT_S:
+            self._totals.steps += 1
 
     async def _check_health(self, *, with_model: bool) -> None:
         assert self._facts is not None  # noqa: S101 - started
@@ -311,12 +356,12 @@ class OpenAIServerEngine(Engine):
             error.hint = f"send an API key (--pass-api-key), or {KEY_HINT}"
             return error
         text = f"{self._http.url}: {error.message}; it is the deployment's key (engine.url_key)"
-        return WorkerFailed(text, hint=KEY_HINT)
+        return UpstreamFailed(text, hint=KEY_HINT)
 
     def _failure_or(self, message: str) -> WorkerFailed:
         """Return a new error: the engine's failure, or `message` if it has none."""
         if self.failure is None:
-            return WorkerFailed(message)
+            return UpstreamFailed(message)
         return WorkerFailed(self.failure.message, hint=self.failure.hint)
 
     def _fail(self, error: DynamoError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +16,14 @@ from dynamo.core.errors import (
     WorkerFailed,
     nearest_name_hint,
 )
+from dynamo.inference.openai_server.foreign_values import (
+    decode_value,
+    excerpt,
+    read_count,
+    read_object,
+    read_objects,
+    read_word,
+)
 
 Kind = Literal["vllm", "sglang", "llamacpp", "dynamo", "openai"]
 """The program behind a URL. "openai": any other one, which is given only what OpenAI documents."""
@@ -28,22 +36,17 @@ OWNERS: dict[str, Kind] = {
 """`owned_by` of a model in /v1/models."""
 PROBE_TEXT = "The 3 quick foxes don't wait:\n\tnaïve 犬 <|im_start|>"
 """Tokenised by the server and here. Different models differ in it."""
+MAX_SLOTS = 1 << 16
 KEY_HINT = "set engine.url_key_file, or DYNAMO_ENGINE__URL_KEY in the environment"
 
 
 class RemoteModel(msgspec.Struct, frozen=True):
-    """An entry of /v1/models, as far as servers agree."""
+    """An entry of /v1/models, as far as servers agree. `context_tokens` is 0 where it says none."""
 
     id: str
     owned_by: str = ""
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    """The body of /v1/models."""
-
-    data: list[RemoteModel] = []
+    root: str = ""
+    context_tokens: int = 0
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
@@ -55,7 +58,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     slots: int = 0
 
 
-_decode_models = msgspec.json.Decoder(ModelList).decode
+CONTEXT_NAMES = ("max_model_len", "context_length", "context_window", "max_context_length")
+"""The names that servers give a model's context."""
 
 
 async def read_model(http: HttpClient, name: str) -> RemoteModel:
@@ -74,11 +78,10 @@ async def read_model(http: HttpClient, name: str) -> RemoteModel:
         raise Overloaded(f"{http.url}/v1/models answers 429")
     if answer.status != 200:
         raise WorkerFailed(f"{http.url}/v1/models answers {answer.status}: {excerpt(answer.body)}")
-    try:
-        models = _decode_models(answer.body).data
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    models = _read_models(answer.body)
+    if models is None:
         text = f"{http.url}/v1/models is no list of models: {excerpt(answer.body)}"
-        raise WorkerFailed(text) from None
+        raise WorkerFailed(text)
     if not models:
         raise WorkerFailed(f"{http.url} serves no model at present")
     if not name:
@@ -93,6 +96,27 @@ async def read_model(http: HttpClient, name: str) -> RemoteModel:
     raise ConfigError(text, hint=f"--url-model: {nearest_name_hint(name, names)}")
 
 
+def _read_models(body: bytes) -> list[RemoteModel] | None:
+    """Return the entries of a list of models that have a name. None: the body is no such list."""
+    try:
+        value = decode_value(body)
+    except ValueError:
+        return None
+    entries = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(entries, list):
+        return None
+    return [
+        RemoteModel(
+            name,
+            read_word(entry.get("owned_by")),
+            read_word(entry.get("root")),
+            next(filter(None, (read_count(entry.get(key)) for key in CONTEXT_NAMES)), 0),
+        )
+        for entry in read_objects(entries)
+        if (name := read_word(entry.get("id")))
+    ]
+
+
 async def read_facts(http: HttpClient, name: str) -> ServerFacts:
     """Ask the server what it is. Raises as `read_model`."""
     model = await read_model(http, name)
@@ -101,9 +125,10 @@ async def read_facts(http: HttpClient, name: str) -> ServerFacts:
         kind = "sglang"
     if kind in {"openai", "llamacpp"} and (props := await _get(http, "/props")):
         settings = props.get("default_generation_settings")
-        if isinstance(settings, dict) and isinstance(settings.get("n_ctx"), int):
-            return ServerFacts("llamacpp", model, settings["n_ctx"], props.get("total_slots", 0))
-    return ServerFacts(kind, model, model.max_model_len or 0)
+        if context_tokens := read_count(read_object(settings).get("n_ctx")):
+            slots = min(read_count(props.get("total_slots")) or 0, MAX_SLOTS)
+            return ServerFacts("llamacpp", model, context_tokens, slots)
+    return ServerFacts(kind, model, model.context_tokens)
 
 
 async def check_tokenizer(http: HttpClient, facts: ServerFacts, ids: Sequence[int]) -> bool:
@@ -126,19 +151,13 @@ async def check_tokenizer(http: HttpClient, facts: ServerFacts, ids: Sequence[in
     return True
 
 
-async def _get(http: HttpClient, path: str) -> dict[str, Any]:
+async def _get(http: HttpClient, path: str) -> Mapping[str, Any]:
     """Return the JSON object at a path that other servers do not have, or {}."""
     return _as_dict(await http.send("GET", path))
 
 
-def _as_dict(answer: HttpAnswer) -> dict[str, Any]:
+def _as_dict(answer: HttpAnswer) -> Mapping[str, Any]:
     try:
-        value = msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return read_object(decode_value(answer.body)) if answer.status == 200 else {}
+    except ValueError:
         return {}
-    return value if answer.status == 200 and isinstance(value, dict) else {}
-
-
-def excerpt(body: bytes) -> str:
-    """Return the beginning of a body, for a message."""
-    return repr(body[:200].decode("utf-8", "replace"))

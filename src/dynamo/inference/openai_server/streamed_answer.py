@@ -2,59 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-import msgspec
-
-from dynamo.communication.http.client import EventStream, HttpAnswer
-from dynamo.core.errors import (
-    ContextLengthExceeded,
-    DynamoError,
-    Forbidden,
-    InvalidRequest,
-    Overloaded,
-    Unauthorized,
-    WorkerFailed,
-)
+from dynamo.communication.http.event_stream import DONE, EventStream, ServerEvent
+from dynamo.core.clock import Clock
+from dynamo.core.errors import MalformedAnswer, UpstreamFailed
 from dynamo.core.reply import Reply
 from dynamo.core.values import EngineTotals, FinishReason, Started
-from dynamo.inference.openai_server.server_facts import excerpt
+from dynamo.inference.openai_server.foreign_chunk import (
+    ForeignChoice,
+    ForeignChunk,
+    decode_chunk,
+)
+from dynamo.inference.openai_server.foreign_values import (
+    excerpt,
+    read_count,
+    read_object,
+    read_word,
+)
 
-DONE = b"[DONE]"
+log = logging.getLogger(__name__)
+
+MAX_SILENT_BYTES = 2 << 20
+"""Most bytes of a stream between two parts of the answer."""
+END_TIMEOUT_S = 2.0
+"""A server may give the usage so long after the last part of an answer, and end its body."""
+PART_SLACK = 1024
+PARTS_PER_TOKEN = 4
+"""Servers may give a token in several parts. An answer is cut beyond so many for each token."""
+LENGTH_WORDS = frozenset(
+    {"length", "max_tokens", "model_length", "max_output_tokens", "model_context_window_exceeded"}
+)
+FILTER_WORDS = ("content_filter", "content-filter", "safety", "recitation", "sensitive")
+"""Beginnings of the words of a filter."""
+FILTER_NAMES = frozenset({"blocklist", "prohibited_content", "spii", "image_safety", "refusal"})
+FAILURE_WORDS = frozenset(
+    {
+        *("abort", "aborted", "error", "failed", "cancelled", "canceled", "timeout"),
+        *("insufficient_system_resource", "network_error", "internal_error"),
+        *("malformed_function_call",),
+    }
+)
 
 
-class PromptDetails(msgspec.Struct):
-    """The part of the usage that says what was cached."""
+class Usage:
+    """Counts of tokens. A server tells them at the end of an answer, or again and again."""
 
-    cached_tokens: int | None = None
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "reasoning_tokens")
 
+    def __init__(self) -> None:
+        self.completion_tokens = self.prompt_tokens = self.reasoning_tokens = 0
+        self.cached_tokens: int | None = None
 
-class AnswerDetails(msgspec.Struct):
-    """The part of the usage that says how many tokens were reasoning."""
-
-    reasoning_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """Counts of tokens at the end of an answer."""
-
-    completion_tokens: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: AnswerDetails | None = None
-
-
-class AnswerChunk(Protocol):
-    """An event of a streamed answer."""
-
-    @property
-    def choices(self) -> Sequence[Any]:
-        """The parts of the choices."""
-
-    usage: Usage | None
-    error: Any
+    def update(self, usage: Mapping[str, Any]) -> None:
+        """Take the counts that a usage has."""
+        prompt = read_object(usage.get("prompt_tokens_details"))
+        answer = read_object(usage.get("completion_tokens_details"))
+        cached = prompt.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.reasoning_tokens = _count(answer.get("reasoning_tokens"), self.reasoning_tokens)
+        if (count := read_count(cached)) is not None:
+            self.cached_tokens = count
 
 
 class StreamedAnswer:
@@ -63,47 +76,74 @@ class StreamedAnswer:
     def __init__(
         self,
         prompt_tokens: int,
+        max_tokens: int,
         reply: Reply,
         totals: EngineTotals,
-        decode: Callable[[bytes], AnswerChunk],
+        clock: Clock,
     ) -> None:
+        """`max_tokens`: the length that the server was asked for."""
         self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
+        self._max_parts = PARTS_PER_TOKEN * max_tokens + PART_SLACK
         self._reply = reply
         self._totals = totals
-        self._decode = decode
         totals.requests += 1
         totals.prompt_tokens += prompt_tokens
-        self._events = EventStream()
+        self._events = EventStream(clock)
+        self._silent_bytes = 0
         self._begun = False
         self.tokens_delivered = 0
         """Tokens, or parts of text, that have come so far."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens from the server's cache; None until it says so at the end."""
         self._usage = Usage()
         self._reason = ""
         self.ended = False
         """Whether the reply is finished, or has enough."""
+        self.time_limit: asyncio.Timeout | None = None
+        """The limit of the exchange, which has none until the answer is complete."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens from the server's cache; None until it says so at the end."""
+        cached, prompt = self._usage.cached_tokens, self._prompt_tokens or self._usage.prompt_tokens
+        return cached if cached is None else min(cached, prompt)
 
     def on_data(self, part: bytes) -> bool:
-        """Deliver a part of the body. False: the answer has ended. Raises `WorkerFailed` for what
-        is no event of an answer, and the error of an event as `map_error` returns it."""
-        for event in self._events.feed(part):
-            if event == DONE:
-                self._end()
-                return True  # the connection can be used again once the body ends
-            try:
-                chunk = self._decode(event)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                raise WorkerFailed(f"the server sent no completion: {excerpt(event)}") from None
-            if chunk.error is not None:
-                code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-                status = code if isinstance(code, int) and 400 <= code < 600 else 500
-                raise map_error(status, msgspec.json.encode(chunk.error), {})
-            self._totals.steps += 1
-            if not self._deliver(chunk):
-                self.ended = True
+        """Deliver a part of the body. False: the answer has ended. Raises `MalformedAnswer` for
+        what is no event of an answer, and the error of an event as `event_error` returns it."""
+        if self.ended:
+            return self._skip(len(part))
+        self._totals.steps += 1
+        delivered = self.tokens_delivered
+        try:
+            events = self._events.feed(part)
+        except ConnectionError as error:
+            raise MalformedAnswer(f"the server's answer: {error}") from None
+        for event in events:
+            if not self._on_event(event):
                 return False
-        return True
+        if self.tokens_delivered > delivered:
+            self._silent_bytes = 0
+        return self._skip(len(part))
+
+    def end(self) -> None:
+        """End the answer with the body. Raises `MalformedAnswer` if it is not complete."""
+        for event in () if self.ended else self._events.end():
+            if not self._on_event(event):
+                return
+        if self.ended:
+            return
+        if not self._reason:
+            line = self._events.unread
+            said = f": {excerpt(line)}" if line else ""
+            what = "ended an answer" if self._begun else f"sent no completion{said}: it ended"
+            raise MalformedAnswer(f"the server {what} before it was complete")
+        self._end()
+
+    def end_if_complete(self) -> bool:
+        """End the answer if only its connection broke behind its last part."""
+        if not self.ended and self._reason:
+            self._end()
+        return self.ended
 
     @property
     def prefill_tokens(self) -> int:
@@ -117,70 +157,110 @@ class StreamedAnswer:
             self._reply.begin(Started("", cached_tokens, self._prompt_tokens))
 
     @abstractmethod
-    def _deliver_choice(self, choice: Any) -> bool:
+    def _deliver_choice(self, choice: ForeignChoice) -> bool:
         """Deliver a part of the choice. False: the reply has enough."""
 
     @abstractmethod
     def _finish(self, reason: FinishReason) -> None:
         """Finish the reply."""
 
-    def _deliver(self, chunk: AnswerChunk) -> bool:
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-        for choice in chunk.choices:
-            self.begin(cached_tokens=0)
-            self._reason = choice.finish_reason or self._reason
-            if not self._deliver_choice(choice):
-                return False
+    def _skip(self, size: int) -> bool:
+        """Count bytes without a part of the answer. Returns whether to read on."""
+        self._silent_bytes += size
+        if self._silent_bytes <= MAX_SILENT_BYTES:
+            return True
+        if self.ended:
+            return False
+        text = f"the server sent {MAX_SILENT_BYTES} bytes without a part of the answer"
+        raise MalformedAnswer(text)
+
+    def _on_event(self, event: ServerEvent) -> bool:
+        """Deliver an event. False: the rest of the body is not wanted."""
+        kind, data = event
+        if self.ended or not data:
+            return True
+        if data == DONE:
+            if not self._reason and not self.tokens_delivered:
+                raise MalformedAnswer("the server ended an answer without a finish_reason")
+            self._end()
+            return True  # the connection can be used again once the body ends
+        try:
+            chunk = decode_chunk(data, kind)
+        except ValueError:
+            if self._reason:
+                return True
+            text = f"the server sent no completion: {excerpt(data)}"
+            raise MalformedAnswer(text) from None
+        if not self._deliver(chunk):
+            self.ended = True
+            return False
         return True
+
+    def _deliver(self, chunk: ForeignChunk) -> bool:
+        if chunk.usage:
+            self._usage.update(read_object(chunk.usage))
+        elif chunk.x_groq:
+            self._usage.update(read_object(read_object(chunk.x_groq).get("usage")))
+        if not chunk.choices:
+            return True
+        choice = chunk.choices[0]
+        if choice.usage:
+            self._usage.update(read_object(choice.usage))
+        if not self._begun:
+            self.begin(cached_tokens=0)
+        if not self._deliver_choice(choice):
+            return False
+        if self.tokens_delivered > self._max_parts:
+            return self._cut()
+        if choice.finish_reason and (reason := read_word(choice.finish_reason)):
+            self._reason = reason
+            self._expect_end()
+        return True
+
+    def _expect_end(self) -> None:
+        """Wait only a little for what follows an answer."""
+        limit, self.time_limit = self.time_limit, None
+        expect_end(limit)
+
+    def _cut(self) -> bool:
+        """End an answer that is longer than asked for. Returns False."""
+        fields = {"max_tokens": self._max_tokens}
+        log.warning("a server does not end its answer", extra={"fields": fields})
+        self._reason = "length"
+        self._end()
+        return False
 
     def _end(self) -> None:
         if self.ended:
             return
-        if not self._reason:
-            raise WorkerFailed("the server ended an answer without a finish_reason")
-        if self._reason in {"abort", "error"}:
-            raise WorkerFailed(f"the server ended an answer with finish_reason {self._reason!r}")
+        reason = _finish_reason(self._reason)
         self.begin(cached_tokens=0)
-        details = self._usage.prompt_tokens_details
-        self.cached_tokens = details.cached_tokens if details is not None else None
         self._totals.cached_tokens += self.cached_tokens or 0
         self.ended = True
-        self._finish("length" if self._reason == "length" else "stop")
+        self._silent_bytes = 0
+        self._expect_end()
+        self._finish(reason)
 
 
-def map_error(status: int, body: bytes, headers: Any) -> DynamoError:
-    """Return the error of a server as one of ours. 429 and 503 keep their Retry-After. No 4xx
-    is a `WorkerFailed`, since the server is alive. `Unauthorized` and `Forbidden` concern the key.
-    """
-    text = body.decode("utf-8", "replace")
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        value = {}
-    error = value.get("error", value) if isinstance(value, dict) else {}
-    message, code = text[:300], ""
-    if isinstance(error, dict):
-        message = str(error.get("message", message))
-        code = f"{error.get('code', '')} {error.get('type', '')}"
-    if status in {429, 503}:
-        retry = headers.get("retry-after", "")
-        after = float(retry) if retry.replace(".", "", 1).isdecimal() else None
-        return Overloaded(f"the server is overloaded: {message}", retry_after_s=after)
-    if status in {400, 413, 422}:
-        too_long = "context" in code or "context length" in message or "context size" in message
-        return (ContextLengthExceeded if too_long else InvalidRequest)(message)
-    if status in {401, 403}:
-        refusal = f"the server refuses the key ({status}): {message}"
-        return (Unauthorized if status == 401 else Forbidden)(refusal)
-    if status in {408, 409, 425}:
-        return Overloaded(f"the server asks to send the request again ({status}): {message}")
-    if 400 <= status < 500:
-        return InvalidRequest(f"the server refuses the request ({status}): {message}")
-    return WorkerFailed(f"the server answers {status}: {message}")
+def expect_end(limit: asyncio.Timeout | None) -> None:
+    """Let the exchange of a complete answer end soon."""
+    if limit is not None:
+        limit.reschedule(asyncio.get_running_loop().time() + END_TIMEOUT_S)
 
 
-def check_answer(answer: HttpAnswer) -> None:
-    """Raise the error of an answer that is not 200."""
-    if answer.status != 200:
-        raise map_error(answer.status, answer.body, answer.headers)
+def _count(value: Any, otherwise: int) -> int:
+    count = read_count(value)
+    return otherwise if count is None else count
+
+
+def _finish_reason(word: str) -> FinishReason:
+    """Return the reason that a server's word means. Unknown words mean an ordinary end. Raises
+    `UpstreamFailed` for those of a failure."""
+    name = word.lower()
+    if name in FAILURE_WORDS:
+        raise UpstreamFailed(f"the server ended an answer with finish_reason {word[:100]!r}")
+    if name in LENGTH_WORDS:
+        return "length"
+    if name in FILTER_NAMES or name.startswith(FILTER_WORDS):
+        return "content_filter"
+    return "stop"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
+from dynamo.core.clock import Clock
 from dynamo.core.errors import Unsupported
 from dynamo.core.reply import Reply
 from dynamo.core.text import (
+    AnswerEvent,
     ArgumentsDelta,
-    CallBegun,
-    CallEnded,
     DecodedTokenLogprob,
     ReasoningDelta,
+    RefusalDelta,
     TextDelta,
     TextPart,
 )
@@ -27,12 +29,29 @@ from dynamo.core.values import (
     StructuredOutput,
 )
 from dynamo.inference.llamacpp.request import MAX_SEED, structure_fields
+from dynamo.inference.openai_server.foreign_chunk import ForeignChoice, ForeignMessage
+from dynamo.inference.openai_server.foreign_values import (
+    read_logprob,
+    read_object,
+    read_objects,
+    read_text,
+    read_word,
+)
 from dynamo.inference.openai_server.server_facts import Kind, ServerFacts
-from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, Usage
+from dynamo.inference.openai_server.streamed_answer import StreamedAnswer
+from dynamo.inference.openai_server.tool_calls import CallReader
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 TEXT_FEATURES: tuple[Feature, ...] = ("logprobs", "structured", "text")
+DEFAULT_MAX_TOKENS = 1 << 20
+"""The length of an answer where neither caller nor server limit it."""
+TEXTS = (TextDelta, ReasoningDelta, RefusalDelta)
+TEXT_BYTES = 1 << 20
+TOKEN_TEXT_BYTES = 256
+"""An answer is cut beyond `TEXT_BYTES` characters, and so many more for each of its tokens."""
+REASONING_PARTS = 1 << 16
+"""Parts of reasoning that do not count as tokens of the answer."""
 OPENAI_NAMES = frozenset(
     {
         *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"),
@@ -49,69 +68,6 @@ MISSING_NAMES: dict[Kind, frozenset[str]] = {
     ),
     "sglang": frozenset({"thinking_token_budget"}),
 }
-
-
-class NamedLogprob(msgspec.Struct):
-    """A token's log probability, as chat answers have it."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-    top_logprobs: list[NamedLogprob] = []
-
-
-class TextLogprobs(msgspec.Struct):
-    """Log probabilities of a chunk: `content` in chat answers and llama.cpp's, else the others."""
-
-    content: list[NamedLogprob] | None = None
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class FunctionDelta(msgspec.Struct):
-    """A part of a called function."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ToolCallDelta(msgspec.Struct):
-    """A part of a tool call."""
-
-    index: int = 0
-    id: str | None = None
-    function: FunctionDelta | None = None
-
-
-class MessageDelta(msgspec.Struct):
-    """A part of a chat answer. Servers give reasoning one of two names."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class TextChoice(msgspec.Struct):
-    """A part of a choice: `delta` in chat answers, `text` in others."""
-
-    text: str = ""
-    delta: MessageDelta | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: TextLogprobs | None = None
-
-
-class TextChunk(msgspec.Struct):
-    """An event of a streamed answer."""
-
-    choices: list[TextChoice] = []
-    usage: Usage | None = None
-    error: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(TextChunk).decode
 
 
 def text_features(kind: Kind) -> tuple[Feature, ...]:
@@ -199,68 +155,85 @@ def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
 
 
 class TextAnswer(StreamedAnswer):
-    """Delivers the text, the reasoning and the tool calls of one answer."""
+    """Delivers the text, the reasoning, the refusal and the tool calls of one answer."""
 
-    def __init__(self, request: GenerateRequest, reply: Reply, totals: EngineTotals) -> None:
-        super().__init__(0, reply, totals, _decode_chunk)
+    def __init__(
+        self,
+        request: GenerateRequest,
+        context_tokens: int,
+        reply: Reply,
+        totals: EngineTotals,
+        clock: Clock,
+    ) -> None:
+        values = request.text.values if request.text is not None else {}
+        self._is_chat = request.text is not None and request.text.chat
+        max_tokens = values.get("max_tokens") or context_tokens or DEFAULT_MAX_TOKENS
+        super().__init__(0, max_tokens, reply, totals, clock)
+        self._free_bytes = TEXT_BYTES + TOKEN_TEXT_BYTES * max_tokens
+        self._free_reasoning_parts = REASONING_PARTS
         self._wants_logprobs = request.top_logprobs is not None
-        self._calls: set[int] = set()
-        self._open_call: int | None = None
-        self._has_arguments = False
+        self._calls = CallReader()
         self._stop_string = ""
 
-    def _deliver_choice(self, choice: TextChoice) -> bool:
-        if isinstance(choice.stop_reason, str):
-            self._stop_string = choice.stop_reason
-        for part in self._parts(choice):
-            self.tokens_delivered += 1
-            if not self._reply.text(part):
-                return False
+    def _deliver_choice(self, choice: ForeignChoice) -> bool:
+        if choice.stop_reason:
+            self._stop_string = read_word(choice.stop_reason) or self._stop_string
+        message = choice.delta or choice.message
+        if message is None or not self._is_chat:
+            return self._send_text(read_text(choice.text), choice.logprobs)
+        content, refusal = message.content, message.refusal
+        reasoning = message.reasoning_content or message.reasoning or message.thinking
+        if isinstance(content, list):
+            thoughts, refusals, content = _split_content(content)
+            reasoning, refusal = reasoning or thoughts, refusal or refusals
+        if reasoning and not self._send_reasoning(read_text(reasoning)):
+            return False
+        if content and not self._send_text(read_text(content), choice.logprobs):
+            return False
+        if refusal and (text := read_text(refusal)) and not self._send(RefusalDelta(text)):
+            return False
+        if message.tool_calls or message.function_call:
+            return all(map(self._send, self._call_parts(message)))
         return True
 
-    def _parts(self, choice: TextChoice) -> Iterator[TextPart]:
-        delta = choice.delta
-        text = choice.text if delta is None else delta.content
-        if delta is not None:
-            reasoning = delta.reasoning_content or delta.reasoning
-            if reasoning:
-                yield from self._call_ends()
-                yield ReasoningDelta(reasoning)
-        if text:
-            yield from self._call_ends()
-            logprobs = choice.logprobs if self._wants_logprobs else None
-            yield TextDelta(text, None if logprobs is None else tuple(_logprobs(logprobs)))
-        if delta is not None and delta.tool_calls:
-            for call in delta.tool_calls:
-                yield from self._call_parts(call)
+    def _send_reasoning(self, text: str) -> bool:
+        if self._free_reasoning_parts:
+            self._free_reasoning_parts -= 1  # some servers do not count them as tokens
+            self._max_parts += 1
+        return not text or self._send(ReasoningDelta(text))
 
-    def _call_parts(self, call: ToolCallDelta) -> Iterator[TextPart]:
-        function = call.function or FunctionDelta()
-        if call.index not in self._calls and function.name:
-            yield from self._call_ends()
-            self._calls.add(call.index)
-            self._open_call, self._has_arguments = call.index, False
-            yield CallBegun(call.index, call.id or f"call_{call.index}", function.name)
-        if function.arguments and call.index == self._open_call:
-            self._has_arguments = True
-            yield ArgumentsDelta(call.index, function.arguments)
+    def _send_text(self, text: str, logprobs: Any) -> bool:
+        if not text:
+            return True
+        if logprobs is None or not self._wants_logprobs:
+            return self._send(TextDelta(text))
+        return self._send(TextDelta(text, tuple(_logprobs(read_object(logprobs)))))
 
-    def _call_ends(self) -> Iterator[TextPart]:
-        """Yield the end of the open call, which the next part or the end of the answer tells."""
-        if self._open_call is not None:
-            call, self._open_call = self._open_call, None
-            if not self._has_arguments:
-                yield ArgumentsDelta(call, "{}")
-            yield CallEnded(call)
+    def _call_parts(self, message: ForeignMessage) -> Iterator[AnswerEvent]:
+        for call in read_objects(message.tool_calls):
+            yield from self._calls.feed(call)
+        if message.function_call and not message.tool_calls:
+            yield from self._calls.feed({"function": message.function_call})
+
+    def _send(self, part: TextPart) -> bool:
+        """Send a part. Calls end before what is no part of a call. False: the reply has enough."""
+        if isinstance(part, TEXTS):
+            self._free_bytes -= len(part.text)
+            if self._free_bytes < 0:
+                return self._cut()
+            if self._calls.are_open and not all(map(self._send, self._calls.end())):
+                return False
+        elif isinstance(part, ArgumentsDelta):
+            self._free_bytes -= len(part.text)
+        self.tokens_delivered += 1
+        return self._reply.text(part)
 
     def _finish(self, reason: FinishReason) -> None:
-        if reason == "stop":
-            for part in self._call_ends():
-                if not self._reply.text(part):
-                    return
+        for part in self._calls.end() if reason == "stop" else self._calls.cut():
+            if not self._reply.text(part):
+                return
         usage = self._usage
-        details = usage.completion_tokens_details
-        tokens = usage.completion_tokens or self.tokens_delivered
+        tokens = usage.completion_tokens or min(self.tokens_delivered, self._max_tokens)
         self._totals.generated_tokens += tokens
         self._totals.prompt_tokens += usage.prompt_tokens
         self._reply.finish(
@@ -270,20 +243,48 @@ class TextAnswer(StreamedAnswer):
                 cached_tokens=self.cached_tokens,
                 stop_string=self._stop_string,
                 prompt_tokens=usage.prompt_tokens,
-                reasoning_tokens=(details.reasoning_tokens or 0) if details is not None else 0,
+                reasoning_tokens=min(usage.reasoning_tokens, tokens),
             )
         )
 
 
-def _logprobs(logprobs: TextLogprobs) -> Iterator[DecodedTokenLogprob]:
-    for entry in logprobs.content or ():
-        top = ((other.token, _raw(other), other.logprob) for other in entry.top_logprobs)
-        yield DecodedTokenLogprob(entry.token, _raw(entry), entry.logprob, tuple(top))
-    tops: Sequence[dict[str, float] | None] = logprobs.top_logprobs or [None] * len(logprobs.tokens)
-    for token, logprob, best in zip(logprobs.tokens, logprobs.token_logprobs, tops, strict=False):
-        named = ((text, text.encode(), value) for text, value in (best or {}).items())
-        yield DecodedTokenLogprob(token, token.encode(), logprob or 0.0, tuple(named))
+def _split_content(parts: list[Any]) -> tuple[str, str, list[Any]]:
+    """Return the reasoning and the refusal of a content in parts, and the other parts."""
+    groups: dict[str, list[Any]] = {"": []}
+    for part in parts:
+        kind = read_word(read_object(part).get("type"))
+        name = {"thinking": "reasoning", "reasoning": "reasoning", "refusal": "refusal"}.get(kind)
+        groups.setdefault(name or "", []).append(part)
+    return read_text(groups.get("reasoning")), read_text(groups.get("refusal")), groups[""]
 
 
-def _raw(entry: NamedLogprob) -> bytes:
-    return entry.token.encode() if entry.bytes is None else bytes(entry.bytes)
+def _logprobs(logprobs: Mapping[str, Any]) -> Iterator[DecodedTokenLogprob]:
+    """Yield the log probabilities of a chunk: `content` in chat answers and llama.cpp's, else lists
+    of tokens and of numbers. Entries without a token or a number are left out."""
+    for entry in read_objects(logprobs.get("content")):
+        if (own := _named_logprob(entry)) is not None:
+            top = filter(None, map(_named_logprob, read_objects(entry.get("top_logprobs"))))
+            yield DecodedTokenLogprob(*own, tuple(top))
+    tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(tokens, list) or not isinstance(values, list):
+        return
+    tops = logprobs.get("top_logprobs")
+    tops = tops if isinstance(tops, list) else []
+    for token, value, best in zip_longest(tokens, values[: len(tokens)], tops[: len(tokens)]):
+        if isinstance(token, str):
+            logprobs_by_text = ((text, read_logprob(x)) for text, x in read_object(best).items())
+            named = ((text, text.encode(), x) for text, x in logprobs_by_text if x is not None)
+            yield DecodedTokenLogprob(
+                token, token.encode(), read_logprob(value) or 0.0, tuple(named)
+            )
+
+
+def _named_logprob(entry: Mapping[str, Any]) -> tuple[str, bytes, float] | None:
+    token, logprob = entry.get("token"), read_logprob(entry.get("logprob"))
+    if not isinstance(token, str) or logprob is None:
+        return None
+    try:
+        raw = bytes(entry["bytes"]) if isinstance(entry.get("bytes"), list) else token.encode()
+    except (TypeError, ValueError):
+        raw = token.encode()
+    return token, raw, logprob

@@ -93,6 +93,14 @@ class TextAnswerReply(Reply):
         placed = [replace(logprob, offset=offset) for logprob in logprobs]
         return self._reply.text(self._choice, part.text, placed)
 
+    def restart(self) -> bool:
+        if not self._reply.restart(self._choice):
+            return False
+        self._called, self._offset = False, 0
+        if self._echo:
+            self._reply.text(self._choice, self._echo)
+        return True
+
     def finish(self, end: Finish) -> None:
         if self._held is not None and end.reason != "length" and not self._send(self._held):
             return
