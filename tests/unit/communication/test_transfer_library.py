@@ -152,6 +152,9 @@ async def test_a_pool_lends_each_slot_once() -> None:
     pool.release(taken[:1])
     assert await waiting == taken[:1]
     assert pool.free_slots == 0
+    pool.release([*taken, *taken])
+    pool.release([*taken, 4])
+    assert pool.free_slots == 3
     pool.region.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -202,3 +203,112 @@ async def test_a_part_of_a_block_is_no_prompt_that_ends_in_zeros(
     for tier in ("cpu", "gpu"):
         assert len((await manager.migrate_cache_blocks([part, full], tier)).migrated) == 2
     assert (content(manager, part), content(manager, full)) == (b"pp", b"ff")
+
+
+async def test_a_full_host_tier_gives_its_oldest_blocks_to_the_disk(
+    manager: KVCacheBlockManager,
+) -> None:
+    """Seven sequences of four blocks: two fit on the device, four in host memory."""
+    starts = [100 * number for number in range(1, 8)]
+    for start in starts:
+        await allocate(manager, start)
+    tiers = {}
+    for start in starts:
+        info = await manager.query_cache_hit(name(manager, start))
+        assert info.hit_ratio == 1.0
+        tiers[start] = {block.tier for block in info.hit_blocks}
+    assert list(tiers.values()) == [{"disk"}, *[{"host"}] * 4, *[{"device"}] * 2]
+
+    await manager.free((await manager.query_cache_hit(name(manager, 700))).hit_blocks)
+    info = await manager.query_cache_hit(name(manager, 100))
+    back = await manager.migrate_cache_blocks(info.hit_blocks, "gpu")
+    assert [content(manager, block) for block in back.migrated] == [
+        bytes([100, number]) for number in range(4)
+    ]
+
+
+async def test_blocks_move_between_lower_tiers_while_the_device_is_full(
+    manager: KVCacheBlockManager,
+) -> None:
+    first = await allocate(manager, 100)
+    for start in (200, 300):
+        await allocate(manager, start)
+    for target in ("ssd", "cpu", "ssd"):
+        result = await manager.migrate_cache_blocks(first, target)
+        assert not result.failed
+    assert {block.tier for block in result.migrated} == {"disk"}
+
+
+async def test_the_last_tier_drops_its_oldest_blocks(tmp_path: Path) -> None:
+    size = DEVICE_BLOCKS * BLOCK_BYTES
+    manager = KVCacheBlockManager({"gpu_memory_size": size, "cpu_memory_size": size})
+    for start in range(100, 600, 100):
+        await allocate(manager, start)
+    patterns = [
+        (await manager.query_cache_hit(name(manager, start))).hit_pattern
+        for start in range(100, 600, 100)
+    ]
+    assert patterns == ["none", "full", "full", "full", "full"]
+    await manager.close()
+
+
+async def test_a_tier_without_room_for_one_block_is_passed_over(tmp_path: Path) -> None:
+    config = {
+        "gpu_memory_size": 4 * BLOCK_BYTES,
+        "cpu_memory_size": BLOCK_BYTES - 1,
+        "ssd_cache_path": str(tmp_path / "kv"),
+    }
+    manager = KVCacheBlockManager(config)
+    first, _ = await allocate(manager, 100), await allocate(manager, 200)
+    info = await manager.query_cache_hit(name(manager, 100))
+    assert [block.tier for block in info.hit_blocks] == ["disk"] * len(first)
+    await manager.close()
+
+
+async def test_allocations_at_once_all_find_room(manager: KVCacheBlockManager) -> None:
+    starts = range(100, 2_100, 100)
+    await asyncio.gather(*(manager.allocate_kv_blocks(16, MODEL, [start] * 16) for start in starts))
+    manager._pool.check_invariants()
+    for start in starts:
+        info = await manager.query_cache_hit(manager.prefix_tree.prefix_hash([start] * 16))
+        assert info.hit_ratio == 1.0
+
+
+async def test_blocks_of_the_same_content_share_a_copy_below(manager: KVCacheBlockManager) -> None:
+    first, second = await allocate(manager, 100), await allocate(manager, 100)
+    moved = await manager.migrate_cache_blocks([*first, *second], "ssd")
+    assert not moved.failed
+    await manager.free(first)
+    back = await manager.migrate_cache_blocks(second, "gpu")
+    assert content(manager, back.migrated[0]) == bytes([100, 0])
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 24 << 10, 10 << 20])
+@pytest.mark.parametrize("seed", range(3))
+async def test_calls_at_once_leave_no_block_lost_or_counted_twice(
+    tmp_path: Path, disk_bytes: int, seed: int
+) -> None:
+    config = {"gpu_memory_size": DEVICE_BLOCKS * BLOCK_BYTES, "cpu_memory_size": 4 * BLOCK_BYTES}
+    disk = {"ssd_cache_path": str(tmp_path / "kv"), "ssd_cache_size": disk_bytes}
+    manager, rng = KVCacheBlockManager(config | (disk if disk_bytes else {})), Random(seed)
+    sequences: list[list[KVBlock]] = []
+
+    async def call(number: int) -> None:
+        for step in range(5):
+            if not sequences or rng.random() < 0.5:
+                tokens = [rng.choice((1, number + 2, step + 90))] * 16
+                sequences.append(await manager.allocate_kv_blocks(16, MODEL, tokens))
+            elif rng.random() < 0.4:
+                await manager.free(sequences.pop(rng.randrange(len(sequences))))
+            else:
+                tier = rng.choice(list(manager.memory_tiers))
+                await manager.migrate_cache_blocks(rng.choice(sequences), tier)
+
+    await asyncio.gather(*map(call, range(20)))
+    for sequence in sequences:
+        await manager.free(sequence)
+    manager._pool.check_invariants()
+    assert manager._pool.free == DEVICE_BLOCKS
+    for needed in manager._lower._needed.values():
+        assert (len(needed), needed.arriving) == (0, 0)
+    await manager.close()

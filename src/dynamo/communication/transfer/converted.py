@@ -22,6 +22,7 @@ class MemoryPool:
     def __init__(self, region: MemoryRegion) -> None:
         self.region = region
         self._free = list(range(region.slots))
+        self._lent: set[int] = set()
         self._returned = asyncio.Event()
 
     @classmethod
@@ -41,11 +42,15 @@ class MemoryPool:
             self._returned.clear()
             await self._returned.wait()
         slots, self._free = self._free[:count], self._free[count:]
+        self._lent.update(slots)
         return slots
 
     def release(self, slots: Sequence[int]) -> None:
-        """Take slots back."""
-        self._free += slots
+        """Take slots back. Slots that are not lent, or no more, are ignored."""
+        for slot in slots:
+            if slot in self._lent:
+                self._lent.remove(slot)
+                self._free.append(slot)
         self._returned.set()
 
 

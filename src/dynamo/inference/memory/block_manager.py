@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
@@ -19,11 +20,10 @@ from msgspec.structs import replace
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
-from dynamo.core.errors import ConfigError, DynamoError, NotFound, Overloaded, TransferFailed
-from dynamo.core.hashing import IDENTITY_BYTES, TOKEN_BYTES, root_identity
+from dynamo.core.errors import ConfigError, DynamoError, NotFound, Overloaded
+from dynamo.core.hashing import TOKEN_BYTES, root_identity
 from dynamo.core.tasks import run_all
-from dynamo.core.values import read_field
-from dynamo.inference.block import Block
+from dynamo.core.values import Tier, read_field
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.memory.cache_policy import (
     AccessPatternAnalyzer,
@@ -39,11 +39,14 @@ from dynamo.inference.memory.library_tiers import (
     RemoteMemoryTier,
     SSDMemoryTier,
 )
+from dynamo.inference.memory.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers, MoveLock
 from dynamo.inference.memory.radix_tree import KVBlock, RadixTree
 from dynamo.inference.sequence import TokenContent
-from dynamo.inference.tiers.tier import KvTier, TierBlock
+from dynamo.inference.tiers.tier import KvTier
 
 DEFAULT_BLOCK_TOKENS = 16
+MAKE_ROOM_TRIES = 16
+"""How often blocks are moved down for an allocation while other moves go on."""
 NO_TOKEN = b"\xff" * TOKEN_BYTES
 """Fills the last block of a sequence. No vocabulary has this id, so that the block differs from
 every full one."""
@@ -65,23 +68,6 @@ class MigrationResult(msgspec.Struct, frozen=True):
 
     migrated: list[KVBlock]
     failed: list[tuple[KVBlock, DynamoError]]
-
-
-class HeldBlock:
-    """A block of the manager: its place in its chain, and its block on the device if it has one.
-    A move and `free` hold its `lock`."""
-
-    def __init__(self, content: TokenContent, index: int, block: Block) -> None:
-        content.ensure_hashes(index + 1)
-        self.hash = content.hashes[index]
-        self.parent = content.hashes[index - 1] if index else content.root
-        self.identity = content.fingerprint(index).to_bytes(IDENTITY_BYTES)
-        self.block: Block | None = block
-        self.lock = asyncio.Lock()
-
-    def at(self, slot: int, generation: int = 0) -> TierBlock:
-        """Return the block as tiers take it, in a slot of the region."""
-        return TierBlock(self.hash, self.parent, slot, generation, self.identity)
 
 
 class KVCacheBlockManager:
@@ -108,10 +94,14 @@ class KVCacheBlockManager:
         self._clock = SystemClock()
         self._numbers = count()
         self._held: dict[str | int, HeldBlock] = {}
+        self._locks: WeakValueDictionary[int, MoveLock] = WeakValueDictionary()
+        self._allocating = asyncio.Lock()
+        self._promised = 0
         self._shape: tuple[int, int] | None = None
         self._opening = asyncio.Lock()
         self._pool: BlockPool
         self._region: MemoryRegion
+        self._lower: LowerTiers
 
     async def allocate_kv_blocks(
         self,
@@ -131,14 +121,15 @@ class KVCacheBlockManager:
         tokens = tuple(token_ids or ())[:sequence_length]
         if token_ids is None:  # a sequence that no other one shares
             tokens = tuple(os.urandom(sequence_length))
-        await self._make_room(blocks)
         packed = pack_ids(tokens) + NO_TOKEN * (blocks * block_tokens - len(tokens))
         content = TokenContent(packed, block_tokens)
         content.identity = root_identity()
-        allocated = [
-            self._hold(HeldBlock(content, index, block), tokens, worker_id)
-            for index, block in enumerate(self._pool.allocate(blocks))
-        ]
+        async with self._allocating:
+            await self._make_room(blocks)
+            allocated = [
+                self._hold(HeldBlock(content, index, block, self._locks), tokens, worker_id)
+                for index, block in enumerate(self._pool.allocate(blocks))
+            ]
         for block in allocated:
             await self.prefix_tree.register_block(block)
         await self.cache_policy.on_allocation(allocated)
@@ -196,12 +187,14 @@ class KVCacheBlockManager:
             held = self._held.pop(block.id, None)
             if held is None:
                 continue
-            async with held.lock:
-                if held.block is not None:
-                    self._pool.release((held.block,))
-            await self.prefix_tree.remove_block(block.id)
             self.cache_policy.on_removal((block,))
             del self.access_analyzer.access_counts[block.id]
+            await self.prefix_tree.remove_block(block.id)
+            async with held.lock:
+                self._lower.forget(held)
+                if held.block is not None:
+                    self._pool.release((held.block,))
+                    held.block = None
 
     async def close(self) -> None:
         """Close all tiers."""
@@ -248,12 +241,14 @@ class KVCacheBlockManager:
                 hint=f"raise it to at least {block_bytes}",
                 param="gpu_memory_size",
             )
-        self._region = region = MemoryRegion.allocate(device + host, block_bytes)
+        first_host = device + STAGING_SLOTS
+        self._region = region = MemoryRegion.allocate(first_host + host, block_bytes)
         self._pool = BlockPool(device, block_tokens, generations=region.generations[:device])
         layout = f"library-1 {block_tokens} {block_bytes} {sys.byteorder}"
         try:
             for tier in below:
-                await tier.open(LibraryTierInputs(region, device, layout, self._clock))
+                await tier.open(LibraryTierInputs(region, first_host, layout, self._clock))
+            self._lower = LowerTiers(below, region, device, self._clock, self._on_moved)
         except BaseException:
             await self._close_tiers()
             raise
@@ -268,27 +263,44 @@ class KVCacheBlockManager:
     def _hold(
         self, held: HeldBlock, tokens: tuple[int, ...], worker_id: str | int | None
     ) -> KVBlock:
-        block = KVBlock(next(self._numbers), tokens, worker_id, "device")
+        held.kv_block = block = KVBlock(next(self._numbers), tokens, worker_id, "device")
         self._held[block.id] = held
         return block
 
     async def _make_room(self, blocks: int) -> None:
-        missing = blocks - self._pool.available
-        if missing <= 0:
-            return
-        lower = [tier.name for tier in self.memory_tiers.values() if tier.tier != "device"]
-        cold = [
-            block
-            for block in self.cache_policy.select_victims(len(self._held))
-            if self._held[block.id].block is not None
-        ][:missing]
-        if lower:
-            await self.migrate_cache_blocks(cold, lower[0])
-        if self._pool.available < blocks:
-            raise Overloaded(
-                f"the device has room for {self._pool.available} of {blocks} blocks",
-                hint="free blocks, or give the manager a larger tier",
-            )
+        """Move the blocks that were unused for longest down, to the first tier that takes them."""
+        pool, self._promised = self._pool, blocks
+        try:
+            for _ in range(MAKE_ROOM_TRIES):
+                moving = self._moving_locks()
+                for tier in self.memory_tiers.values():
+                    missing = blocks - pool.available
+                    if missing > 0 and tier.tier != "device":
+                        await self.migrate_cache_blocks(self._oldest_on_device(missing), tier.name)
+                moving = self._moving_locks() or moving
+                if pool.available >= blocks or not moving:
+                    break
+                async with moving[0]:  # places are free when other moves have ended
+                    continue
+            if pool.available < blocks:
+                raise Overloaded(
+                    f"the device has room for {pool.available} of {blocks} blocks",
+                    hint="free blocks, or give the manager a larger tier",
+                )
+        finally:
+            self._promised = 0
+
+    async def _on_moved(self, held: HeldBlock, tier: Tier) -> None:
+        if (block := held.kv_block) is not None and block.id in self._held:
+            await self.prefix_tree.update_block_location(replace(block, tier=tier))
+
+    def _moving_locks(self) -> list[MoveLock]:
+        return [lock for lock in self._locks.values() if lock.users]
+
+    def _oldest_on_device(self, count: int) -> list[KVBlock]:
+        victims = self.cache_policy.select_victims(len(self._held))
+        held = self._held
+        return [each for each in victims if each.id in held and held[each.id].block][:count]
 
     async def _try_to_move(self, block: KVBlock, target: LibraryTier) -> KVBlock | DynamoError:
         freed = NotFound(f"block {block.id} was freed")
@@ -299,53 +311,41 @@ class KVCacheBlockManager:
             if block.id not in self._held:
                 return freed
             try:
-                if held.block is None:
+                if target.tier == "device":
                     await self._load(held)
-                await self._store(held, target)
+                elif held.block is None:
+                    await self._lower.move(held, target.name)
+                else:
+                    await self._lower.store(held, target.name, held.block.id)
+                    self._pool.release((held.block,))
+                    held.block = None
             except DynamoError as error:
                 return error
         return replace(block, tier=target.tier)
 
     async def _load(self, held: HeldBlock) -> None:
         """Bring a block back to the device. Raises `TransferFailed` and `Overloaded`."""
-        if not self._pool.available:
+        if held.block is not None:
+            return
+        if self._pool.available <= self._promised:
             raise Overloaded("the device has no free block", hint="free or migrate some first")
-        source = self._tier_with(held)
-        if source is None:
-            raise TransferFailed.of("gone", "no tier holds the block any more")
         (block,) = self._pool.allocate(1)
         try:
-            await source.load([held.at(block.id)], lambda _: None)
+            await self._lower.load(held, block.id)
         except BaseException:
             self._pool.release((block,))
             raise
         held.block = block
-
-    async def _store(self, held: HeldBlock, target: LibraryTier) -> None:
-        """Move a block from the device to a tier. Raises `TransferFailed`."""
-        block, backend = held.block, target.backend
-        if block is None or backend is None:
-            return  # the device itself
-        if not backend.holds(held.hash):
-            generation = self._region.generations[block.id]
-            if not await backend.store([held.at(block.id, generation)]):
-                reason = backend.problem or "it is full"
-                raise TransferFailed.of("refused", f"{target.name} takes no block: {reason}")
-        held.block = None
-        self._pool.release((block,))
-
-    def _tier_with(self, held: HeldBlock) -> KvTier | None:
-        backends = (tier.backend for tier in self.memory_tiers.values())
-        return next((tier for tier in backends if tier and tier.holds(held.hash)), None)
+        self._lower.forget(held)
 
     def _is_held(self, block: KVBlock) -> bool:
         held = self._held.get(block.id)
-        return held is not None and (held.block is not None or self._tier_with(held) is not None)
+        return held is not None and (held.block is not None or self._lower.find(held) is not None)
 
     def _predict_load_s(self, blocks: Iterable[KVBlock]) -> float:
         counts: dict[KvTier, int] = {}
         for block in blocks:
             held = self._held[block.id]
-            if held.block is None and (tier := self._tier_with(held)) is not None:
+            if held.block is None and (tier := self._lower.find(held)) is not None:
                 counts[tier] = counts.get(tier, 0) + 1
         return sum(tier.predict_load_s(number) for tier, number in counts.items())

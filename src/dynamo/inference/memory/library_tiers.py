@@ -9,6 +9,7 @@ from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.values import Tier, read_field
 from dynamo.inference.tiers.memory_tier import MemoryTier
+from dynamo.inference.tiers.pins import BlockPins
 from dynamo.inference.tiers.tier import KvTier
 
 DEFAULT_DISK_BYTES = 1 << 30
@@ -35,6 +36,9 @@ class LibraryTier:
     async def open(self, inputs: LibraryTierInputs) -> None:
         """Open the tier. Raises `ConfigError`."""
 
+    def pin(self, pins: BlockPins) -> None:
+        """Let the open tier evict no blocks in `pins`; the device and a store evict none."""
+
 
 class GPUMemoryTier(LibraryTier):
     """The blocks of the device: `size` bytes."""
@@ -58,6 +62,10 @@ class CPUMemoryTier(LibraryTier):
             inputs.region, inputs.first_slot, inputs.clock, exclusive=False
         )
 
+    def pin(self, pins: BlockPins) -> None:
+        if isinstance(self.backend, MemoryTier):
+            self.backend.pins = self.backend.resident.pins = pins
+
 
 class SSDMemoryTier(LibraryTier):
     """A folder on a disk, with at most `size` bytes of blocks. The blocks outlive the program."""
@@ -75,6 +83,10 @@ class SSDMemoryTier(LibraryTier):
         self.backend = await DiskTier.open(
             path, inputs.region, self.size, inputs.layout, inputs.clock
         )
+
+    def pin(self, pins: BlockPins) -> None:
+        if self.backend is not None:
+            self.backend.pins = pins
 
 
 class RemoteMemoryTier(LibraryTier):
