@@ -48,7 +48,8 @@ class DistributedRuntime:
     component that listens there sets it. `supervisor` names the supervisor and this kind of
     process, or is empty; the supervisor reserves the HTTP port, which is then shared with
     SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop; a component may
-    call it before the process is ready. `shutdown` closes the `clients`."""
+    call it before the process is ready. `on_leaving(drain_s)` runs before the shutdown of a process
+    whose clients can go to others. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -84,6 +85,7 @@ class DistributedRuntime:
         self.public_address = ""
         self.supervisor = ""
         self.on_serving: Callable[[], None] = lambda: None
+        self.on_leaving: ShutdownHook | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()

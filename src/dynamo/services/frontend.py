@@ -58,6 +58,9 @@ class FrontendService:
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
         port = await http.start(host, server.http_port, reuse_port=bool(runtime.supervisor))
+        runtime.on_leaving = lambda drain_s: http.leave(
+            min(drain_s, runtime.settings.server.leave_s), drain_s
+        )
         runtime.add_shutdown_hook(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         ServiceModelWatcher(runtime, gateway).start()

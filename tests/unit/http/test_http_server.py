@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
@@ -232,6 +233,81 @@ async def test_stop_lets_requests_end(serve: Any, connect: Any) -> None:
         await stopping
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_clients_of_a_server_that_leaves_are_told_to_go_elsewhere(
+    serve: Any, connect: Any
+) -> None:
+    release = asyncio.Event()
+
+    async def stream_or_describe(request: Request, response: Response) -> None:
+        if request.path == "/stream":
+            response.start(200, TEXT)
+            response.write(b"begun")
+            await release.wait()
+            response.end()
+        else:
+            await describe_request(request, response)
+
+    server, port = await serve(stream_or_describe)
+    async with connect(port) as kept, connect(port) as unused, connect(port) as streaming:
+        kept.ask("GET", "/")
+        assert "connection" not in (await kept.answer()).headers
+        streaming.ask("GET", "/stream")
+        while server.in_flight == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # the head is written, without `connection: close`
+        leaving = asyncio.create_task(server.leave(60, 60))
+        await asyncio.sleep(0)
+        for client in (kept, unused):
+            client.ask("GET", "/")
+            assert (await client.answer()).headers["connection"] == "close"
+            assert await client.closed()
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", port)
+        release.set()
+        assert "connection" not in (await streaming.answer()).headers
+        assert not leaving.done()
+        streaming.ask("GET", "/")
+        assert (await streaming.answer()).headers["connection"] == "close"
+        await leaving
+    await server.stop(0)
+
+
+async def test_a_server_that_leaves_closes_idle_connections(serve: Any, connect: Any) -> None:
+    server, port = await serve(describe_request, header_timeout_s=0.1)
+    async with connect(port) as used, connect(port) as unused:
+        used.ask("GET", "/")
+        assert (await used.answer()).status == 200
+        await server.leave(0.02, 60)
+        assert await used.closed()
+        assert await unused.closed()
+
+
+class TestLeave:
+    """Both kinds of event loop."""
+
+    async def scenario(self) -> None:
+        server = HttpServer(describe_request, HttpLimits(), SystemClock())
+        port = await server.start("127.0.0.1", 0)
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for client in clients:  # none is accepted before the loop runs
+            client.sendall(b"GET /waits HTTP/1.1\r\nhost: a\r\n\r\n")
+        await server.leave(60, 60)
+        for client in clients:
+            with client:
+                answer = client.recv(1 << 16)
+            assert b"connection: close" in answer
+            assert answer.endswith(b"GET /waits  0")
+        await server.stop(0)
+
+    def test_connections_that_wait_to_be_accepted_are_answered(self) -> None:
+        asyncio.run(self.scenario())
+
+    def test_connections_that_wait_are_answered_under_uvloop(self) -> None:
+        import uvloop
+
+        uvloop.run(self.scenario())
 
 
 async def test_stop_cancels_requests_that_do_not_end(serve: Any, connect: Any) -> None:

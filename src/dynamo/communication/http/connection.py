@@ -38,6 +38,16 @@ class HttpServerState:
     connections: set[HttpConnection] = field(default_factory=set)
     flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
     descriptors: DescriptorBudget = field(default_factory=DescriptorBudget)
+    leave_s: float = inf
+    """Finite once the server leaves: then answers close their connections, and so do so many
+    seconds without a request."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last connection of a server that leaves has closed."""
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """Time after which a connection without a request is closed."""
+        return min(self.limits.idle_timeout_s, self.leave_s)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -109,7 +119,10 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         del error
-        self._server_state.connections.discard(self)
+        state = self._server_state
+        state.connections.discard(self)
+        if state.leave_s < inf and not state.connections:
+            state.left.set()
         self._input_closed = self._disconnected = True
         self._queue.clear()
         request, self._request = self._request, None
@@ -196,8 +209,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _start_handler(self, request: Request) -> None:
         self._request = request
+        stays = self._server_state.leave_s == inf or bool(self._queue)
         response = self._new_response(
-            request.method, request.version, keep_alive=request.keep_alive
+            request.method, request.version, keep_alive=request.keep_alive and stays
         )
         self._task = self._server_state.tasks.start_self_removing(
             self._run_handler(request, response)
@@ -243,9 +257,7 @@ class HttpConnection(asyncio.Protocol):
             self._answer_next()
             self._resume_reading()
         elif self._reader.stage == "idle":
-            self.deadline = (
-                self._server_state.clock.now() + self._server_state.limits.idle_timeout_s
-            )
+            self.deadline = self._server_state.clock.now() + self._server_state.idle_timeout_s
 
     def _resume_reading(self) -> None:
         if self._reading_paused and not self._queue.is_full():
@@ -373,6 +385,14 @@ class HttpConnection(asyncio.Protocol):
         self.deadline = self._server_state.clock.now() + self._server_state.limits.linger_s
         if self._transport.can_write_eof():
             self._transport.write_eof()
+
+    def leave(self) -> None:
+        """Close after the next answer that can say so, or without a request for `leave_s`."""
+        response, state = self._response, self._server_state
+        if self._task is None:
+            self.deadline = min(self.deadline, state.clock.now() + state.leave_s)
+        elif response is not None and not (response.started or self._queue):
+            response.keep_alive = False
 
     def drain(self) -> None:
         """Accept no further request and close after the current answer."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import suppress
+from math import inf
 
 import msgspec
 
@@ -64,6 +67,7 @@ class HttpServer:
         self.budget = BodyBudget(limits)
         self._state: HttpServerState | None = None
         self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._timeout_tasks = BackgroundTasks()
 
     @property
@@ -93,6 +97,7 @@ class HttpServer:
             descriptors=DescriptorBudget(self._reserved_descriptors),
         )
         loop = asyncio.get_running_loop()
+        self._listener = sock
         self._server = await loop.create_server(
             lambda: HttpConnection(state), sock=sock, backlog=LISTEN_BACKLOG
         )
@@ -100,12 +105,31 @@ class HttpServer:
         self._timeout_tasks.start(self._check_timeouts(state), name="http timeouts")
         return int(sock.getsockname()[1])
 
+    async def leave(self, leave_s: float, drain_s: float) -> None:
+        """Let clients go elsewhere: accept no more connections, and answer what comes on the open
+        ones with `connection: close`. A connection without a request closes after `leave_s`.
+        Returns when all have closed, or after `drain_s`."""
+        state, server, listener = self._state, self._server, self._listener
+        if state is None or server is None or listener is None or state.leave_s < inf:
+            return
+        state.leave_s = leave_s
+        accepted = _accept_all(listener)
+        server.close()
+        loop = asyncio.get_running_loop()
+        for sock in accepted:
+            with suppress(OSError):  # the client has left
+                await loop.connect_accepted_socket(lambda: HttpConnection(state), sock)
+        for connection in list(state.connections):
+            connection.leave()
+        if state.connections:
+            await wait_for_first(state.left.wait(), self._clock.sleep(drain_s))
+
     async def stop(self, drain_s: float) -> None:
         """Accept no more requests, wait `drain_s` seconds for those in flight, then cancel them."""
         state, server = self._state, self._server
         if state is None or server is None:
             return
-        self._state = self._server = None
+        self._state = self._server = self._listener = None
         server.close()
         for connection in list(state.connections):
             connection.drain()
@@ -125,3 +149,14 @@ class HttpServer:
             for connection in list(state.connections):
                 if connection.deadline <= now or connection.paused_at is not None:
                     connection.check_timeouts(now)
+
+
+def _accept_all(listener: socket.socket) -> list[socket.socket]:
+    """Return the connections that wait. The kernel resets those that wait when a listener closes,
+    though other processes listen on the port."""
+    accepted = list[socket.socket]()
+    with suppress(OSError):  # no further one, or no descriptor for it
+        while True:
+            accepted.append(listener.accept()[0])
+            accepted[-1].setblocking(False)
+    return accepted

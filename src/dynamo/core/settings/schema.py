@@ -111,6 +111,14 @@ class ServerSettings(SettingsSection, frozen=True):
     idle_timeout: float = setting(
         75.0, "time after which an idle connection is closed", unit="seconds", ge=1
     )
+    leave_s: float = setting(
+        5.0,
+        "time for which a frontend that is replaced or removed answers on connections without a "
+        "request, with `connection: close`, before it closes them; at most runtime.drain_s",
+        unit="seconds",
+        ge=0,
+        reload=True,
+    )
     stream_backlog_bytes: int = setting(
         1 << 20, "unsent bytes at which a stream ends with slow_reader", unit="bytes", ge=4096
     )

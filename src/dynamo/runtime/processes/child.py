@@ -190,6 +190,10 @@ class ChildProcess:
         self.spec = msgspec.structs.replace(self.spec, settings=settings)
         self._send_notice(msgspec.structs.replace(self._notice, settings=settings))
 
+    def notify_leaving(self) -> None:
+        """Tell the process before it is stopped that its clients can go to others."""
+        self._send_notice(msgspec.structs.replace(self._notice, leaving=True))
+
     def _send_notice(self, notice: ChildNotice) -> None:
         self._notice = notice
         if self._stdin_writer is not None:

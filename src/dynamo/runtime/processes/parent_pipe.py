@@ -42,10 +42,12 @@ class ChildStart(msgspec.Struct, frozen=True):
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A later message to a child. `preparing` is what the deployment waits for, or empty.
-    `settings` are reloaded settings; None leaves those of the start message."""
+    `settings` are reloaded settings; None leaves those of the start message. `leaving`: the process
+    will be stopped, and its clients can go to others."""
 
     preparing: str = ""
     settings: Settings | None = None
+    leaving: bool = False
 
 
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -158,6 +158,7 @@ class ProcessRunner:
     def __init__(self, runtime: DistributedRuntime, parent: ParentPipe | None) -> None:
         self._runtime = runtime
         self._parent = parent
+        self._leaves = parent is None
         self._status = status_server_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
         record = ProcessRecord(
@@ -197,7 +198,7 @@ class ProcessRunner:
             loop_lag.start()
             await stopped()
             await self._announce_draining()
-            await runtime.shutdown()
+            await runtime.shutdown(await self._leave())
             if runtime.failure is not None:
                 raise runtime.failure
         finally:
@@ -223,6 +224,7 @@ class ProcessRunner:
             self._runtime.tasks.start(self._record_writer.update(reason=reason), "process record")
 
     def _on_notice(self, notice: ChildNotice) -> None:
+        self._leaves |= notice.leaving
         if notice.settings is not None:
             self._runtime.update_settings(notice.settings)
         if notice.preparing:
@@ -247,6 +249,15 @@ class ProcessRunner:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         await self._publish_state("ready")
+
+    async def _leave(self) -> float:
+        """Let clients go elsewhere, unless all of the deployment ends. Returns the rest of the
+        time for draining."""
+        runtime = self._runtime
+        drain_s, began = runtime.settings.runtime.drain_s, runtime.clock.now()
+        if runtime.on_leaving is not None and self._leaves:
+            await runtime.on_leaving(drain_s)
+        return max(0.0, drain_s - (runtime.clock.now() - began))
 
     async def _announce_draining(self) -> None:
         try:

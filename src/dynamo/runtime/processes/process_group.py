@@ -20,6 +20,8 @@ MAX_REPLICAS = 1024
 """A larger number on one host is taken for a typing error."""
 KILL_GRACE_S = 5.0
 """A child that still runs this long after its drain time is killed."""
+NOTICE_S = 0.02
+"""Time between a notice and the signal to stop, which must not overtake it."""
 URL_START_TIMEOUT_S = 60.0
 """A new worker of a server's URL that does not serve within this time is removed."""
 
@@ -87,6 +89,13 @@ class ProcessGroup:
         """Use these specs for children that are started later."""
         self._specs |= {kind_of_process(spec.name): spec for spec in specs}
         self._specs_by_name |= {spec.name: spec for spec in specs}
+
+    async def _stop_leaving(self, leaving: Sequence[ChildProcess]) -> None:
+        """Stop children whose clients can go to others."""
+        for child in leaving:
+            child.notify_leaving()
+        await asyncio.sleep(NOTICE_S)
+        await self.stop_children(leaving)
 
     async def stop_children(self, leaving: Sequence[ChildProcess]) -> None:
         """Stop these children; those that run on after their drain time are killed."""
@@ -199,7 +208,7 @@ class ProcessGroup:
         async with self._lock:
             leaving = old if old in self.children else new  # another request has removed it
             if leaving in self.children:
-                await self.stop_children([leaving])
+                await self._stop_leaving([leaving])
                 self._remove_child(leaving)
         progress(f"{old.spec.name} was replaced")
 
@@ -240,7 +249,7 @@ class ProcessGroup:
     async def _stop_and_remove(
         self, leaving: Sequence[ChildProcess], progress: ControlProgressCallback
     ) -> None:
-        await self.stop_children(leaving)
+        await self._stop_leaving(leaving)
         for child in leaving:
             self._remove_child(child)
             progress(f"{child.spec.name} has left")
