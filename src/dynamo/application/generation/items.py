@@ -135,7 +135,7 @@ class ItemReply(HttpReply):
     def restart(self, choice: int) -> bool:
         del choice
         self._items.clear()
-        self._current = None
+        self._current, self._calls = None, 0
         return True
 
     def finish(self, choice: int, end: TextFinish) -> None:
