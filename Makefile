@@ -7,7 +7,17 @@ PORT   ?= 8000
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := scripts/install.sh $(VENV) "$(PYTHON)"
+
+# An interpreter that the caller names is tested at once, also where $(VENV) has another.
+ifneq ($(origin PYTHON),file)
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+NAMED := $(shell $(PYTHON) -c 'import sys; print(".".join(map(str, sys.version_info[:3])), sys.version_info >= (3, 11))' 2>/dev/null)
+ifneq ($(lastword $(NAMED)),True)
+$(error PYTHON=$(PYTHON) $(if $(NAMED),is Python $(firstword $(NAMED)),does not run), and Python 3.11 or newer is needed)
+endif
+endif
+endif
 
 # Bytecode of the sources is stored though the environment forbids it: processes start in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,12 +30,11 @@ help:            ## this list
 # Two stamps: what serves a model, and what checks and tests need besides. Packages are pinned with
 # hashes (make lock). run.txt is complete and omits the hub's libraries, hence --no-deps.
 $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt requirements/run.txt
-	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
-		{ echo "needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=PATH"; exit 1; }
-	@test -x $(BIN)/python || { echo "make: creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); exit 1; }
+	@$(PIP)
 	@echo "make: installing the packages of requirements/run.txt into $(VENV), 140 MB, once"
 	@$(PIP) --require-hashes --no-deps -r requirements/build.txt -r requirements/run.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installing
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt requirements/nixl.txt
@@ -40,7 +49,7 @@ run: $(VENV)/.installed  ## serve the default model; PORT=8000, ARGS="MODEL --wo
 	@exec $(BIN)/dynamo run --http-port $(PORT) $(ARGS)
 
 test: check  ## checks, then the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile --timeout-method thread
+	scripts/isolated.sh $(BIN)/python -m pytest -n 2 --dist loadfile --timeout-method thread
 
 # An environment of its own: vLLM pins most of its libraries. VLLM=0.28.0 picks another version.
 VLLM    ?= 0.32.0

@@ -94,7 +94,7 @@ def test_the_server_is_pinned_completely_and_without_the_hub() -> None:
 
 def test_make_and_the_image_install_only_files_with_hashes() -> None:
     recipes = (ROOT / "Makefile").read_text() + (ROOT / "deploy" / "Dockerfile").read_text()
-    lines = [line for line in recipes.splitlines() if "pip install" in line or "$(PIP)" in line]
+    lines = [line for line in recipes.splitlines() if "pip install" in line or "$(PIP) " in line]
     apart = ("-oracle", "-lock", "$(CLIENTS)")  # environments that serve no user
     installs = [line for line in lines if not any(name in line for name in apart)]
 
