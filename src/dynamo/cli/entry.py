@@ -57,9 +57,25 @@ def _dispatch(arguments: Sequence[str]) -> int:
         print(f"dynamo {__version__}")
         return 0
     if first not in COMMANDS:
-        hint = nearest_name_hint(first, _visible_commands())
+        hint = _hint_for_command(first)
         raise ConfigError(f"unknown command {first!r}", hint=hint)
     return command_run(first)(arguments[1:])
+
+
+FOREIGN_COMMANDS = {
+    "ps": ("status", "list", "ls", "show", "top", "info"),
+    "run": ("start", "up", "launch", "load", "pull"),
+    "stop": ("down", "kill", "quit", "halt", "rm", "unload"),
+    "bench": ("benchmark", "perf"),
+}
+"""Names that other programs have for our commands. Some resemble `restart`, which does harm."""
+
+
+def _hint_for_command(wrong: str) -> str:
+    for name, others in FOREIGN_COMMANDS.items():
+        if wrong in others:
+            return f"`dynamo {name}`: {COMMANDS[name].help}"
+    return nearest_name_hint(wrong, _visible_commands())
 
 
 def overview() -> str:

@@ -109,10 +109,23 @@ class Parser(argparse.ArgumentParser):
         """Raise argparse's error as `ConfigError`."""
         raise ConfigError(message, hint=f"see `{self.prog} --help`")
 
+    @staticmethod
+    def _metavar(action: argparse.Action) -> str:
+        return "" if action.option_strings else str(action.metavar)
+
     def _suggest_flag(self, wrong: str) -> str:
         flag = wrong.partition("=")[0]
         if flag == "--url" and any(action.metavar == "URL" for action in self._actions):
             return f"the URL is an argument without a flag: `{self.prog} URL`"
+        if flag in {"--model", "-m"} and any("MODEL" in self._metavar(a) for a in self._actions):
+            return f"the model is an argument without a flag: `{self.prog} MODEL`"
+        if flag == "--model" and "--http-port" in self._option_string_actions:
+            return "the model is model.path in a file of --config, or DYNAMO_MODEL__PATH"
+        if flag in {"--api-key", "--api-keys"} and "--http-port" in self._option_string_actions:
+            return (
+                "the keys that clients must send are server.api_keys in a file of --config, or "
+                "DYNAMO_SERVER__API_KEYS=KEY in the environment"
+            )
         flags = [option for action in self._actions for option in action.option_strings]
         return nearest_name_hint(flag, flags, f"see `{self.prog} --help`")
 

@@ -33,9 +33,9 @@ def run(arguments: Sequence[str]) -> int:
     """Print a table or JSON."""
     args = parser().parse(arguments)
 
-    from dynamo.runtime.deployment import live_processes
+    from dynamo.runtime.deployment import add_waiting_children, live_processes
 
-    records = live_processes()
+    records = add_waiting_children(live_processes())
     if args.json:
         print(format_processes_json(records))
     elif records:

@@ -148,12 +148,20 @@ def model(settings: Settings) -> Finding:
 
 
 def port(settings: Settings) -> Finding:
-    """Check that the HTTP port is free."""
+    """Check that the HTTP port is free, or that the deployment of these settings has it."""
     from dynamo.communication.addresses import is_loopback
-    from dynamo.runtime.processes.ports import check_port_free
+    from dynamo.communication.http.errors import PortInUse
+    from dynamo.runtime.processes.ports import check_port_free, find_process, port_owner
 
     server = settings.server
-    check_port_free(server.http_host, server.http_port)
+    try:
+        check_port_free(server.http_host, server.http_port)
+    except PortInUse:
+        record = find_process(server.http_port, port_owner(server.http_port))
+        if record is None or settings.runtime.deployment not in ("", record.deployment):
+            raise
+        text = f"deployment {record.deployment} (process {record.pid}) serves there"
+        return Finding("port", "ok", f"{server.http_host}:{server.http_port}: {text}")
     text = f"{server.http_host}:{server.http_port} is free"
     if not (is_loopback(server.http_host) or server.api_keys):
         hint = "every client that reaches it may use it: set server.api_keys"

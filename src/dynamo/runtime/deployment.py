@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ProcessState = Literal["starting", "ready", "draining", "hung"]
+ProcessState = Literal["starting", "ready", "draining", "hung", "restarting"]
 """A process reports its state itself, except for `hung`: its supervisor reports that, and readers
-of its record find a process that is stopped (SIGSTOP)."""
+of its record find a process that is stopped (SIGSTOP). `restarting` is a dead one whose restart its
+supervisor waits for."""
 RECORDS_FOLDER = "processes"
 DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"
@@ -54,10 +55,19 @@ class ChildStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: int = 0
 
 
+class WaitingChild(msgspec.Struct, frozen=True):
+    """A process of a supervisor that died and is not started again yet, and its last exit."""
+
+    role: str
+    restarts: int
+    reason: str
+
+
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
     request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
-    same pid. `children` are the unusual children of a supervisor by pid. `restarts` is added by
+    same pid. `children` are the unusual children of a supervisor by pid, `waiting` those without a
+    process by name. `restarts` is added by
     readers from there. `reason` says why the process is not healthy, or is empty."""
 
     deployment: str
@@ -72,6 +82,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     reason: str = ""
     children: dict[int, ChildStatus] = {}
+    waiting: dict[str, WaitingChild] = {}
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -318,6 +329,28 @@ def _add_child_status(records: Sequence[ProcessRecord]) -> Sequence[ProcessRecor
         if (status := children.get(record.pid))
         else record
         for record in records
+    ]
+
+
+def add_waiting_children(records: Sequence[ProcessRecord]) -> Sequence[ProcessRecord]:
+    """Add a record with pid 0 after the others for each process that waits for its restart."""
+    live = {(record.deployment, record.name) for record in records}
+    return [
+        *records,
+        *(
+            ProcessRecord(
+                deployment=supervisor.deployment,
+                role=child.role,
+                name=name,
+                pid=0,
+                state="restarting",
+                restarts=child.restarts,
+                reason=child.reason,
+            )
+            for supervisor in records
+            for name, child in supervisor.waiting.items()
+            if (supervisor.deployment, name) not in live
+        ),
     ]
 
 

@@ -39,6 +39,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "error", "hint"),
     [
         (["rn"], "unknown command 'rn'", "'run'"),
+        (["status"], "unknown command 'status'", "`dynamo ps`"),
+        (["start"], "unknown command 'start'", "`dynamo run`"),
+        (["down"], "unknown command 'down'", "`dynamo stop`"),
+        (["run", "--model", "m"], "unknown argument '--model'", "`dynamo run MODEL`"),
+        (["serve", "a:B", "--model=m"], "unknown argument '--model=m'", "model.path"),
+        (["run", "--api-key", "k"], "unknown argument '--api-key'", "server.api_keys"),
         (["ps", "--jsn"], "unknown argument '--jsn'", "--json"),
         (["run", "--http-prot", "1"], "unknown argument '--http-prot'", "--http-port"),
         (["run", "--http-port"], "expected one argument", "dynamo run --help"),

@@ -11,7 +11,12 @@ import pytest
 
 from dynamo.cli import main
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import EngineSettings, ModelSettings
+from dynamo.core.settings.schema import (
+    EngineSettings,
+    ModelSettings,
+    RuntimeSettings,
+    ServerSettings,
+)
 from dynamo.inference.engines.packages import ENGINE_PACKAGES, EngineStatus
 from dynamo.operations import doctor
 from dynamo.runtime.deployment import Deployment, ProcessRecord
@@ -77,6 +82,32 @@ def test_a_port_in_use_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["port"]["verdict"] == "fail"
     assert str(port) in findings["port"]["found"]
+
+
+@pytest.mark.parametrize(("named", "verdict"), [("", "ok"), ("mine", "ok"), ("other", "fail")])
+def test_the_port_of_the_running_deployment_is_no_failure(
+    tmp_path: Path, named: str, verdict: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        deployment = Deployment("mine", tmp_path / "dynamo" / "mine")
+        deployment.write_record(
+            ProcessRecord(
+                deployment="mine",
+                role="frontend",
+                name="frontend",
+                pid=os.getpid(),
+                address=f"http://127.0.0.1:{port}",
+                start_ticks=start_ticks(os.getpid()),
+            )
+        )
+        settings = Settings(
+            server=ServerSettings(http_port=port), runtime=RuntimeSettings(deployment=named)
+        )
+        found = {finding.check: finding for finding in doctor.run_checks(settings)}["port"]
+    assert found.verdict == verdict
+    assert "deployment mine" in found.message
+    assert ("stop" in found.hint) == (verdict == "fail")
 
 
 @pytest.mark.parametrize(

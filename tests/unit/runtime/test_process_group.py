@@ -82,6 +82,27 @@ async def test_scaling_up_and_down(
         assert await control(deployment, "scale", "worker", 1) == ["worker-1 serves"]
 
 
+@pytest.mark.parametrize("name", ["worker", "vllmworker"])
+async def test_a_kind_may_be_named_by_its_role(
+    spec: Spec, supervise: Supervise, deployment: Deployment, name: str
+) -> None:
+    async with serving(supervise(spec(SERVE, "VllmWorker-1"))) as supervisor:
+        await control(deployment, "scale", name, 2)
+        assert names(supervisor) == ["VllmWorker-1", "VllmWorker-2"]
+        await control(deployment, "scale", name, 0)
+        await control(deployment, "scale", name, 1)
+        assert names(supervisor) == ["VllmWorker-1"]
+
+
+async def test_a_role_of_several_kinds_is_not_a_kind(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(spec(SERVE, "Fast-1"), spec(SERVE, "Slow-1"))):
+        with pytest.raises(NotFound) as caught:
+            await control(deployment, "scale", "worker", 2)
+        assert "Fast, Slow" in caught.value.hint
+
+
 async def test_replicas_keep_their_own_devices(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from dynamo.communication.discovery import Discovery, RecordChange, open_discovery
 from dynamo.core.clock import SystemClock
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.deployment import Deployment, add_waiting_children
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord, SupervisorView
@@ -61,6 +61,27 @@ async def test_the_record_follows_starts_deaths_and_stops(
         assert await running == 0
         assert await plane.get(SUPERVISORS_PREFIX) == {}
         await plane.close()
+
+
+async def test_a_process_that_waits_for_its_restart_keeps_its_row(
+    spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.processes.child.RESTART_DELAY_S", 1000.0)
+    supervisor = supervise(spec(SERVE, "worker-1"))
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        assert len(add_waiting_children(deployment.live_processes())) == 1
+        os.kill(supervisor.children[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while len(rows := add_waiting_children(deployment.live_processes())) == 1:
+                await asyncio.sleep(0.01)
+        row = rows[-1]
+        assert (row.name, row.role, row.pid) == ("worker-1", "worker", 0)
+        assert (row.state, row.restarts) == ("restarting", 1)
+        assert "SIGKILL" in row.reason
+        supervisor.stop()
+        assert await running == 0
 
 
 async def test_a_crash_loop_is_announced(

@@ -41,7 +41,7 @@ def port_owner(port: int) -> PortOwner | None:
 def add_port_owner(error: PortInUse) -> PortInUse:
     """Add the owner of the port, if it is visible, to the message of `error`; returns `error`."""
     owner = port_owner(error.port)
-    record = _find_process(error.port, owner)
+    record = find_process(error.port, owner)
     if record is not None:
         error.message += f": deployment {record.deployment} (process {record.pid}) serves there"
         stop = f"`dynamo stop {record.deployment}`"
@@ -52,7 +52,7 @@ def add_port_owner(error: PortInUse) -> PortInUse:
     return error
 
 
-def _find_process(port: int, owner: PortOwner | None) -> ProcessRecord | None:
+def find_process(port: int, owner: PortOwner | None) -> ProcessRecord | None:
     """The record of `owner` if a deployment runs it. Without an owner, the record of the process
     that has reserved the port and does not listen yet."""
     for record in live_processes():

@@ -118,6 +118,7 @@ class ProcessGroup:
         start or the disk is full."""
         added: list[ChildProcess] = []
         async with self._lock:
+            kind = self._kind_called(kind)
             replicas = self._children_of_kind(kind)
             check_replicas(kind, count)
             if len(replicas) < count:
@@ -296,6 +297,18 @@ class ProcessGroup:
     def _remove_child(self, child: ChildProcess) -> None:
         self.children.remove(child)
         del self._run_tasks[child]
+
+    def _kind_called(self, name: str) -> str:
+        """Return the kind of this name, or the only kind of this role, in upper or lower case."""
+        specs = [*self._specs.values(), *(child.spec for child in self.children)]
+        kinds = {kind_of_process(spec.name): spec.role for spec in specs}
+        if name in kinds:
+            return name
+        called = [kind for kind, role in kinds.items() if name.lower() in (role, kind.lower())]
+        if len(called) > 1:
+            hint = f"of this role are: {', '.join(sorted(called))}"
+            raise NotFound(f"no kind of process is called {name!r}", hint=hint)
+        return called[0] if called else name
 
     def _children_of_kind(self, kind: str) -> list[ChildProcess]:
         children = [child for child in self.children if kind_of_process(child.spec.name) == kind]

@@ -20,6 +20,7 @@ from dynamo.runtime.deployment import (
     ChildStatus,
     Deployment,
     ProcessRecord,
+    WaitingChild,
     new_instance_id,
     report_unsafe_roots,
 )
@@ -305,6 +306,7 @@ class Supervisor:
         self._discovery.delete(child.report.key)
         self._group.on_child_change()
         self._announce_processes()
+        self._record_child_status()
         self._restarts.labels(child.spec.name).inc()
 
     def _on_child_change(self, child: ChildProcess) -> None:
@@ -345,14 +347,22 @@ class Supervisor:
         await self._control.refresh_socket()
 
     def _record_child_status(self) -> None:
-        """Write which children hang and how often each was restarted, for `dynamo ps`."""
+        """Write which children hang or wait for their restart, and how often each was restarted,
+        for `dynamo ps`."""
         status = {
             child.pid: ChildStatus(child.hung, child.restarts)
             for child in self.children
             if child.pid and (child.hung or child.restarts)
         }
-        if status != self._record_writer.record.children:
-            self._tasks.start(self._record_writer.update(children=status), "process record")
+        waiting = {
+            child.spec.name: WaitingChild(child.spec.role, child.restarts, child.last_exit)
+            for child in self.children
+            if not child.pid and child.restarts and child.desired
+        }
+        record = self._record_writer.record
+        if (status, waiting) != (record.children, record.waiting):
+            update = self._record_writer.update(children=status, waiting=waiting)
+            self._tasks.start(update, "process record")
 
 
 def _own_record(deployment: Deployment, address: str) -> ProcessRecord:
