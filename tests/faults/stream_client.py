@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass
@@ -49,61 +49,111 @@ def body_of(key: int, tokens: int, words: int, **fields: Any) -> dict[str, Any]:
     }
 
 
+class KeptConnection:
+    """A connection that is opened for the first request and kept for the next ones, as clients do.
+    `async with` closes it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return the connection, or a new one if the server has closed it."""
+        if self._streams is None or self._streams[0].at_eof():
+            self.close()
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        return self._streams
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
 async def ask(
-    port: int, key: int, tokens: int = 60, *, words: int = 8, timeout_s: float = 50.0, **fields: Any
+    port: int,
+    key: int,
+    tokens: int = 60,
+    *,
+    words: int = 8,
+    timeout_s: float = 50.0,
+    kept: KeptConnection | None = None,
+    **fields: Any,
 ) -> Answer:
-    """Request and read an answer. Errors are recorded in it."""
+    """Request and read an answer, on `kept` or a new connection. Errors are recorded in it."""
     answer = Answer(key)
-    await read(port, answer, body_of(key, tokens, words, **fields), timeout_s)
+    await read(port, answer, body_of(key, tokens, words, **fields), timeout_s, kept)
     return answer
 
 
-async def read(port: int, answer: Answer, body: dict[str, Any], timeout_s: float) -> None:
+async def read(
+    port: int,
+    answer: Answer,
+    body: dict[str, Any],
+    timeout_s: float,
+    kept: KeptConnection | None = None,
+) -> None:
     """Send a request and read the answer into `answer`."""
-    began = time.monotonic()
+    began, keep = time.monotonic(), kept is not None
+    kept = kept or KeptConnection(port)
     try:
         async with asyncio.timeout(timeout_s):
-            await _exchange(port, answer, json.dumps(body).encode(), began)
+            ended = await _exchange(kept, answer, json.dumps(body).encode(), began, keep=keep)
+            keep &= ended
     except TimeoutError:
         answer.error = "the answer did not end in time"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         answer.error = answer.error or f"connection: {type(error).__name__}"
+    finally:
+        if answer.error or not keep:
+            kept.close()
     answer.seconds = time.monotonic() - began
     answer.begun.set()
 
 
-async def _exchange(port: int, answer: Answer, data: bytes, began: float) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
-        )
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
-        answer.status = int(head[0].split()[1])
-        headers = {
-            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head)
-        }
-        answer.worker = headers.get("x-dynamo-worker", "")
-        answer.prefill_worker = headers.get("x-dynamo-prefill-worker", "")
-        answer.retry_after = headers.get("retry-after", "")
-        if answer.status != 200:
-            answer.error = f"HTTP {answer.status} {(await reader.read()).decode()[:600]}"
-            return
-        last = 0.0
-        while (size := int(await reader.readline(), 16)) > 0:
-            chunk = await reader.readexactly(size + 2)
-            now = time.monotonic()
-            for event in chunk[:-2].split(b"\n\n"):
-                if event.startswith(b"data: {"):
-                    _take(answer, json.loads(event[6:]))
-            if answer.tokens and not answer.first_s:
-                answer.first_s = now - began
-                answer.begun.set()
-            answer.longest_gap_s = max(answer.longest_gap_s, now - last if last else 0.0)
-            last = now
-    finally:
-        writer.close()
+async def _exchange(
+    kept: KeptConnection, answer: Answer, data: bytes, began: float, *, keep: bool
+) -> bool:
+    """Return whether the server keeps the connection open."""
+    reader, writer = await kept.open()
+    close = b"" if keep else b"connection: close\r\n"
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%b"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (close, len(data), data)
+    )
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
+    answer.status = int(head[0].split()[1])
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head)
+    }
+    answer.worker = headers.get("x-dynamo-worker", "")
+    answer.prefill_worker = headers.get("x-dynamo-prefill-worker", "")
+    answer.retry_after = headers.get("retry-after", "")
+    if answer.status != 200:
+        size = int(headers.get("content-length", 0))
+        answer.error = f"HTTP {answer.status} {(await reader.readexactly(size)).decode()[:600]}"
+        return False
+    last = 0.0
+    while (size := int(await reader.readline(), 16)) > 0:
+        chunk = await reader.readexactly(size + 2)
+        now = time.monotonic()
+        for event in chunk[:-2].split(b"\n\n"):
+            if event.startswith(b"data: {"):
+                _take(answer, json.loads(event[6:]))
+        if answer.tokens and not answer.first_s:
+            answer.first_s = now - began
+            answer.begun.set()
+        answer.longest_gap_s = max(answer.longest_gap_s, now - last if last else 0.0)
+        last = now
+    await reader.readline()
+    return headers.get("connection") != "close"
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

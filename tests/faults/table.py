@@ -20,7 +20,7 @@ from tests.faults.cluster import Cluster
 from tests.faults.disaggregation import DISAGGREGATED
 from tests.faults.fault import Fault
 from tests.faults.kv_stores import KV_STORES
-from tests.faults.stream_client import Answer, ask, body_of, read
+from tests.faults.stream_client import Answer, KeptConnection, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import PlaneUnavailable
@@ -131,18 +131,21 @@ async def drained(cluster: Cluster) -> str:
 
 async def rolled(cluster: Cluster) -> str:
     stop = asyncio.Event()
-    texts = await cluster.texts(range(12), 100)
+    texts = await cluster.texts(range(1, 12, 2), 100) | await cluster.texts(range(0, 12, 2), 5)
     done: list[Answer] = []
 
     async def loop(key: int) -> None:
-        while not stop.is_set():
-            done.append(await ask(cluster.port, key, 100))
+        async with KeptConnection(cluster.port) as kept:
+            while not stop.is_set():
+                tokens = 100 if key % 2 else 5
+                done.append(await ask(cluster.port, key, tokens, kept=kept))
 
     async with asyncio.TaskGroup() as group:
         for key in range(12):
             group.create_task(loop(key))
         await cluster.command("restart", "worker")
-        await cluster.command("restart", "frontend")
+        for _ in range(3):
+            await cluster.command("restart", "frontend")
         stop.set()
     bad = [answer for answer in done if not (answer.complete and answer.text == texts[answer.key])]
     assert not bad, bad[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,35 @@ def pids(deployment: Deployment, role: str = "") -> list[int]:
     return [
         process["pid"] for process in deployment.processes() if not role or process["role"] == role
     ]
+
+
+@contextmanager
+def kept_clients(port: int) -> Iterator[list[int]]:
+    """Send requests one after the other on each of some connections, and collect their statuses, 0
+    for a broken connection."""
+    statuses, ended = list[int](), threading.Event()
+
+    def ask() -> None:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        while not ended.is_set():
+            try:
+                client.request("GET", "/v1/models")
+                answer = client.getresponse()
+                answer.read()
+                statuses.append(answer.status)
+            except (OSError, http.client.HTTPException):
+                statuses.append(0)
+        client.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_ps_lists_every_process_and_its_state(
@@ -151,6 +182,10 @@ def test_scale_restart_and_drain_print_what_the_deployment_did(
     assert len(before & set(pids(deployment, "worker"))) == 1
     assert control("drain", "worker-1") == (0, "worker-1 has left\n")
     assert len(pids(deployment, "worker")) == 1
+    with kept_clients(deployment.port) as statuses:
+        for _ in range(2):
+            assert control("restart", "frontend") == (0, "frontend was replaced\n")
+    assert set(statuses) == {200}
     code, output = control("scale", "worker=")
     assert (code, output.splitlines()[0]) == (2, "error: 'worker=' is not KIND=COUNT")
 
