@@ -35,6 +35,7 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = {_digest(key) for key in keys}
         self.required = bool(keys)
+        self.are_several = len(self._digests) > 1
 
     def owner(self, request: Request) -> str:
         """Return a digest of the caller's key; without keys, all callers are the same one."""

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dynamo.application.caller_limits import CallerLimits
+from dynamo.application.responses.background import MAX_RUNNING, BackgroundResponses
 from dynamo.communication.http import Request
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, Overloaded
 from dynamo.core.settings import resolve_settings
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.settings.values import SourcedValue
@@ -16,6 +17,7 @@ from dynamo.core.text import TextOptions
 
 BODY = {"model": "words", "messages": [{"role": "user", "content": "one two three"}]}
 KEYS = ("sesame", "open")
+UNUSED: Any = (None, None, None)
 
 
 def request_of(key: str) -> Request:
@@ -90,3 +92,16 @@ def test_otherwise_salts_stay_as_they_are(keys: tuple[str, ...], share_cache: bo
     limits = CallerLimits(ServerSettings(api_keys=keys), share_cache=share_cache)
     assert not limits.needed
     assert limits.apply(TextOptions(salt="s"), request_of("a")) == TextOptions(salt="s")
+
+
+def test_one_key_cannot_take_all_places_of_background_responses() -> None:
+    responses = BackgroundResponses(*UNUSED, several_owners=True)
+    with pytest.raises(Overloaded, match="of this API key"):
+        for _ in range(MAX_RUNNING + 1):
+            responses._take_place("ann")
+    responses._take_place("bob")
+    alone = BackgroundResponses(*UNUSED)
+    for _ in range(MAX_RUNNING):
+        alone._take_place("")
+    with pytest.raises(Overloaded, match=f"{MAX_RUNNING} responses"):
+        alone._take_place("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
@@ -23,7 +24,8 @@ from dynamo.core.tasks import BackgroundTasks, wait_at_most
 log = logging.getLogger(__name__)
 
 MAX_RUNNING = 256
-"""Responses in the background of a process. Each holds its input, which no client waits for."""
+"""Responses in the background of a process. Each holds its input, which no client waits for.
+With several API keys, the responses of one key take at most as many places as it leaves free."""
 RENEWAL_S = 1.0
 """So often this process renews its responses, and looks which ones were cancelled elsewhere."""
 
@@ -52,8 +54,17 @@ class BackgroundResponses:
     """Generates responses in tasks of this process. Their state is in the store, where each process
     of the deployment can read and cancel them."""
 
-    def __init__(self, generation: GenerationHandler, store: ResponseStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        generation: GenerationHandler,
+        store: ResponseStore,
+        clock: Clock,
+        *,
+        several_owners: bool = False,
+    ) -> None:
         self._generation = generation
+        self._several_owners = several_owners
+        self._owners: Counter[str] = Counter()
         self._store = store
         self._clock = clock
         self._tasks = BackgroundTasks()
@@ -62,10 +73,13 @@ class BackgroundResponses:
 
     async def start(self, turn: Turn, exchange: Exchange) -> None:
         """Store the response and begin to generate it. Raises `StoreUnavailable`, `Overloaded`."""
-        if len(self._running) >= MAX_RUNNING:
-            raise Overloaded(f"{MAX_RUNNING} responses are generated in the background already")
         response = turn.writer.response
-        await self._store.add(turn.owner, response, turn.items, running=True)
+        self._take_place(turn.owner)
+        try:
+            await self._store.add(turn.owner, response, turn.items, running=True)
+        except BaseException:
+            self._owners[turn.owner] -= 1
+            raise
         exchange.request.release_body()
         detached = Exchange(
             exchange.request,
@@ -78,6 +92,18 @@ class BackgroundResponses:
         self._running[response["id"]] = task
         if self._renewal is None or self._renewal.done():
             self._renewal = self._tasks.start(self._renew(), "renew responses")
+
+    def _take_place(self, owner: str) -> None:
+        """Count a response of `owner`. Raises `Overloaded`."""
+        total, own = self._owners.total(), self._owners[owner]
+        if total >= MAX_RUNNING:
+            raise Overloaded(f"{MAX_RUNNING} responses are generated in the background already")
+        if self._several_owners and own >= MAX_RUNNING - total:
+            raise Overloaded(
+                f"{own} responses of this API key are generated in the background already",
+                hint="wait until some have ended; the other places are for other keys",
+            )
+        self._owners[owner] += 1
 
     def cancel(self, response_id: str) -> None:
         """Stop a response, if this process generates it. The store has its new state already."""
@@ -102,6 +128,9 @@ class BackgroundResponses:
             log.exception("response failed")
             writer.fail(InternalError("internal error", hint="see the server's log"))
         self._running.pop(writer.response["id"], None)
+        self._owners[turn.owner] -= 1
+        if not self._owners[turn.owner]:
+            del self._owners[turn.owner]
         try:
             await self._store.finish(writer.response)
         except StoreUnavailable as error:

@@ -44,7 +44,9 @@ class ResponsesHandler:
         self._store = store
         self._owner = keys.owner
         self._clock = clock
-        self._background = BackgroundResponses(generation, store, clock)
+        self._background = BackgroundResponses(
+            generation, store, clock, several_owners=keys.are_several
+        )
 
     def routes(self) -> dict[str, dict[str, Route]]:
         """Return the routes by path and method."""
