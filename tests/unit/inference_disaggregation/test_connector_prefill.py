@@ -103,10 +103,17 @@ async def test_an_engine_gets_the_kv_of_the_worker_that_computed_the_prompt(pair
     assert not fallbacks(worker)
 
 
+async def test_the_rank_that_the_router_chose_computes_the_prompt(pair: Pair) -> None:
+    await answer(pair, prefill=f"{pair[2].id}/1")
+    (computed,) = pair[3].computed
+    assert computed.rank == 1
+    assert pair[1].loaded == [b"kv of " + bytes(range(9))]
+
+
 async def test_requests_without_another_worker_pay_nothing(pair: Pair) -> None:
-    for prefill in ("", pair[0].id):
+    for prefill in ("", pair[0].id, f"{pair[0].id}/1"):
         await answer(pair, prefill=prefill)
-    assert pair[1].loaded == [b"", b""]
+    assert pair[1].loaded == [b"", b"", b""]
     assert pair[0].sample("dynamo_worker_remote_prompts_total") == 0
 
 

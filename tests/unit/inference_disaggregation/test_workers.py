@@ -60,6 +60,24 @@ async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     d.check_idle()
 
 
+@pytest.mark.parametrize("start_worker", ["memory:", "tcp://127.0.0.1:0"], indirect=True)
+async def test_ranks_of_one_worker_compute_prompts_for_each_other(
+    start_worker: StartWorker,
+) -> None:
+    worker = await start_worker(ranks=2, timing="constant:0.01,1")
+    request = replace(make_request(range(42), max_tokens=8), rank=0)
+    alone = await worker.answer(replace(request, prefill=""))
+    for prefill, computed in ((f"{worker.id}/1", 1), (f"{worker.id}/0", 0), (worker.id, 0)):
+        worker.ranks[0].clear_prefix_cache()
+        before = worker.ranks[1].counters.requests
+        reply = await worker.answer(replace(request, prefill=prefill))
+        assert (reply.ids, reply.end) == (alone.ids, alone.end)
+        assert worker.ranks[1].counters.requests == before + computed
+    assert worker.ranks[0].arrivals.counters.blocks_arrived == 11
+    assert not worker.ranks[0].arrivals.counters.fallbacks
+    worker.check_idle()
+
+
 async def test_a_new_role_is_in_every_record_that_routers_read(start_worker: StartWorker) -> None:
     worker = await start_worker()
     await worker.call("set_role", b"prefill", lambda _: True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from dynamo.core.values import EngineInfo, Load
+from dynamo.core.values import EngineInfo, Load, sum_loads
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.admission.durations import DequeueRate, DurationHistogram, DurationModel
@@ -60,8 +61,8 @@ def test_durations_are_learnt_by_max_tokens() -> None:
     assert durations.predict_output_tokens(9) == 9
 
 
-def make_worker(name: str, seqs: int = 4, blocks: int = 64) -> Instance:
-    info = EngineInfo("mock", 64, blocks, 4096, seqs, 8192)
+def make_worker(name: str, seqs: int = 4, blocks: int = 64, ranks: int = 1) -> Instance:
+    info = EngineInfo("mock", 64, blocks, 4096, seqs, 8192, data_parallel=ranks)
     capabilities = {"engine": msgspec.to_builtins(info)}
     return Instance(
         id=name,
@@ -111,6 +112,32 @@ def test_a_worker_that_computes_a_prompt_for_another_is_not_idle() -> None:
     states["a"].place(PlacedRequest("1", states["a"], Prompt(1_000, ()), 1_000, 0.0), 0.0)
     assert capacity.count_idle() == 1
     assert capacity.count_idle(frozenset({"b"})) == 0
+
+
+def test_each_rank_has_its_share_of_the_slots() -> None:
+    """An instance is full when all its ranks are, and labels exclude all of them."""
+    capacity = ClusterCapacity(0, lambda: 0.0)
+    workers = {"a": make_worker("a", ranks=2), "b": make_worker("b")}
+    capacity.update_workers(workers, {})
+    assert [*capacity.workers] == ["a/0", "a/1", "b"]
+    assert (capacity.free_slots, capacity.count_suitable_slots(frozenset({"a"}))) == (8, 4)
+    assert (capacity.count_idle(), capacity.count_idle(frozenset({"a"}))) == (3, 1)
+
+    reservations = [Reservation(60, 300.0, 0.0) for _ in range(2)]
+    for reservation in reservations:
+        capacity.reserve("a/0", reservation, 0.0)
+    assert (capacity.free_slots, capacity.full_workers) == (6, {"a/0"})
+    busy = Load(running=2)
+    for _ in range(3):
+        capacity.on_load_report("a", replace(sum_loads([busy, busy]), ranks=(busy, busy)), 0.0)
+    assert (capacity.free_slots, capacity.full_workers) == (4, {"a/0", "a/1", "a"})
+    capacity.release("a/0", reservations[0], 0.0)
+    assert capacity.full_workers == {"a/1"}
+    capacity.max_worker_requests = 2
+    capacity.update_workers(workers, {})
+    assert (capacity.free_slots, capacity.full_workers) == (2, {"a/0", "a/1", "a"})
+    capacity.update_workers({"b": workers["b"]}, {})
+    assert (capacity.free_slots, capacity.full_workers) == (2, frozenset())
 
 
 def test_a_removed_worker_has_no_slots() -> None:

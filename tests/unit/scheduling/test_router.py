@@ -24,7 +24,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
-from dynamo.scheduling.router.attempt import Attempt
+from dynamo.scheduling.router.attempt import Attempt, RankBalancer
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.telemetry import Registry
 
@@ -247,6 +247,21 @@ async def test_a_failure_keeps_the_name_of_the_prefill_worker(open_runtime: Open
     with pytest.raises(WorkerFailed) as caught:
         await send(REQUEST, CONTEXT, RecordingReply())
     assert caught.value.instance == "p"
+
+
+def test_the_rank_with_the_fewest_requests_is_chosen() -> None:
+    engine = {"engine": {"data_parallel": 3}}
+    worker = Instance("w", "memory://w", "n", "worker", "generate", engine)
+    plain = Instance("w", "memory://w", "n", "worker", "generate")
+    balancer = RankBalancer()
+    assert balancer.choose(plain, frozenset()) is None
+    chosen = [balancer.choose(worker, frozenset()) for _ in range(6)]
+    assert Counter(chosen) == {0: 2, 1: 2, 2: 2}
+    with balancer.track_call("w/0"), balancer.track_call("w/0"), balancer.track_call("w/1"):
+        assert {balancer.choose(worker, frozenset()) for _ in range(3)} == {2}
+        assert {balancer.choose(worker, frozenset({"w/2"})) for _ in range(3)} == {1}
+        full = frozenset({"w/0", "w/1", "w/2"})
+        assert {balancer.choose(worker, full) for _ in range(3)} == {2}
 
 
 class RecordingOperator(Operator):
