@@ -19,6 +19,8 @@ def _gguf_value(value: Any) -> tuple[int, bytes]:
         return 6, struct.pack("<f", value)
     if isinstance(value, str):
         return 8, _gguf_string(value)
+    if all(type(item) is int and abs(item) < 1 << 31 for item in value):
+        return 9, struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
     kinds, packed = zip(*(_gguf_value(item) for item in value), strict=True)
     return 9, struct.pack("<IQ", kinds[0], len(value)) + b"".join(packed)
 

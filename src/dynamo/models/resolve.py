@@ -20,7 +20,7 @@ from dynamo.models.file_cache import FileRef, ProgressCallback, file_ref, ignore
 from dynamo.models.location import check_model_folder, locate_model
 from dynamo.models.metadata import ModelMetadata, metadata_from_folder, metadata_from_gguf
 from dynamo.models.tokenization.encoders import cached_verification, verify_encoder
-from dynamo.models.tokenization.gguf_tokenizer import converted_tokenizer_json
+from dynamo.models.tokenization.gguf_tokenizer import UnknownVocabulary, converted_tokenizer_json
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -129,7 +129,13 @@ def _locate_and_fetch(
 
 def _files_from_gguf(path: Path, name: str, source: str) -> ModelFiles:
     with GgufFile(path) as file:
-        tokenizer = file_ref(converted_tokenizer_json(file))
+        try:
+            tokenizer = file_ref(converted_tokenizer_json(file))
+        except UnknownVocabulary:
+            beside = path.resolve().with_name("tokenizer.json")
+            if not beside.is_file():
+                raise
+            tokenizer = file_ref(beside)
         return ModelFiles(path.resolve(), name, tokenizer, metadata_from_gguf(file), source)
 
 

@@ -269,7 +269,7 @@ def test_gguf_pre_tokenizers_are_converted(write_gguf, tmp_path, pre):
     ("values", "message"),
     [
         ({"tokenizer.ggml.pre": "poro-chat"}, "'poro-chat'"),
-        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "'t5'"),
         ({"tokenizer.ggml.tokens": None}, "incomplete"),
         ({"tokenizer.ggml.token_type": [1]}, "incomplete"),
         ({"tokenizer.ggml.merges": 5}, "not an array"),
