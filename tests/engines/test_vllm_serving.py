@@ -98,6 +98,56 @@ def test_greedy_answers_are_those_of_the_oracle(client: openai.OpenAI) -> None:
         assert case["text"].startswith(text)
 
 
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_tool_calls_are_forced(client: openai.OpenAI, choice: str) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"days": {"enum": [1, 2, 3]}},
+        "required": ["days"],
+    }
+    function = {"name": "forecast", "parameters": parameters}
+    named = {"type": "function", "function": {"name": "forecast"}}
+    for content in ("Hello!", "Write a poem about the sea."):
+        answer = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": content}],
+            tools=[{"type": "function", "function": function}],
+            tool_choice="required" if choice == "required" else named,
+            parallel_tool_calls=False,
+            max_tokens=80,
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "forecast"
+        assert json.loads(call.function.arguments)["days"] in (1, 2, 3)
+
+
+def test_an_answer_that_is_cut_inside_a_character_ends_before_it(client: openai.OpenAI) -> None:
+    for tokens, text in ((1, "a"), (3, "a"), (4, "a🎉"), (6, "a🎉")):
+        answer = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=tokens,
+            extra_body={"structured_outputs": {"regex": "a🎉🎉🎉"}},
+        )
+        assert answer.choices[0].message.content == text
+
+
+def test_a_completion_has_the_logprobs_of_its_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="default",
+        prompt="The capital of France is",
+        echo=True,
+        logprobs=1,
+        max_tokens=0,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    first, *others = logprobs.token_logprobs
+    assert first is None
+    assert len(others) == 4
+    assert all(value < 0 for value in others)
+
+
 def test_second_turns_find_their_prompt_in_the_cache(client: openai.OpenAI) -> None:
     for number in range(CONVERSATIONS):
         text = f"{number} is my number. " * 12 + "Which number is it?"

@@ -19,6 +19,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.disaggregation import connector_prefill
 from dynamo.inference.echo import EchoEngine
+from dynamo.testing.fakes import CollectedReply
 
 
 class FakeConnector(KvConnector):
@@ -115,6 +116,12 @@ async def test_requests_without_another_worker_pay_nothing(pair: Pair) -> None:
         await answer(pair, prefill=prefill)
     assert pair[1].loaded == [b"", b"", b""]
     assert pair[0].sample("dynamo_worker_remote_prompts_total") == 0
+
+
+async def test_a_prompt_with_logprobs_is_computed_where_it_is_answered(pair: Pair) -> None:
+    request = replace(make_request(range(9), prefill=pair[2].id), prompt_logprobs=0)
+    await pair[0].worker._prefill.generate(request, Context("r"), CollectedReply())
+    assert (pair[1].loaded, pair[3].computed) == ([b""], [])
 
 
 async def test_a_prompt_is_computed_here_if_the_other_worker_cannot(pair: Pair) -> None:

@@ -40,6 +40,7 @@ POLLS_AT_START: Final = 25
 CHECK_INTERVAL_S: Final = 0.2
 CANARY_TIMEOUT_S: Final = 20.0
 POLL_INTERVAL_S: Final = 0.01
+IDLE_POLL_INTERVAL_S: Final = 0.05
 SALTED: Final = "the events of TensorRT-LLM do not tell the salt of a prompt"
 
 
@@ -170,14 +171,14 @@ class TrtllmEngine(ExternalEngine):
         is_healthy = getattr(self._llm, "_check_health", lambda: True)
         while True:
             try:
-                await self._poll()
+                busy = await self._poll()
             except Exception as error:  # noqa: BLE001 - whatever ends the executor
                 self.fail(f"TensorRT-LLM has died: {error!r}")
                 return
             if not is_healthy():
                 self.fail("TensorRT-LLM has died: its executor is shut down")
                 return
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(POLL_INTERVAL_S if busy else IDLE_POLL_INTERVAL_S)
 
     async def _watch_processes(self, running: set[int]) -> None:
         """Notice the death of the workers, after which polls return nothing and requests wait for
@@ -195,13 +196,14 @@ class TrtllmEngine(ExternalEngine):
                 self.fail("a process of TensorRT-LLM has died, and it computes no more")
                 return
 
-    async def _poll(self) -> None:
-        """Apply the KV events of a rank that have come. Blocks a thread until there are some, or
-        for `POLL_TIMEOUT_S`."""
+    async def _poll(self) -> bool:
+        """Apply the KV events that have come, and return whether there were some. Blocks a thread
+        until there are, or for `POLL_TIMEOUT_S`; some versions do not wait while they are idle."""
         events = await asyncio.to_thread(self._llm.get_kv_cache_events, POLL_TIMEOUT_S)
         for rank, batch in self._events.read(events or ()).items():
             if rank < len(self.ranks):
                 self.ranks[rank].view.apply(batch)
+        return bool(events)
 
 
 def _start(path: Path, arguments: Mapping[str, Any], processes: EngineProcesses) -> Any:
