@@ -325,10 +325,8 @@ ROUTES = {
 def declared_routes() -> Iterator[tuple[str, str, str]]:
     """Yield (path, method, description) of every route in the application's tables."""
     folder = Path(dynamo.__path__[0]) / "application"
-    sources = [(folder / name).read_text() for name in FILES_WITH_ROUTES]
-    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
-        if not isinstance(node, ast.Dict):
-            continue
+    trees = [ast.parse((folder / name).read_text()) for name in FILES_WITH_ROUTES]
+    for node in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Dict)):
         for key, value in zip(node.keys, node.values, strict=True):
             path = key.value if isinstance(key, ast.Constant) else None
             if isinstance(path, str) and path.startswith("/") and isinstance(value, ast.Dict):

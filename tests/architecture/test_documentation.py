@@ -16,6 +16,7 @@ from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 from dynamo.inference.native.kv_storage import KvShape
 from dynamo.models.checkpoint.llama_config import LlamaConfig
 from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
+from dynamo.operations.bench.traces import read_trace_sessions
 from dynamo.services.deployment.launch import DEFAULT_OPEN_FILES
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +110,15 @@ def test_the_requirements_name_the_sizes_of_the_default_model() -> None:
     run_mb, all_mb = map(int, re.findall(r"into \$\(VENV\), (\d+) MB", makefile))
     assert f"with `.venv` | {run_mb} |" in text
     assert f"(`make setup`) | {all_mb - run_mb} |" in text
+
+
+def test_the_example_trace_is_what_its_program_makes(tmp_path: Path) -> None:
+    traces = ROOT / "examples" / "traces"
+    program = tmp_path / "make_trace.py"
+    program.write_text((traces / "make_trace.py").read_text())
+    subprocess.run([sys.executable, program], check=True)
+
+    lines = (tmp_path / "conversations.jsonl").read_text()
+    assert lines == (traces / "conversations.jsonl").read_text()
+    sessions = read_trace_sessions(str(traces / "conversations.jsonl"))
+    assert sum(len(session) for session in sessions) == lines.count("\n")

@@ -12,7 +12,7 @@ from dynamo.application.adapters import AdaptersHandler, OrderSender
 from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
-from dynamo.application.front_page import ROUTER_VIEW, FrontPage
+from dynamo.application.front_page import ROUTER_VIEW, with_front_page
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
@@ -21,7 +21,7 @@ from dynamo.application.messages.errors import ANTHROPIC_ERRORS
 from dynamo.application.messages.handler import MessagesHandler
 from dynamo.application.responses.handler import ResponsesHandler
 from dynamo.application.responses.store import ResponseStore
-from dynamo.application.routes import Route, RouteTable
+from dynamo.application.routes import Route
 from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
@@ -55,9 +55,7 @@ class RouterApplication:
         self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
         pages = keys.protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
-        table = {**pages, **status.routes()}
-        front = FrontPage(table, page_path=ROUTER_VIEW)
-        self._routes = RouteTable({**table, **front.routes()})
+        self._routes = with_front_page({**pages, **status.routes()}, page_path=ROUTER_VIEW)
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
@@ -135,8 +133,7 @@ class Application:
         self.check_headers = make_header_check(access, self._keys)
         self._large_bodies = LargeBodies(gateway)
         self._request_ids = RequestIds()
-        self._reasons = reasons
-        self._facts = facts
+        self._reasons, self._facts = reasons, facts
         self._gateway = gateway
         status = StatusHandler(
             clock,
@@ -148,8 +145,7 @@ class Application:
         adapters = AdaptersHandler(adapter_orders).routes()
         protected = self._authenticated_routes(server, routing, response_store, adapters)
         table = {**protected, **status.routes()}
-        front = FrontPage(table, needs_key=self._keys.required)
-        self._routes = RouteTable({**table, **front.routes()})
+        self._routes = with_front_page(table, needs_key=self._keys.required)
 
     def update_settings(self, server: ServerSettings) -> None:
         """Apply reloaded limits and the log_requests switch."""

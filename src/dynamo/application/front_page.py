@@ -11,7 +11,7 @@ import msgspec
 from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import ROOT, not_found_error
 from dynamo.application.http_errors import Headers
-from dynamo.application.routes import Route
+from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE
 
 ROUTER_VIEW = "/router/view"
@@ -31,6 +31,14 @@ def _page_template() -> bytes:
     return files(__package__).joinpath("front_page.html").read_bytes()
 
 
+def with_front_page(
+    table: Mapping[str, Mapping[str, Route]], *, needs_key: bool = False, page_path: str = ""
+) -> RouteTable:
+    """Return the routes of `table` and those of browsers. See `FrontPage`."""
+    page = FrontPage(table, needs_key=needs_key, page_path=page_path)
+    return RouteTable({**table, **page.routes()})
+
+
 class FrontPage:
     """Answers / with a page to browsers and with a 404 that names the routes to other clients.
 
@@ -43,8 +51,8 @@ class FrontPage:
         self,
         table: Mapping[str, Mapping[str, Route]],
         *,
-        needs_key: bool = False,
-        page_path: str = "",
+        needs_key: bool,
+        page_path: str,
     ) -> None:
         self._page_path = page_path
         self._known = [path for path in table if path[-1] != "/"]
