@@ -65,7 +65,8 @@ FOREIGN_PATHS: Mapping[str, Mapping[str, str]] = {
         "/encode": EMBED,
     },
     "TEI": {"/embed": EMBED, "/embed_all": EMBED, "/similarity": SCORE},
-    "vLLM": {"/rerank": RERANK, "/score": SCORE, "/load": "GET /metrics"},
+    "vLLM, TEI or Jina": {"/rerank": RERANK, "/score": SCORE},
+    "vLLM": {"/load": "GET /metrics", "/pooling": EMBED},
     "Cohere": {
         "/v1/chat": CHAT,
         "/v2/chat": CHAT,
