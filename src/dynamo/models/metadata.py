@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,12 @@ _GGUF_SAMPLING = {
     "repetition_penalty": "penalty_repeat",
 }
 _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset((
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "< EOT >", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+))  # fmt: skip
+"""Texts of tokens that end an answer whatever a GGUF file names, as in llama.cpp."""
 _GGUF_TOKENS = {
     "unk_token": "unknown_token_id", "sep_token": "seperator_token_id",
     "pad_token": "padding_token_id", "cls_token": "cls_token_id", "mask_token": "mask_token_id",
@@ -68,7 +74,8 @@ def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
         number = file.get(f"tokenizer.ggml.{key}")
         return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else ""
 
-    end_ids = (file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS)
+    end_ids = [file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS]
+    end_ids += _known_end_ids(tokens)
     values = {
         "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT_TOKENS),
         "vocab_size": max(len(tokens), vocab_size if isinstance(vocab_size, int) else 0),
@@ -117,6 +124,15 @@ def metadata_from_folder(folder: Path) -> ModelMetadata:
         "generation": generation,
     }
     return _build_metadata(values, folder)
+
+
+def _known_end_ids(tokens: list[str]) -> Iterator[int]:
+    """Yield the ids of tokens that end an answer by their text. In Harmony's format "<|end|>" ends
+    only a message."""
+    texts = _END_TEXTS
+    if {"<|return|>", "<|call|>", "<|end|>"} <= {*tokens}:
+        texts = _END_TEXTS - {"<|end|>"}
+    return (number for number, text in enumerate(tokens) if text in texts)
 
 
 def _build_metadata(values: dict[str, Any], path: Path) -> ModelMetadata:

@@ -14,9 +14,11 @@ from dynamo.core.installation import install_command
 from dynamo.core.values import SamplingParams
 from dynamo.models import resolve
 from dynamo.models.card import ModelCard
+from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.safetensors import SINGLE_FILE
 from dynamo.models.downloads import hub
 from dynamo.models.file_cache import find_file
+from dynamo.models.metadata import metadata_from_gguf
 from dynamo.models.resolve import resolve_model, resolve_model_blocking
 
 
@@ -48,12 +50,25 @@ async def test_a_gguf_file(write_gguf):
     card = files.build_card()
     assert card.name == "tiny"
     assert card.context_tokens == 256
-    assert card.eos_token_ids == (2,)
+    assert card.eos_token_ids == (2, 0)
     assert card.bos_token == "<|im_start|>"
     assert "m.content" in card.chat_template
     assert card.tokenizer.name == "tokenizer.json"
     with files.open_weights() as weights:
         assert weights.config.vocab_size == card.vocab_size
+
+
+def test_tokens_that_end_turns_end_answers_though_gguf_names_another(write_gguf):
+    texts = ["x", "<|endoftext|>", "<|im_end|>", "<|end|>", "<end>", "<|return|>"]
+
+    def ends(names: list[str]) -> set[str]:
+        values = {"tokenizer.ggml.tokens": names, "tokenizer.ggml.eos_token_id": 1}
+        with GgufFile(write_gguf(values)) as file:
+            return {names[number] for number in metadata_from_gguf(file).eos_token_ids}
+
+    assert ends(texts) == {"<|endoftext|>", "<|im_end|>", "<|end|>", "<|return|>"}
+    harmony = [*texts, "<|call|>"]
+    assert ends(harmony) == {"<|endoftext|>", "<|im_end|>", "<|return|>", "<|call|>"}
 
 
 def test_max_new_tokens_is_read_and_checked(model_folder):

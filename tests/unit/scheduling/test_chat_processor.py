@@ -47,7 +47,7 @@ async def test_a_chat_is_encoded_and_its_answer_decoded(
     assert engine.prompts() == [prompt]
     (request,) = engine.requests
     assert (request.request_id, request.model, request.choice) == ("r1", "tiny", 0)
-    assert request.stops == StopConditions(1024, 0, (2,))
+    assert request.stops == StopConditions(4096 - len(prompt), 0, (2,))
     assert reader.calls[:2] == [("prompt", len(prompt)), ("begin", 0)]
     assert reader.whole() == "the fox"
     assert reader.ends() == {0: TextFinish("stop", len(ids_of("the fox")) + 1)}
@@ -188,7 +188,7 @@ async def test_zero_tokens_need_no_worker(
     ("request_", "kind"),
     [
         (complete("a" * 400), ContextLengthExceeded),
-        (complete("a", max_tokens=64), ContextLengthExceeded),
+        (complete("a", min_tokens=64), InvalidRequest),
         (complete(""), InvalidRequest),
         (complete(pack_ids([1, 70_000])), InvalidRequest),
         (complete("a", sampling=SamplingOverrides(logit_bias={70_000: 1.0})), InvalidRequest),

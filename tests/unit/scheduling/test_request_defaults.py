@@ -27,7 +27,7 @@ def test_the_built_in_defaults() -> None:
     assert resolved == SamplingParams(
         temperature=0.7, top_p=0.9, top_k=50, seed=resolved.seed, random_seed=True
     )
-    assert defaults().resolve_max_tokens(TextOptions(), 10) == 1024
+    assert defaults().resolve_max_tokens(TextOptions(), 10) == 1990
 
 
 def test_each_layer_overrides_the_one_below() -> None:
@@ -90,6 +90,7 @@ def test_a_seed_that_no_client_asked_for_is_marked(
 def test_max_tokens_are_limited_by_the_context() -> None:
     assert defaults().resolve_max_tokens(TextOptions(), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=10), 1990) == 10
+    assert defaults().resolve_max_tokens(TextOptions(max_tokens=128_000), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=0), 2000) == 0
 
 
@@ -98,7 +99,6 @@ def test_max_tokens_are_limited_by_the_context() -> None:
     [
         (TextOptions(), 2000, ContextLengthExceeded, "prompt"),
         (TextOptions(max_tokens=0), 2001, ContextLengthExceeded, "prompt"),
-        (TextOptions(max_tokens=11), 1990, ContextLengthExceeded, "max_tokens"),
         (TextOptions(), 0, InvalidRequest, "prompt"),
         (TextOptions(max_tokens=5, min_tokens=6), 10, InvalidRequest, "min_tokens"),
     ],

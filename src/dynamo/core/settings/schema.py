@@ -206,7 +206,7 @@ class SamplingSettings(SettingsSection, frozen=True):
         None, "0: no limit; unset: the model's, then the engine's (own engines: 50)", ge=0
     )
     max_tokens: int | None = setting(
-        None, "answer length; unset: 1024, at most the free context", unit="tokens", ge=1
+        None, "answer length; unset: the model's, else the free context", unit="tokens", ge=1
     )
     stop_tokens: tuple[str, ...] = setting((), "strings that end every answer")
 

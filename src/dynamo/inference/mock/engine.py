@@ -26,6 +26,8 @@ KV_BYTES_PER_TOKEN = 131_072
 DEFAULT_NUM_BLOCKS = 16_384
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 8_192
+DEFAULT_MAX_TOKENS = 1024.0
+"""The length of a simulated answer, which never ends by itself, if the request has no limit."""
 
 
 def make_mock_engine(
@@ -86,6 +88,7 @@ def make_mock_engine_info(
         max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         vocab_size=vocab_size,
         prefix_caching=settings.prefix_caching,
+        sampling={"max_tokens": DEFAULT_MAX_TOKENS},
     )
 
 

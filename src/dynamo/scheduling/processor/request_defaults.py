@@ -19,7 +19,6 @@ from dynamo.core.text import SamplingOverrides, TextOptions
 from dynamo.core.values import SamplingParams
 
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
-DEFAULT_MAX_TOKENS = 1024
 SEED_BITS = 63
 
 _SAMPLING_NAMES = (
@@ -50,7 +49,7 @@ class RequestDefaults:
         self._default_values["top_k"] = max(0, int(self._default_values["top_k"]))
         self.sampling = SamplingParams(**self._default_values)
         of_engine = int(engine.get("max_tokens") or 0)
-        of_model = of_engine or generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
+        of_model = of_engine or generation.get("max_new_tokens") or context_tokens
         self._max_tokens = configured.max_tokens or of_model
         self._context_tokens = context_tokens
         self._random_bits = rng.getrandbits
@@ -71,10 +70,10 @@ class RequestDefaults:
         return SamplingParams(**values)
 
     def resolve_max_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
-        """Return the answer's maximum length.
+        """Return the answer's maximum length, at most what the prompt leaves of the context.
 
-        Raises ContextLengthExceeded when the prompt, or the prompt and an explicit `max_tokens`,
-        exceed the context. Raises InvalidRequest for an empty prompt and a larger `min_tokens`.
+        Raises ContextLengthExceeded when the prompt leaves nothing. Raises InvalidRequest for an
+        empty prompt and a larger `min_tokens`.
         """
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -87,14 +86,7 @@ class RequestDefaults:
                 hint="shorten the prompt and leave room for the answer",
                 param="prompt",
             )
-        if wanted is not None and wanted > left:
-            raise ContextLengthExceeded(
-                f"this model's context is {context} tokens; {prompt_tokens} of the prompt and "
-                f"max_tokens {wanted} are {prompt_tokens + wanted}",
-                hint=f"set max_tokens to at most {left}, or omit it",
-                param="max_tokens",
-            )
-        tokens = min(self._max_tokens, left) if wanted is None else wanted
+        tokens = min(self._max_tokens if wanted is None else wanted, left)
         if options.min_tokens > tokens:
             raise InvalidRequest(
                 f"min_tokens {options.min_tokens} is above the answer's maximum of {tokens} tokens",
