@@ -4,8 +4,8 @@
     benchmarks/frontend_restarts.py [--restarts 10] [--requests 2000] [--clients raw,new,openai,node]
                                     [--frontends 1]
 
-Counts requests without a complete answer, of each kind of client: `raw` and `node` send one request after the
-other on each of 16 kept connections, `new` opens a connection for each request, `openai` is OpenAI's client for
+Counts requests without a complete answer, of each kind of client. `raw` and `node` send one request after the
+other on each of 16 kept connections. `new` opens a connection for each request. `openai` is OpenAI's client for
 Python. None of them repeats a request. Every kind sends at least `--requests` requests, and until the last restart
 has ended. Exits with 1 if one was lost.
 """

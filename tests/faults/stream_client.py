@@ -84,12 +84,12 @@ async def ask(
     *,
     words: int = 8,
     timeout_s: float = 50.0,
-    kept: KeptConnection | None = None,
+    connection: KeptConnection | None = None,
     **fields: Any,
 ) -> Answer:
-    """Request and read an answer, on `kept` or a new connection. Errors are recorded in it."""
+    """Request and read an answer, on `connection` or a new connection. Errors are recorded in it."""
     answer = Answer(key)
-    await read(port, answer, body_of(key, tokens, words, **fields), timeout_s, kept)
+    await read(port, answer, body_of(key, tokens, words, **fields), timeout_s, connection)
     return answer
 
 
@@ -98,14 +98,14 @@ async def read(
     answer: Answer,
     body: dict[str, Any],
     timeout_s: float,
-    kept: KeptConnection | None = None,
+    connection: KeptConnection | None = None,
 ) -> None:
     """Send a request and read the answer into `answer`."""
-    began, keep = time.monotonic(), kept is not None
-    kept = kept or KeptConnection(port)
+    began, keep = time.monotonic(), connection is not None
+    connection = connection or KeptConnection(port)
     try:
         async with asyncio.timeout(timeout_s):
-            ended = await _exchange(kept, answer, json.dumps(body).encode(), began, keep=keep)
+            ended = await _exchange(connection, answer, json.dumps(body).encode(), began, keep=keep)
             keep &= ended
     except TimeoutError:
         answer.error = "the answer did not end in time"
@@ -113,16 +113,16 @@ async def read(
         answer.error = answer.error or f"connection: {type(error).__name__}"
     finally:
         if answer.error or not keep:
-            kept.close()
+            connection.close()
     answer.seconds = time.monotonic() - began
     answer.begun.set()
 
 
 async def _exchange(
-    kept: KeptConnection, answer: Answer, data: bytes, began: float, *, keep: bool
+    connection: KeptConnection, answer: Answer, data: bytes, began: float, *, keep: bool
 ) -> bool:
     """Return whether the server keeps the connection open."""
-    reader, writer = await kept.open()
+    reader, writer = await connection.open()
     close = b"" if keep else b"connection: close\r\n"
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%b"

@@ -135,10 +135,10 @@ async def rolled(cluster: Cluster) -> str:
     done: list[Answer] = []
 
     async def loop(key: int) -> None:
-        async with KeptConnection(cluster.port) as kept:
+        async with KeptConnection(cluster.port) as connection:
             while not stop.is_set():
                 tokens = 100 if key % 2 else 5
-                done.append(await ask(cluster.port, key, tokens, kept=kept))
+                done.append(await ask(cluster.port, key, tokens, connection=connection))
 
     async with asyncio.TaskGroup() as group:
         for key in range(12):

@@ -250,16 +250,16 @@ async def test_clients_of_a_server_that_leaves_are_told_to_go_elsewhere(
             await describe_request(request, response)
 
     server, port = await serve(stream_or_describe)
-    async with connect(port) as kept, connect(port) as unused, connect(port) as streaming:
-        kept.ask("GET", "/")
-        assert "connection" not in (await kept.answer()).headers
+    async with connect(port) as used, connect(port) as unused, connect(port) as streaming:
+        used.ask("GET", "/")
+        assert "connection" not in (await used.answer()).headers
         streaming.ask("GET", "/stream")
         while server.in_flight == 0:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)  # the head is written, without `connection: close`
         leaving = asyncio.create_task(server.leave(60, 60))
         await asyncio.sleep(0)
-        for client in (kept, unused):
+        for client in (used, unused):
             client.ask("GET", "/")
             assert (await client.answer()).headers["connection"] == "close"
             assert await client.closed()

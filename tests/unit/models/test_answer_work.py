@@ -72,7 +72,7 @@ CALLS = {
     "llama": ONLY,
     "qwen3-hermes": "<tool_call>" + ONLY,
 }
-"""What stands before the arguments of a call in JSON, by family."""
+"""The text before the arguments of a call in JSON, by family."""
 ARGUMENTS = ("{", '{"s": ', '{"s": "', '{"s": 1', '{"s": "x"', '{"s": "x"}', '{"', "[", '"{')
 
 
@@ -83,7 +83,7 @@ UNITS = (
 """Texts that hostile answers repeat."""
 
 
-def kept_chars(reader: AnswerReader) -> int:
+def held_chars(reader: AnswerReader) -> int:
     """Return the length of the strings that a reader, its parts and its waiting functions keep. Text
     in lists is not looked at before it is complete."""
     known, pending, chars = set[int](), list[Any]((reader,)), 0
@@ -114,21 +114,22 @@ def measure(
         for piece in pieces[:-1]:
             reader.feed(piece)
         profile.disable()
-        kept = kept_chars(reader)
+        held = held_chars(reader)
         profile.enable()
         reader.feed(pieces[-1])
         profile.disable()
-        kept = min(kept, kept_chars(reader))
+        held = min(held, held_chars(reader))
         profile.enable()
         reader.end(cut=False)
-    return sum(entry.callcount for entry in profile.getstats()), kept
+    return sum(entry.callcount for entry in profile.getstats()), held
 
 
 def grows_too_fast(work: Sequence[tuple[int, int]]) -> bool:
-    """Return whether work grows faster than the text of which one, two and four parts were read, or
-    whether strings grow with it, which are copied or searched with each piece."""
-    (one, least), (two, _), (four, most) = work
-    return four - two > GROWTH * max(two - one, LEAST_CALLS) or most - least > MOST_CHARS
+    """Return whether the calls for one, two and four parts of a text grow faster than the text, or
+    whether strings grow, which are copied or searched with each piece."""
+    (single, least), (double, _), (fourfold, most) = work
+    too_many = fourfold - double > GROWTH * max(double - single, LEAST_CALLS)
+    return too_many or most - least > MOST_CHARS
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])

@@ -108,7 +108,7 @@ print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
 async def test_a_process_that_keeps_the_output_of_a_dead_child_delays_nothing(
     spec: Spec, supervise: Supervise
 ) -> None:
-    """It has a session of its own, so that it is not killed with the group of the child."""
+    """The process has a session of its own and is not killed with the group of the child."""
     script = """
 import subprocess
 print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)

@@ -4,50 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from math import inf
 from typing import cast
 
-from dynamo.communication.http.body_budget import BodyBudget
-from dynamo.communication.http.descriptors import DescriptorBudget
-from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.request import HeaderCheck, Request, RequestQueue, RequestReader
-from dynamo.communication.http.response import CONTINUE, ConnectionFlusher, Response
-from dynamo.core.clock import Clock
+from dynamo.communication.http.request import Request, RequestQueue, RequestReader
+from dynamo.communication.http.response import CONTINUE, Response
+from dynamo.communication.http.server_state import HttpServerState
 from dynamo.core.errors import DynamoError, InternalError, Overloaded, RequestTooSlow
-from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
-
-HttpHandler = Callable[[Request, Response], Awaitable[None]]
-ErrorHandler = Callable[[DynamoError, Request, Response], None]
-
-
-@dataclass(eq=False)
-class HttpServerState:
-    """State that all connections of one server share."""
-
-    handler: HttpHandler
-    limits: HttpLimits
-    clock: Clock
-    on_error: ErrorHandler
-    check_headers: HeaderCheck | None = None
-    budget: BodyBudget = field(default_factory=BodyBudget)
-    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
-    connections: set[HttpConnection] = field(default_factory=set)
-    flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
-    descriptors: DescriptorBudget = field(default_factory=DescriptorBudget)
-    leave_s: float = inf
-    """Finite once the server leaves: then answers close their connections, and so do so many
-    seconds without a request."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last connection of a server that leaves has closed."""
-
-    @property
-    def idle_timeout_s(self) -> float:
-        """Time after which a connection without a request is closed."""
-        return min(self.limits.idle_timeout_s, self.leave_s)
 
 
 class HttpConnection(asyncio.Protocol):

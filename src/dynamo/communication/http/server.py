@@ -10,18 +10,14 @@ from math import inf
 import msgspec
 
 from dynamo.communication.http.body_budget import BodyBudget
-from dynamo.communication.http.connection import (
-    ErrorHandler,
-    HttpConnection,
-    HttpHandler,
-    HttpServerState,
-)
+from dynamo.communication.http.connection import HttpConnection
 from dynamo.communication.http.descriptors import RESERVED_DESCRIPTORS, DescriptorBudget
 from dynamo.communication.http.errors import STATUS_BY_CODE
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import LISTEN_BACKLOG, open_listening_socket
 from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import Response
+from dynamo.communication.http.server_state import ErrorHandler, HttpHandler, HttpServerState
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_for_first

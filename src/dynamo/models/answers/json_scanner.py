@@ -11,7 +11,7 @@ from dynamo.models.answers.writer import AnswerWriter, json_string
 
 MAX_DEPTH = 128
 MAX_SCALAR_CHARS = 1 << 13
-"""Longer numbers make a value invalid. They are held back until they are complete."""
+"""Longer numbers make a value invalid. A number is held back until it is complete."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'(?:[^"\\\x00-\x1f\ud800-\udfff]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")

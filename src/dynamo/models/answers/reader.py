@@ -18,8 +18,8 @@ SearchText = Callable[[str], object]
 
 MAX_FAILED_CHARS = 1 << 16
 """Text from which no call could be read is read again, if it is short. After so many characters of
-it, or more than have been written, markers of calls are only left out: the work grows with the
-length of an answer, and that of one piece has a bound."""
+it, or more than have been written, markers of calls are only left out. The work therefore grows
+with the length of an answer, and that of one piece has a bound."""
 FREE_FAILED_CHARS = 1 << 10
 """Characters that are read again in any case."""
 

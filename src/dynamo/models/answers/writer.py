@@ -209,10 +209,10 @@ class AnswerWriter:
         rests = self._alphabet.rests_behind(self._tail + space)
         text, self._joining, position = self._joining + text, "", 0
         while position < len(text):
-            found = [len(rest) for rest in rests if text.startswith(rest, position)]
-            if not found:
+            lengths = [len(rest) for rest in rests if text.startswith(rest, position)]
+            if not lengths:
                 break
-            position += min(found)
+            position += min(lengths)
         text = text[position:]
         if any(rest.startswith(text) for rest in rests):
             self._joining = text

@@ -40,8 +40,8 @@ CRASH_LOOP_DEATHS = 5
 CRASH_LOOP_MAX_DELAY_S = 60.0
 HUNG_EXIT_TEXT = f"SIGKILL: its event loop did not answer for {KILL_AFTER_S:g} s"
 OUTPUT_GRACE_S = 0.2
-"""After its death, the output of a process is read until its end, or for this time: a process that
-it started in a session of its own may hold the pipe."""
+"""The output of a dead process is read until its end, or for this time. A process that the dead one
+started in a session of its own may hold the pipe."""
 BACKOFF_RESET_S = 10.0
 """Serving for this time resets the delay to `RESTART_DELAY_S`."""
 

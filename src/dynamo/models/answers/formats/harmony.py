@@ -28,9 +28,8 @@ def read_messages(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     while True:
         parts = list[str]()
         while True:
-            found = yield from scan.take_until(message, channel, *ends, limit=sys.maxsize)
-            marker = found[1]
-            parts += found
+            text, marker = yield from scan.take_until(message, channel, *ends, limit=sys.maxsize)
+            parts += text, marker
             if marker != channel:
                 break
         header = "".join(parts)
