@@ -90,12 +90,13 @@ def _json_kinds(text: str, is_key: Callable[[str], bool]) -> tuple[str, ...]:
             raise ValueError("a key contains a marker")
         return dict(pairs)
 
+    unescaped = "\\" not in text
     try:
         value = json.loads(
             text,
             parse_constant=_refuse,
-            parse_int=_parse_integer,
-            object_pairs_hook=check_keys,
+            parse_int=float if text.startswith(("{", "[")) else _parse_integer,
+            object_pairs_hook=None if unescaped and is_key(text) else check_keys,
         )
     except (ValueError, RecursionError):
         return ()
