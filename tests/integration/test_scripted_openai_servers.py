@@ -172,6 +172,28 @@ async def test_what_a_bad_server_says_is_a_failed_worker(
         assert engine.report_load().running == 0
 
 
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 429, 500])
+async def test_keys_that_a_server_sends_back_are_not_shown(tiny_model: Path, status: int) -> None:
+    caller = "a-key-of-the-caller"
+    reflected = f"{'x' * 290} {KEY} and {caller}"
+    for change in (
+        answer_completions(status, reflected.encode()),
+        answer_completions(status, msgspec.json.encode({"error": {"message": reflected}})),
+        stream_error({"message": reflected, "code": status}),
+        answer_completions(200, b"data: " + reflected.encode() + b"\n\n"),
+    ):
+        async with served() as fake, engine_at(fake, tiny_model) as engine:
+            change(fake)
+            with pytest.raises(DynamoError) as failed:
+                await engine.generate(request(), ENGINE_CONTEXT, CollectedReply())
+            assert KEY[:4] not in failed.value.message
+            answer_completions(status, f"not {caller}".encode())(fake)
+            context = replace(ENGINE_CONTEXT, api_key=caller)
+            with pytest.raises(DynamoError) as failed:
+                await engine.generate(request(), context, CollectedReply())
+            assert caller not in failed.value.message
+
+
 @pytest.mark.parametrize(("status", "error"), [(401, Unauthorized), (403, Forbidden)])
 @pytest.mark.parametrize("in_stream", [False, True])
 @pytest.mark.parametrize("passed", [True, False])

@@ -12,7 +12,7 @@ from dynamo.cli.engine_check import with_argument_notes
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, load_settings, read_settings
 from dynamo.core.errors import ConfigError
-from dynamo.core.redaction import redact_urls
+from dynamo.core.redaction import redact
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema
 from dynamo.core.settings.load import DEFAULT_ORIGIN
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     if args.what == "check":
         print(_check_settings(args))
     else:
-        print(redact_urls(_format_settings(args)))
+        print(redact(_format_settings(args)))
     return 0
 
 

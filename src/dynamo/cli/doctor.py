@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
-from dynamo.core.redaction import redact_urls
+from dynamo.core.redaction import redact
 
 if TYPE_CHECKING:
     from dynamo.operations.doctor import Finding
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
     findings = list(run_checks(settings))
     text = msgspec.json.encode(findings).decode() if args.json else format_findings(findings)
-    print(redact_urls(text))
+    print(redact(text))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 

@@ -12,21 +12,22 @@ from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
 from dynamo.cli.parsing import EXIT_INTERRUPTED
 from dynamo.core.errors import ConfigError, DynamoError, describe_os_error, nearest_name_hint
-from dynamo.core.redaction import redact_urls
+from dynamo.core.redaction import redact, remember_environment
 
 USAGE_ERROR_CODES = (ConfigError.code, "unsupported")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line. Returns the exit code: 0, 1 failure, 2 usage error, 130 interrupted."""
+    remember_environment(os.environ)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8
     try:
         return _dispatch(arguments)
     except DynamoError as error:
-        print(f"error: {redact_urls(error.message)}", file=sys.stderr)
+        print(f"error: {redact(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {redact_urls(error.hint)}", file=sys.stderr)
+            print(f"hint: {redact(error.hint)}", file=sys.stderr)
         return 2 if error.code in USAGE_ERROR_CODES else 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:  # e.g. a full disk, missing permissions
         if error.errno == errno.ENOSPC:
             _discard_stdout()
-        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        print(f"error: {redact(describe_os_error(error))}", file=sys.stderr)
         return 1
 
 

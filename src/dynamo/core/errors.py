@@ -10,9 +10,12 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from dynamo.core.redaction import redact
+
 
 class DynamoError(Exception):
-    """Base of every error that a user may see. `param` names the wrong field or setting.
+    """Base of every error that a user may see. `param` names the wrong field or setting. Message
+    and hint show no secret of this process.
 
     A subclass sets its `code` and `retryable` in the class statement, or inherits them.
     """
@@ -32,9 +35,10 @@ class DynamoError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = redact(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = redact(hint) if hint else hint
         self.param = param
         self.retry_after_s = retry_after_s
 

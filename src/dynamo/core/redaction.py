@@ -1,15 +1,73 @@
-"""Removal of credentials from text that users, logs and pages show."""
+"""Removal of credentials from text that users, logs and pages show.
+
+A process remembers its secrets here. Errors, logs and health write `***` in their place, also where
+another server has sent them back.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
 
 REDACTED = "***"
+MIN_SECRET_CHARACTERS = 6
+"""A shorter secret is not searched for in text: it would be found in ordinary words."""
 _SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|keys?|secret|password|credentials?)$")
 _URL_REST = re.compile(r"[^\s'\"]*")
+_USER_INFO = re.compile(r"(?:://|,)([^\s'\"/,]+)@")
 _CREDENTIALS = re.compile(r"(?:^|(?<=,))[^,]*@")
+
+_secrets: list[str] = []
+"""Every form of the secrets of this process, the longest first."""
+
+
+def remember_secrets(secrets: Iterable[str]) -> None:
+    """Redact these texts from now on, as they are and as JSON and URLs write them."""
+    forms = {
+        form
+        for secret in secrets
+        if len(secret) >= MIN_SECRET_CHARACTERS
+        for form in (secret, quote(secret, safe=""), msgspec.json.encode(secret).decode()[1:-1])
+    }
+    if not forms.issubset(_secrets):
+        _secrets[:] = sorted(forms.union(_secrets), key=len, reverse=True)
+
+
+def remember_credentials(value: Any) -> None:
+    """Remember what `redact_credentials` hides: passwords and tokens of URLs in a text, a list or
+    a mapping, and the values under the names of secrets in a mapping."""
+    if isinstance(value, str):
+        if "@" in value and "://" in value:
+            passwords = [user.rpartition(":")[2] for user in _USER_INFO.findall(value)]
+            remember_secrets((*passwords, *map(unquote, passwords)))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, str) and _SECRET_NAME.search(str(key)):
+                remember_secrets((item,))
+            else:
+                remember_credentials(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            remember_credentials(item)
+
+
+def remember_environment(environ: Mapping[str, str]) -> None:
+    """Remember secrets of variables such as HF_TOKEN. The settings know those of `DYNAMO_...`."""
+    remember_credentials(
+        {name: text for name, text in environ.items() if not name.startswith("DYNAMO_")}
+    )
+
+
+def redact(text: str, *secrets: str) -> str:
+    """Replace the secrets of this process, other `secrets`, and the credentials of URLs."""
+    for secret in (*secrets, *_secrets) if secrets else _secrets:
+        if secret and secret in text:
+            text = text.replace(secret, REDACTED)
+    return redact_urls(text)
 
 
 def redact_urls(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
@@ -17,7 +18,9 @@ from dynamo.communication.options import DEFAULT_OPTIONS
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.redaction import remember_environment
 from dynamo.core.settings import Settings
+from dynamo.core.settings.secret_files import remember_settings
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
 from dynamo.runtime.calls.client import Client
@@ -70,6 +73,8 @@ class DistributedRuntime:
                 "DistributedRuntime is not made by its constructor",
                 hint="use await DistributedRuntime.create(), or @dynamo_worker() (how-to/migrate)",
             )
+        remember_settings(settings)
+        remember_environment(os.environ)
         self.settings = settings
         self.role = role
         self.instance_id = new_instance_id(name or role)
@@ -182,6 +187,7 @@ class DistributedRuntime:
         """Apply reloaded settings and call the listeners."""
         if settings == self.settings:
             return
+        remember_settings(settings)
         self.settings = settings
         for listener in tuple(self._settings_listeners):
             listener(settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from dynamo.core.redaction import redact
+
 PREPARATION_REASON = "preparation"
 """The name of the reason while the deployment downloads its model."""
 
@@ -42,7 +44,8 @@ class ProcessHealth:
     @property
     def limitations(self) -> Mapping[str, str]:
         """Every present limitation by name."""
-        return {name: text for name, check in self._limitations.items() if (text := check())}
+        limitations = {name: check() for name, check in self._limitations.items()}
+        return {name: redact(text) for name, text in limitations.items() if text}
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when a reason is set, changed or cleared."""
@@ -51,8 +54,8 @@ class ProcessHealth:
     @property
     def reasons(self) -> Mapping[str, str]:
         """Every present reason by name."""
-        checked = {name: reason for name, check in self._checks.items() if (reason := check())}
-        return self._reasons | checked
+        reasons = self._reasons | {name: check() for name, check in self._checks.items()}
+        return {name: redact(reason) for name, reason in reasons.items() if reason}
 
     @property
     def healthy(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.redaction import redact_urls
+from dynamo.core.redaction import redact
 from dynamo.telemetry.stderr import on_loss, unblock_stderr
 
 TRACE = 5
@@ -176,7 +176,7 @@ class TextFormatter(_LineFormatter):
         line = escape_unprintable(line)
         if trace := self.format_traceback(record):  # indented: a line of it looks like no record
             line += "".join(f"\n  {escape_unprintable(row)}" for row in trace.split("\n"))
-        return redact_urls(line)
+        return redact(line)
 
 
 class JsonFormatter(_LineFormatter):
@@ -201,7 +201,7 @@ class JsonFormatter(_LineFormatter):
             text = json.dumps(texts)
         if not text.isprintable():
             text = json.dumps(msgspec.json.decode(text))
-        return redact_urls(text)
+        return redact(text)
 
 
 _json_encoder = msgspec.json.Encoder(enc_hook=str)

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.communication.link import keep_alive
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import remember_secrets
 from dynamo.core.settings.server_url import server_url
 
 CONNECT_TIMEOUT_S = 10.0
@@ -219,6 +220,7 @@ class HttpClient:
             parts.port or (80 if self._tls is None else 443),
         )
         self._authorization = headers.get("authorization", "")
+        remember_secrets((self._authorization.rpartition(" ")[2],))
         own = {"host": parts.netloc, "content-type": "application/json"} | dict(headers)
         for name, value in own.items():
             if not _HEADER_VALUE.fullmatch(value):

@@ -26,7 +26,12 @@ from dynamo.core.settings.schema_cluster import (
     WorkerGroupSettings,
     override,
 )
-from dynamo.core.settings.secret_files import ReadSecretFile, load_secret_files, refuse_secret_files
+from dynamo.core.settings.secret_files import (
+    ReadSecretFile,
+    load_secret_files,
+    refuse_secret_files,
+    remember_settings,
+)
 from dynamo.core.settings.values import SourcedValue, parse_value, shown_value
 
 ENVIRONMENT_ALIASES = {
@@ -89,6 +94,7 @@ def resolve_settings(
     derived, replica_notes = _replicas_as_http_workers(layers)
     layers, count_notes = _use_strongest_worker_counts(layers)
     merged = merge_layers([*layers, derived, _workers_beside_groups(layers)], Settings)
+    remember_settings(merged.settings)
     check_consistency(merged.settings, merged.origins)
     notes = {**merged.notes, **secret_notes, **replica_notes, **count_notes}
     return replace(merged, notes=notes, services=parsed.services)

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.redaction import remember_credentials, remember_secrets
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.keys import secret_file_key, setting_specs_by_key
+from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.values import SourcedValue, split_list, type_name
 
 INSECURE_NOTE = "insecure: "
@@ -34,6 +36,18 @@ def refuse_secret_files(path: str) -> SecretFile:
 
 
 Layer = dict[str, SourcedValue]
+
+
+def remember_settings(settings: Settings) -> None:
+    """Let this process show no secret of its settings."""
+    for key, spec in setting_specs_by_key().items():
+        value: Any = settings
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        if spec.meta.secret:
+            remember_secrets((value,) if isinstance(value, str) else value or ())
+        else:
+            remember_credentials(value)
 
 
 def load_secret_files(

@@ -27,6 +27,7 @@ from dynamo.core.errors import (
     UpstreamFailed,
     WorkerFailed,
 )
+from dynamo.core.redaction import redact
 from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, KvEvent, Load
@@ -181,14 +182,18 @@ class OpenAIServerEngine(Engine):
                 )
             answer.end()
         except (Unauthorized, Forbidden) as error:
+            error.message = redact(error.message, context.api_key)
             raise self._refused_key(error, context) from None
         except UpstreamFailed as error:
-            error.message = f"{self._http.url}: {error.message}"
+            error.message = redact(f"{self._http.url}: {error.message}", context.api_key)
             raise
         except OSError as error:
             if not answer.end_if_complete():
                 text = str(error) or f"no answer in {CONNECT_TIMEOUT_S:g} s"
                 raise self._failure_or(f"{self._http.url}: {text}") from error
+        except DynamoError as error:
+            error.message = redact(error.message, context.api_key)
+            raise
         finally:
             del self._answers[answer]
             if drift is not None and prediction is not None:

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.redaction import redact
 
 MAX_COUNT = 1 << 31
 """A larger count is none."""
+MAX_SHOWN_BYTES = 16 << 10
 MAX_DEPTH = 8
 """Parts of a content in a part are read to this depth."""
 MIN_LOGPROB = -9999.0
@@ -105,11 +107,13 @@ def read_text(value: Any, depth: int = 0) -> str:
 
 def excerpt(body: bytes) -> str:
     """Return the beginning of a body, for a message."""
-    return repr(shorten(body.decode("utf-8", "replace"), 200))
+    return repr(shorten(body[:MAX_SHOWN_BYTES].decode("utf-8", "replace"), 200))
 
 
 def shorten(text: str, characters: int = 300) -> str:
-    """Return a text in one line, for a message. Of a page in HTML, its title says enough."""
+    """Return a text in one line, for a message, without secrets, of which a part may be cut. Of a
+    page in HTML, its title says enough."""
+    text = redact(text)
     if text.lstrip()[:1] == "<" and (title := _TITLE.search(text)):
         text = title[1]
     return _SPACES.sub(" ", text[: 4 * characters]).strip()[:characters]

@@ -29,6 +29,7 @@ WRITE_TIMEOUT_S: Final = 10.0
 PAGE_KEYS: Final = 1000
 """Keys that are listed between two turns of the event loop."""
 URL_PARAM: Final = "cache.remote_url"
+KEY_HINT: Final = "give them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _METADATA_PATH: Final = "/latest/api/token"
 """Where instances of a cloud ask for credentials if the environment has none."""
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -66,6 +67,12 @@ class ObjectStore:
                 hint="write s3://BUCKET/PREFIX",
                 param=URL_PARAM,
             )
+        if "@" in parts.netloc:
+            raise ConfigError(
+                "the URL of the object store has a user or a password",
+                hint=KEY_HINT,
+                param=URL_PARAM,
+            )
         self.url = url
         self.bucket = parts.netloc
         self._store = self._open(parts.path.strip("/"), TIMEOUT_S)
@@ -81,6 +88,12 @@ class ObjectStore:
                 param=URL_PARAM,
             ) from error
         endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
+        if "@" in endpoint:
+            raise ConfigError(
+                "the address of the object store (AWS_ENDPOINT_URL) has a user or a password",
+                hint=KEY_HINT,
+                param=URL_PARAM,
+            )
         options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
         if "AWS_REGION" not in os.environ and "AWS_DEFAULT_REGION" not in os.environ:
             options["region"] = "us-east-1"
