@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "deployment", "role", "name", "instance", "pid", "address", "status_url", "state", "restarts",
+    "cards",
 )  # fmt: skip
 
 EXAMPLES = """\

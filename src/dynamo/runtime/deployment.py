@@ -67,8 +67,9 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
     request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
     same pid. `children` are the unusual children of a supervisor by pid, `waiting` those without a
-    process by name. `restarts` is added by
-    readers from there. `reason` says why the process is not healthy, or is empty."""
+    process by name. `restarts` is added by readers from there. `cards_by_name`: the accelerators of
+    a supervisor's workers, which readers add to these as `cards`. `reason` says why the process is
+    not healthy, or is empty."""
 
     deployment: str
     role: str
@@ -83,6 +84,8 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     children: dict[int, ChildStatus] = {}
     waiting: dict[str, WaitingChild] = {}
+    cards: str = ""
+    cards_by_name: dict[str, tuple[str, ...]] = {}
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -322,6 +325,12 @@ def _read_live_record(path: Path) -> ProcessRecord | None:
 def _add_child_status(records: Sequence[ProcessRecord]) -> Sequence[ProcessRecord]:
     """Add what supervisors report about their children to the records of these."""
     children = {pid: status for record in records for pid, status in record.children.items()}
+    cards = {name: own for record in records for name, own in record.cards_by_name.items()}
+    if cards:
+        records = [
+            msgspec.structs.replace(record, cards=",".join(cards.get(record.name, ())))
+            for record in records
+        ]
     return [
         msgspec.structs.replace(
             record, state="hung" if status.hung else record.state, restarts=status.restarts

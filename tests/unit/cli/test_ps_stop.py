@@ -18,6 +18,7 @@ from dynamo.core.errors import ConfigError, NotFound
 from dynamo.runtime import deployment
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
 from dynamo.runtime.pids import is_stopped, start_ticks
+from dynamo.services.deployment.cards import cards_of_others
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -225,3 +226,18 @@ def test_clients_find_the_running_deployment(
     with pytest.raises(ConfigError, match="several"):
         stop.find_server_url(None)
     assert stop.find_server_url("other") == "http://127.0.0.1:8123"
+
+
+def test_ps_shows_the_cards_that_a_supervisor_gave_its_workers(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("http-8123", "worker")
+    supervisor = start("http-8123", "supervisor")
+    folder = Deployment("http-8123", tmp_path / "dynamo" / "http-8123")
+    (record,) = (each for each in folder.live_processes() if each.pid == supervisor.pid)
+    folder.write_record(replace(record, cards_by_name={"worker": ("2", "GPU-4c")}))
+
+    assert main(["ps", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["role"]: row["cards"] for row in rows} == {"supervisor": "", "worker": "2,GPU-4c"}
+    assert cards_of_others() == {"2": "worker of http-8123", "GPU-4c": "worker of http-8123"}

@@ -130,6 +130,27 @@ print("unfinished", end="", flush=True)
     assert keepers[1::2] == ["unfinished", "unfinished"]
 
 
+async def test_a_restarted_child_has_its_own_cards_again(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    script = 'print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)\n' + SERVE
+    children = [replace(spec(script, name=name), cards=(name, f"{name}+")) for name in ("0", "2")]
+    out = io.StringIO()
+    supervisor = supervise(*children, out=out)
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        second = supervisor.children[1]
+        first = second.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: second.pid not in {0, first} and second.ready)
+        (record,) = deployment.live_processes()
+        assert record.cards_by_name == {"0": ("0", "0+"), "2": ("2", "2+")}
+        await finish(supervisor, running)
+    lines = sorted(line for line in out.getvalue().splitlines() if "+" in line)
+    assert lines == ["0 | 0,0+", "2 | 2,2+", "2 | 2,2+"]
+
+
 async def test_a_child_that_can_never_start_ends_the_deployment(
     spec: Spec, supervise: Supervise
 ) -> None:

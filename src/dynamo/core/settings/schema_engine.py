@@ -69,7 +69,8 @@ class EngineSettings(SettingsSection, frozen=True):
     device_ids: tuple[int, ...] = setting(
         (),
         "numbers of this host's accelerators, divided among the workers; empty: those of "
-        "$CUDA_VISIBLE_DEVICES, else all",
+        "$CUDA_VISIBLE_DEVICES, else all, that no other deployment holds. Each worker gets as many "
+        "as it needs; a number that is listed twice is shared",
         flag="--device-ids",
     )
     gpu_memory_utilization: float = setting(

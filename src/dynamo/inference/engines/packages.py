@@ -89,6 +89,10 @@ ENGINE_PACKAGES = {
 }
 
 
+CARD_ENGINES = frozenset({"vllm", "sglang", "trtllm"})
+"""Engines that compute on accelerators. The others take none."""
+
+
 def package_kind(kind: str) -> str:
     """Return the key of an engine in `ENGINE_PACKAGES`; `kind` itself for an engine that has none.
     TensorRT-LLM has two names."""

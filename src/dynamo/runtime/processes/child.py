@@ -69,10 +69,14 @@ class RestartBackoff:
         return self.deaths_before_ready >= CRASH_LOOP_DEATHS
 
 
+CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep alive. Processes with a lower `stop_order` stop first. With
     `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
-    role needs beside the settings. `command` replaces `dynamo _child ROLE` and gets the same
+    role needs beside the settings. `cards` are the accelerators that the process may use; without
+    any, its environment says which. `command` replaces `dynamo _child ROLE` and gets the same
     standard input."""
 
     role: str
@@ -81,6 +85,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_order: int = 0
     needs_preparation: bool = False
     task: dict[str, Any] = {}
+    cards: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
     @property
@@ -120,6 +125,8 @@ class ChildProcess:
         self._on_change = on_change
         self._on_death = on_death
         self._environ = os.environ | {STATE_ROOT_VARIABLE: str(state_root)}
+        if spec.cards:
+            self._environ[CARDS_VARIABLE] = ",".join(spec.cards)
         self._backoff = RestartBackoff()
         self._stopping = asyncio.Event()
         self._peak_rss_bytes = 0

@@ -235,7 +235,7 @@ class ProcessGroup:
         """Return the spec of a replica with its own share of the devices. Raises `ConfigError` if
         none is left for it."""
         engine = spec.settings.engine
-        if not engine.device_ids or engine.urls:
+        if not (engine.device_ids or spec.cards) or engine.urls:
             return replace(spec, name=name)
         if name not in self._specs_by_name:
             raise ConfigError(
@@ -243,9 +243,10 @@ class ProcessGroup:
                 hint="give device_ids more numbers and the start more workers",
                 param="engine.device_ids",
             )
-        device_ids = self._specs_by_name[name].settings.engine.device_ids
+        own = self._specs_by_name[name]
+        device_ids = own.settings.engine.device_ids
         settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
-        return replace(spec, name=name, settings=settings)
+        return replace(spec, name=name, settings=settings, cards=own.cards)
 
     async def _stop_and_remove(
         self, leaving: Sequence[ChildProcess], progress: ControlProgressCallback

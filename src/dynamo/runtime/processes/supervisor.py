@@ -120,7 +120,8 @@ class Supervisor:
         self._planes = planes_of(settings)
         self._clock = clock or SystemClock()
         self._stop_requested, self._kill_requested = asyncio.Event(), asyncio.Event()
-        record = _own_record(deployment, address)
+        cards = {spec.name: spec.cards for spec in specs if spec.cards}
+        record = _own_record(deployment, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
@@ -365,7 +366,9 @@ class Supervisor:
             self._tasks.start(update, "process record")
 
 
-def _own_record(deployment: Deployment, address: str) -> ProcessRecord:
+def _own_record(
+    deployment: Deployment, address: str, cards: dict[str, tuple[str, ...]]
+) -> ProcessRecord:
     return ProcessRecord(
         deployment=deployment.id,
         role=SUPERVISOR,
@@ -374,6 +377,7 @@ def _own_record(deployment: Deployment, address: str) -> ProcessRecord:
         address=address,
         instance=new_instance_id(SUPERVISOR),
         start_ticks=start_ticks(os.getpid()),
+        cards_by_name=cards,
     )
 
 

@@ -24,6 +24,7 @@ from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
+from dynamo.services.deployment.cards import assign_cards, keep_cards
 from dynamo.services.deployment.worker_groups import (
     ReplicaGroup,
     answering_groups,
@@ -146,7 +147,7 @@ def serve(
             _warn_if_open(settings.server)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
-        processes = (specs or deployment_specs)(settings)
+        processes = assign_cards((specs or deployment_specs)(settings))
         check_open_files(len(processes))
         supervisor = Supervisor(
             processes,
@@ -155,7 +156,7 @@ def serve(
             address=url,
             out=logs,
             prepare=prepare,
-            reload=source and make_reload(source, port, deployment.id),
+            reload=source and make_reload(source, port, deployment.id, processes),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
@@ -190,12 +191,14 @@ def with_port_and_deployment(settings: Settings, port: int, deployment: str = ""
     return replace(settings, server=server, runtime=replace(settings.runtime, deployment=name))
 
 
-def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsReloader:
-    """Return the reloader of a deployment's settings."""
+def make_reload(
+    source: SettingsSource, port: int, deployment: str, started: Sequence[ChildSpec] = ()
+) -> SettingsReloader:
+    """Return the reloader of a deployment's settings. `started`: the processes of its start."""
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
-        return specs(with_port_and_deployment(settings, port, deployment))
+        return keep_cards(specs(with_port_and_deployment(settings, port, deployment)), started)
 
     return SettingsReloader(read, source.files)
 

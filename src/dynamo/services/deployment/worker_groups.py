@@ -12,6 +12,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings, override
 from dynamo.core.settings.server_url import server_url
+from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +134,8 @@ def replica_settings(role: str, settings: Settings, index: int, replicas: int) -
         return replace(settings, engine=engine)
     share, rest = divmod(len(engine.device_ids), replicas)
     needed = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
-    if role != "worker" or not engine.device_ids:
-        return settings
+    if role != "worker" or not engine.device_ids or package_kind(engine.kind) in CARD_ENGINES:
+        return settings  # `assign_cards` divides the cards of all groups
     if rest or share < needed:
         raise ConfigError(
             f"{replicas} workers cannot share the devices {list(engine.device_ids)}: each needs "

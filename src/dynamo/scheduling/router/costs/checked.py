@@ -49,7 +49,9 @@ class CheckedCost(Cost):
         return {} if terms is None else terms
 
     def costs_of_all(self, request: PendingRequest, arrays: WorkerArrays) -> Floats:
-        costs = self.attempt(lambda: _checked_array(self._cost.costs_of_all(request, arrays)))
+        costs: Floats | None = self.attempt(
+            lambda: _checked_array(self._cost.costs_of_all(request, arrays))
+        )
         if costs is None or len(costs) != len(arrays.workers):
             return self._predicted.costs_of_all(request, arrays)
         return costs
@@ -173,12 +175,8 @@ def _checked_row(values: Iterable[Any], workers: int) -> list[float]:
 
 
 def _checked_array(costs: Floats) -> Floats:
-    import numpy as np
-
-    array = np.array(costs, dtype=np.float64)
-    if array.ndim != 1 or np.isnan(array).any() or array.min(initial=inf) in (inf, -inf):
-        raise ValueError("the costs are not an array of numbers, or none of them is finite")
-    return array
+    _checked_row(costs.tolist(), len(costs))
+    return costs.astype(float)
 
 
 def _numbers(terms: dict[Any, Any]) -> dict[str, float]:
