@@ -8,6 +8,7 @@ that is right after the copy was right during it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import ssl
@@ -21,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from dynamo.communication.addresses import is_loopback
 from dynamo.communication.link import keep_alive
 from dynamo.communication.transfer.backend import BackendPeer
 from dynamo.communication.transfer.estimate import TransferEstimate
@@ -51,6 +53,8 @@ from dynamo.communication.transfer.threads import wait_for_job
 from dynamo.core.errors import DECODE_ERRORS, ProtocolError, TransferFailed
 from dynamo.core.tasks import run_all
 
+log = logging.getLogger(__name__)
+
 AGENTS: Final = max(1, min(4, os.cpu_count() or 1))
 """Agents of a process, each with a thread that reads: one core copies less than memory delivers."""
 MIN_PART_BYTES: Final = 8 << 20
@@ -58,6 +62,10 @@ CONNECT_TIMEOUT_S: Final = 10.0
 INITIAL_LATENCY_S: Final = 0.0005
 INITIAL_BYTES_PER_S: Final = 3e9
 MAX_HELLO_BYTES: Final = 64 << 10
+OPEN_PORT_WARNING: Final = (
+    "NIXL opens ports of UCX, which read and write memory of this process without a secret: let "
+    "only trusted hosts and users reach it"
+)
 PULL_BEGINS: Final = b"\1"
 PULL_ENDS: Final = b"\0"
 
@@ -81,7 +89,12 @@ class NixlTransfer(TcpTransfer):
             raise TransferFailed.of("refused", "nixl: needs KV memory to register")
         if self._ready is None:
             names = [_agent_name(self.incarnation, number) for number in range(AGENTS)]
-            self._agents = [RegionAgent(name, region, rdma=self._rdma) for name in names]
+            host_only = is_loopback(self._host) and not self._rdma
+            if not host_only:
+                log.warning(OPEN_PORT_WARNING, extra={"fields": {"host": self._host}})
+            self._agents = [
+                RegionAgent(name, region, rdma=self._rdma, host_only=host_only) for name in names
+            ]
             jobs = [agent.run(agent.register) for agent in self._agents]
             work = run_all(*map(wait_for_job, jobs))
             self._ready = self._tasks.start(work, "register KV memory")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dynamo.communication.transfer.region import GENERATION_BYTES, MemoryRegion, memory_offset
 from dynamo.core.errors import TransferFailed
 
+# NIXL and UCX read these options from the environment alone, when they are loaded.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are exceptions; the rest is noise
 os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")  # regions outlive their registration
@@ -26,6 +27,9 @@ os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "256k")
 import nixl_cu12._bindings as nixl_errors
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
+HOST_TRANSPORTS: Final = "self,sm"
+"""Shared memory and process_vm_readv, without TCP. UCX supports no handling of a dead peer's errors
+over these; the plane's own connection notices the death."""
 MIN_PAUSE_S: Final = 0.0001
 MAX_PAUSE_S: Final = 0.001
 """Pauses between two looks at transfers in flight, or at the requests of peers."""
@@ -53,11 +57,14 @@ _lifecycle = Lock()
 class AgentThread:
     """Runs work on a NIXL agent in one thread, and answers the network while peers read from it."""
 
-    def __init__(self, name: str, *, rdma: bool) -> None:
+    def __init__(self, name: str, *, rdma: bool, host_only: bool = False) -> None:
         """Start the thread, which creates the agent. With `rdma` UCX may use network cards that
-        read memory by themselves."""
-        if not rdma:
-            os.environ.setdefault("UCX_TLS", "^ib")
+        read memory by themselves. With `host_only` all peers are on this host: UCX then opens no
+        port, since its ports give memory to every user who reaches them."""
+        host_only = host_only and not rdma
+        if not rdma:  # UCX reads its transports from the environment alone
+            os.environ.setdefault("UCX_TLS", HOST_TRANSPORTS if host_only else "^ib")
+        self._options = {"ucx_error_handling_mode": "none"} if host_only else {}
         self._name = name
         self._queue: SimpleQueue[tuple[Callable[[Agent], Steps], Future[None]] | None]
         self._queue = SimpleQueue()
@@ -104,7 +111,7 @@ class AgentThread:
                 if not future.set_running_or_notify_cancel():
                     continue
                 try:
-                    agent = agent or _new_agent(self._name)
+                    agent = agent or _new_agent(self._name, self._options)
                     running.append((work(agent), future))
                 except Exception as error:  # noqa: BLE001 - raised by the future
                     future.set_exception(error)
@@ -115,9 +122,11 @@ class AgentThread:
             del agent
 
 
-def _new_agent(name: str) -> Agent:
+def _new_agent(name: str, options: dict[str, str]) -> Agent:
     with _lifecycle:
-        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        agent.create_backend("UCX", options)
+        return agent
 
 
 def _go_on(steps: Steps, future: Future[None]) -> bool:
@@ -188,8 +197,8 @@ class NixlMemory(msgspec.Struct, frozen=True):
 class RegionAgent(AgentThread):
     """An agent that has registered the region of this process."""
 
-    def __init__(self, name: str, region: MemoryRegion, *, rdma: bool) -> None:
-        super().__init__(name, rdma=rdma)
+    def __init__(self, name: str, region: MemoryRegion, *, rdma: bool, host_only: bool) -> None:
+        super().__init__(name, rdma=rdma, host_only=host_only)
         self._region = region
         self._stages = np.zeros(STAGES * STAGE_SLOTS, np.uint64)
         self.free_stages = list(range(STAGES))
