@@ -45,7 +45,7 @@ class WorkerService:
         ENGINES.check(kind)
         check_roles(settings)
         check_engine_package(kind)
-        os.environ.update(engine_environment(settings))
+        os.environ.update(engine_environment(settings))  # CUDA reads it there alone
 
         if lacks_tokenizer(settings):
             runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the server does not answer yet")

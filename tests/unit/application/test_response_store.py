@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import sqlite3
 import stat
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,34 @@ async def test_processes_open_and_close_the_file_at_the_same_time(open_store: Op
         for number in range(16):
             group.create_task(use(number))
     assert await open_store().get("ann", "resp_15")
+
+
+@pytest.mark.parametrize("what", ["rows", "opening"])
+async def test_calls_do_not_wait_in_turn_for_a_locked_file(
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(store_module, "BUSY_TIMEOUT_S", 0.05)
+    waits: list[str] = []
+    first = open_store()
+    await first.add("ann", response("0"), items("0"))
+    store = first if what == "rows" else open_store()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other, ExitStack() as locks:
+        other.execute("BEGIN EXCLUSIVE")
+        if what == "opening":
+            lock = locks.enter_context((tmp_path / FILE_NAME).with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        work = store._add
+
+        def add(*args: Any) -> None:
+            waits.append("add")
+            work(*args)
+
+        monkeypatch.setattr(store, "_add", add)
+        calls = [store.add("ann", response(str(n)), items("1")) for n in range(1, 9)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, StoreUnavailable) for error in errors)
+        assert len(waits) <= 1
+        other.rollback()
+    monkeypatch.setattr(store, "_locked_until_s", 0.0)
+    await store.add("ann", response("9"), items("9"))
+    assert (await store.get("ann", "resp_9"))["output"]

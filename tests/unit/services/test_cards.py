@@ -48,8 +48,8 @@ engine: {workers: 0, device_ids: [0, 1, 2, 3, 4, 5, 6, 7]}
 prefill_workers: [{replicas: 3, tensor_parallel_size: 1}]
 decode_workers: [{replicas: 2, tensor_parallel_size: 2}]
 """
-    given = assign(text, {})
-    assert list(given.values()) == ["0", "1", "2", "3,4", "5,6"]
+    cards = assign(text, {})
+    assert list(cards.values()) == ["0", "1", "2", "3,4", "5,6"]
 
 
 def test_groups_with_lists_come_first() -> None:
@@ -77,8 +77,8 @@ def test_the_visible_cards_are_respected(visible: str, names: list[str]) -> None
     if len(names) == 2:
         assert list(assign("engine: {workers: 2}", environ).values()) == names
     if len(names) == 2 and not names[0].isdecimal():
-        given = assign("engine: {workers: 1, device_ids: [1]}", environ)
-        assert given == {"worker": names[1]}
+        cards = assign("engine: {workers: 1, device_ids: [1]}", environ)
+        assert cards == {"worker": names[1]}
     if names[:1] == ["4"]:
         with pytest.raises(ConfigError, match="names the cards 0"):
             assign("engine: {workers: 1, device_ids: [0]}", environ)
@@ -99,8 +99,8 @@ def test_too_few_cards_are_refused_with_their_holders(held: dict[str, str]) -> N
 
 
 def test_a_card_that_is_listed_twice_is_shared() -> None:
-    given = assign("engine: {workers: 2, device_ids: [1, 1]}")
-    assert list(given.values()) == ["1", "1"]
+    cards = assign("engine: {workers: 2, device_ids: [1, 1]}")
+    assert list(cards.values()) == ["1", "1"]
 
 
 @pytest.mark.parametrize("kind", ["mock", "echo", "native"])

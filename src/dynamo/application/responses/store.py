@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
@@ -38,7 +40,11 @@ PRUNE_AFTER_WRITES = 64
 PRUNE_AFTER_BYTES = 8 << 20
 LOST_AFTER_S = 30.0
 """A running response whose process has not renewed it for so long has failed."""
-BUSY_TIMEOUT_S = 10.0
+BUSY_TIMEOUT_S = 3.0
+"""How long a call waits for the lock of another process. Later calls then fail at once for
+`LOCKED_PAUSE_S`, so that they do not wait in turn."""
+LOCKED_PAUSE_S = 5.0
+LOCK_POLL_S = 0.02
 
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS responses (
@@ -78,6 +84,7 @@ class ResponseStore:
         self._thread: Executor | None = None
         self._file: sqlite3.Connection | None = None
         self._writes = self._written_bytes = 0
+        self._locked_until_s = -math.inf
 
     async def add(
         self, owner: str, response: Item, items: Sequence[Item], *, running: bool = False
@@ -140,6 +147,8 @@ class ResponseStore:
         """Run `work` in the thread, in a transaction."""
         import sqlite3
 
+        if monotonic() < self._locked_until_s:
+            raise _unavailable("another process holds its lock")
         try:
             if self._file is None:
                 with self._alone():
@@ -147,12 +156,11 @@ class ResponseStore:
             with self._file:
                 return work()
         except (sqlite3.Error, OSError) as error:
+            if isinstance(error, TimeoutError) or "locked" in str(error):
+                self._locked_until_s = monotonic() + LOCKED_PAUSE_S
             if self._path is not None:
                 self._close()
-            raise StoreUnavailable(
-                f"the store of responses cannot be used: {error}",
-                hint="send store: false, or free some space in the deployment's state folder",
-            ) from error
+            raise _unavailable(str(error)) from error
 
     def _open(self) -> sqlite3.Connection:
         import sqlite3
@@ -190,18 +198,30 @@ class ResponseStore:
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with self._alone():
+            try:
+                with self._alone(wait_s=0.0 if self._locked_until_s > monotonic() else None):
+                    file.close()
+            except TimeoutError:
                 file.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, wait_s: float | None = None) -> Iterator[None]:
         """Hold a lock between processes: the first to open a file and the last to close it need it
-        alone, and SQLite's own waiting does not cover that."""
+        alone, and SQLite's own waiting does not cover that. Raises `TimeoutError` after `wait_s`,
+        by default BUSY_TIMEOUT_S."""
         if self._path is None:
             yield
             return
         with self._path().with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            until_s = monotonic() + (BUSY_TIMEOUT_S if wait_s is None else wait_s)
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if monotonic() >= until_s:
+                        raise TimeoutError("another process holds its lock") from None
+                    sleep(LOCK_POLL_S)
             yield
 
     @property
@@ -342,3 +362,11 @@ class ResponseStore:
                     )
                 stored |= {item["id"]: item for item in (*items, *response["output"])}
         return {item_id: stored[item_id] for item_id in item_ids if item_id in stored}
+
+
+def _unavailable(reason: str) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"the store of responses cannot be used: {reason}",
+        hint="send store: false, or free some space in the deployment's state folder",
+        retry_after_s=LOCKED_PAUSE_S,
+    )
