@@ -271,3 +271,30 @@ async def test_calls_do_not_wait_in_turn_for_a_locked_file(
     monkeypatch.setattr(store, "_locked_until_s", 0.0)
     await store.add("ann", response("9"), items("9"))
     assert (await store.get("ann", "resp_9"))["output"]
+
+
+async def test_a_page_reads_no_more_responses_than_it_needs(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    for number in range(1, 6):
+        previous = f"resp_{number - 1}" if number > 1 else None
+        await store.add("ann", response(str(number), previous), items(str(number)))
+    reads: list[str] = []
+    read = store._read
+
+    def count(owner: str, response_id: str) -> Any:
+        reads.append(response_id)
+        return read(owner, response_id)
+
+    monkeypatch.setattr(store, "_read", count)
+    page = await store.load_page("ann", "resp_5", ascending=False, limit=1, after=None)
+    assert (page.ids, page.has_more, reads) == (["msg_5_i0"], True, ["resp_5", "resp_4"])
+    page = await store.load_page("ann", "resp_5", ascending=False, limit=2, after="msg_4_i0")
+    assert page.ids == ["msg_3_o0", "msg_3_i0"]
+    page = await store.load_page("ann", "resp_5", ascending=True, limit=3, after=None)
+    assert page.ids == ["msg_1_i0", "msg_1_o0", "msg_2_i0"]
+    page = await store.load_page("ann", "resp_5", ascending=True, limit=9, after="msg_4_i0")
+    assert (page.ids, page.has_more) == (["msg_4_o0", "msg_5_i0"], False)
+    with pytest.raises(InvalidRequest, match="no item"):
+        await store.load_page("ann", "resp_5", ascending=True, limit=9, after="msg_5_o0")

@@ -93,8 +93,15 @@ class ResponsesHandler:
         query = {name: values[-1] for name, values in parse_qs(request.query).items()}
         answer: Item
         if part == "input_items":
-            items = await self._store.load_input(self._owner(request), response_id)
-            answer = _page(items, query)
+            arguments = _read_page_query(query)
+            page = await self._store.load_page(self._owner(request), response_id, **arguments)
+            answer = {
+                "object": "list",
+                "data": page.items,
+                "first_id": page.ids[0] if page.ids else None,
+                "last_id": page.ids[-1] if page.ids else None,
+                "has_more": page.has_more,
+            }
         elif part:
             raise NotFound(
                 f"there is no GET {request.path[:100]}", hint="did you mean input_items?"
@@ -163,25 +170,12 @@ class ResponsesHandler:
         return [stored.get(item["id"], item) for item in items]
 
 
-def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
-    """Return a page of items, the last ones first unless `order=asc`."""
+def _read_page_query(query: dict[str, str]) -> dict[str, Any]:
+    """Return the arguments of a page of items, the last ones first unless `order=asc`."""
     order, limit_text = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE))
     if order not in {"asc", "desc"}:
         raise InvalidRequest("order: expected asc or desc", param="order")
     digits = limit_text if len(limit_text) <= len(str(MAX_PAGE)) else ""
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_PAGE:
         raise InvalidRequest(f"limit: expected 1 to {MAX_PAGE}", param="limit")
-    limit, after = int(limit_text), query.get("after")
-    ordered = items if order == "asc" else items[::-1]
-    ids = [item["id"] for item in ordered]
-    if after is not None and after not in ids:
-        raise InvalidRequest(f"after: there is no item {after[:100]!r}", param="after")
-    start = ids.index(after) + 1 if after is not None else 0
-    page = ordered[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
-    }
+    return {"ascending": order == "asc", "limit": int(digits), "after": query.get("after")}

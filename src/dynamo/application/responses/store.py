@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import msgspec
 
 from dynamo.application.responses.input_items import PREVIOUS, Item
+from dynamo.application.responses.item_pages import EncodedTurn, ItemPage, read_page
 from dynamo.core.errors import (
     InvalidRequest,
     NotFound,
@@ -122,6 +124,14 @@ class ResponseStore:
         """Return the items of which a response was generated. Raises as `get` and
         `load_context`."""
         return await self._run(self._load_input, owner, response_id)
+
+    async def load_page(
+        self, owner: str, response_id: str, *, ascending: bool, limit: int, after: str | None
+    ) -> ItemPage:
+        """Return up to `limit` of the items of which a response was generated, those after the item
+        `after`. Only the items before the page's end are read. Raises as `get` and `load_context`,
+        and `InvalidRequest` for an unknown item."""
+        return await self._run(self._load_page, owner, response_id, ascending, limit, after)
 
     async def find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
         """Return the items of stored responses that have these ids, as far as there are any.
@@ -256,8 +266,8 @@ class ResponseStore:
             (self._wall(), blob, len(blob), response["id"]),
         )
 
-    def _read(self, owner: str, response_id: str) -> tuple[list[Item], Item, int]:
-        """Return input, object and size of a response. Raises `NotFound`."""
+    def _read(self, owner: str, response_id: str) -> tuple[bytes, Item, int]:
+        """Return encoded input, object and size of a response. Raises `NotFound`."""
         row = self._rows.execute(
             "SELECT input, response, bytes, running, used_at FROM responses "
             "WHERE id = ? AND owner = ? AND used_at >= ?",
@@ -269,13 +279,13 @@ class ResponseStore:
                 hint="it may have expired, or belong to another API key; store: false keeps none",
                 param="response_id",
             )
-        items, response = decode(row[0]), decode(row[1])
+        response: Item = decode(row[1])
         if row[3] and row[4] < self._wall() - LOST_AFTER_S:
             message = "the process that generated the response has ended"
             error = {"code": "server_error", "message": message}
             response |= {"status": "failed", "error": error}
             self._finish(response)
-        return items, response, row[2]
+        return row[0], response, row[2]
 
     def _get(self, owner: str, response_id: str) -> Item:
         return self._read(owner, response_id)[1]
@@ -307,11 +317,22 @@ class ResponseStore:
         return {response_id for (response_id,) in self._rows.execute(query, tuple(running))}
 
     def _load_context(self, owner: str, response_id: str) -> list[Item]:
-        turns: list[tuple[list[Item], Item]] = []
+        turns = list(self._iter_turns(owner, response_id))
+        now = self._wall()
+        renewed = ((now, response["id"]) for _, response in turns)
+        self._rows.executemany("UPDATE responses SET used_at = ? WHERE id = ?", renewed)
+        return [
+            item
+            for blob, response in reversed(turns)
+            for item in (*decode(blob), *response["output"])
+        ]
+
+    def _iter_turns(self, owner: str, response_id: str) -> Iterator[tuple[bytes, Item]]:
+        """Yield encoded input and object of a response and of all that it continues, the last
+        first."""
         size, previous = 0, response_id
         while previous:
-            items, response, turn_bytes = self._read_previous(owner, previous)
-            turns.append((items, response))
+            blob, response, turn_bytes = self._read_previous(owner, previous)
             size += turn_bytes
             if size > MAX_CONTEXT_BYTES:
                 raise TooLarge(
@@ -319,15 +340,10 @@ class ResponseStore:
                     hint="start a new one",
                     param=PREVIOUS,
                 )
+            yield blob, response
             previous = response[PREVIOUS]
-        now = self._wall()
-        renewed = ((now, response["id"]) for _, response in turns)
-        self._rows.executemany("UPDATE responses SET used_at = ? WHERE id = ?", renewed)
-        return [
-            item for items, response in reversed(turns) for item in (*items, *response["output"])
-        ]
 
-    def _read_previous(self, owner: str, response_id: str) -> tuple[list[Item], Item, int]:
+    def _read_previous(self, owner: str, response_id: str) -> tuple[bytes, Item, int]:
         try:
             turn = self._read(owner, response_id)
         except NotFound as error:
@@ -341,9 +357,19 @@ class ResponseStore:
         return turn
 
     def _load_input(self, owner: str, response_id: str) -> list[Item]:
-        items, response, _ = self._read(owner, response_id)
+        blob, response, _ = self._read(owner, response_id)
         previous = response[PREVIOUS]
-        return (self._load_context(owner, previous) if previous else []) + items
+        own: list[Item] = decode(blob)
+        return (self._load_context(owner, previous) if previous else []) + own
+
+    def _load_page(
+        self, owner: str, response_id: str, ascending: bool, limit: int, after: str | None
+    ) -> ItemPage:
+        blob, response, _ = self._read(owner, response_id)
+        previous = response[PREVIOUS]
+        turns: Iterator[EncodedTurn] = self._iter_turns(owner, previous) if previous else iter(())
+        encoded = chain([(blob, None)], turns)  # the last first
+        return read_page(encoded, ascending=ascending, limit=limit, after=after)
 
     def _find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
         stored: dict[str, Item] = {}
@@ -352,7 +378,7 @@ class ResponseStore:
             f"resp_{item_id.split('_')[1]}" for item_id in item_ids if "_" in item_id
         }:
             with suppress(NotFound):
-                items, response, item_bytes = self._read(owner, response_id)
+                blob, response, item_bytes = self._read(owner, response_id)
                 size += item_bytes
                 if size > MAX_CONTEXT_BYTES:
                     raise TooLarge(
@@ -360,7 +386,7 @@ class ResponseStore:
                         hint="send the items themselves",
                         param="input",
                     )
-                stored |= {item["id"]: item for item in (*items, *response["output"])}
+                stored |= {item["id"]: item for item in (*decode(blob), *response["output"])}
         return {item_id: stored[item_id] for item_id in item_ids if item_id in stored}
 
 
