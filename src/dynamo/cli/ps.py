@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dynamo.runtime.deployment import ProcessRecord
 
 COLUMNS = (
-    "deployment", "role", "name", "instance", "pid", "address", "status_url", "state", "restarts",
-    "cards",
+    "deployment", "namespace", "role", "name", "instance", "pid", "address", "status_url", "state",
+    "restarts", "cards",
 )  # fmt: skip
 
 EXAMPLES = """\

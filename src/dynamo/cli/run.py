@@ -186,7 +186,7 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
     from dynamo.models.location import computes_embeddings
 
     embeds = not lacks_tokenizer(settings) and computes_embeddings(settings.model.path)
-    where, example = "to frontends", ""
+    where, example = f"to frontends of namespace {settings.runtime.namespace}", ""
     if url:
         command = (curl_embeddings_example if embeds else curl_example)(url)
         if settings.server.api_keys:

@@ -217,6 +217,19 @@ def routing(settings: Settings) -> Finding:
     return Finding("routing", "ok", text)
 
 
+def namespace(settings: Settings) -> Finding:
+    """Check that frontends follow the namespace in which running workers serve."""
+    from dynamo.runtime.deployment import deployment_of
+
+    for process in deployment_of(settings).live_processes():
+        if process.role not in {"supervisor", "frontend"} and process.status_url:
+            limitations = _fetch_health(process.status_url).get("limitations") or {}
+            if text := limitations.get("namespace"):
+                hint = "give workers and frontends the same --namespace"
+                return Finding("namespace", "warn", text, hint)
+    return Finding("namespace", "ok", settings.runtime.namespace)
+
+
 def planes(settings: Settings) -> Finding:
     """Check that other users and hosts cannot use or alter the connections between processes."""
     from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
@@ -281,7 +294,7 @@ def engines(settings: Settings) -> Iterator[Finding]:
 
 CHECKS: Sequence[Check] = (
     python, dependencies, cores, memory, open_files, loopback, state_folder, cache_folder, model,
-    port, planes, servers, transfer, routing,
+    port, planes, servers, transfer, routing, namespace,
 )  # fmt: skip
 
 

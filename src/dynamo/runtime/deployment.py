@@ -75,6 +75,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     name: str
     pid: int
+    namespace: str = ""
     address: str = ""
     status_url: str = ""
     state: ProcessState = "starting"
@@ -352,6 +353,7 @@ def add_waiting_children(records: Sequence[ProcessRecord]) -> Sequence[ProcessRe
                 role=child.role,
                 name=name,
                 pid=0,
+                namespace=supervisor.namespace,
                 state="restarting",
                 restarts=child.restarts,
                 reason=child.reason,

@@ -108,6 +108,7 @@ class FrontendService:
         return {
             "workers": self._model_watcher.count_workers(),
             "prefill": self._model_watcher.prefill_workers(),
+            "namespace": self._runtime.settings.runtime.namespace,
             "refused_workers": self._model_watcher.incompatible_workers(),
             "unreachable_workers": self._model_watcher.unreachable_workers(),
             "routing": self._routing.view_modes(),

@@ -10,16 +10,17 @@ import msgspec
 
 from dynamo.communication.addresses import is_loopback
 from dynamo.core.errors import DECODE_ERRORS
+from dynamo.runtime.deployment import ProcessRecord
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.pids import is_alive
-from dynamo.runtime.processes.process_record import PROCESSES_PREFIX, PublishedProcess
+from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 
 log = logging.getLogger(__name__)
 
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 """Hosts in the records of earlier versions that listen on all addresses."""
 
-_decode = msgspec.json.Decoder(PublishedProcess).decode
+_decode = msgspec.json.Decoder(ProcessRecord).decode
 
 
 class ScrapeTarget(msgspec.Struct, frozen=True):
@@ -56,7 +57,7 @@ class ScrapeTargets:
         self._report_unreachable(unreachable)
         return list(targets.values())
 
-    def _decode_records(self, records: Mapping[str, bytes]) -> Iterator[PublishedProcess]:
+    def _decode_records(self, records: Mapping[str, bytes]) -> Iterator[ProcessRecord]:
         """Yield the processes of this namespace. Versions without namespaces in their records
         belong to any."""
         namespace = self._runtime.settings.runtime.namespace

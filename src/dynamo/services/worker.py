@@ -26,6 +26,7 @@ from dynamo.models.embedding_model import (
 )
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.frontend_namespaces import FrontendNamespaces
 from dynamo.services.model_download import PREPARING_REASON, ThreadSafeProgress
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class WorkerService:
         runtime.add_shutdown_hook(worker.close)
         runtime.health.set_healthy(MODEL_HEALTH_KEY)
         runtime.tasks.start(_watch_engine(runtime), "engine watch")
+        runtime.tasks.start(FrontendNamespaces(runtime).run(), "frontend namespaces")
         fields = {"model": served_card.name, "engine": kind, "instance": runtime.instance_id}
+        fields["namespace"] = runtime.settings.runtime.namespace
         log.info("worker serves", extra={"fields": fields})
 
 
@@ -109,7 +112,9 @@ async def _serve_embeddings(runtime: DistributedRuntime, files: ModelFiles) -> N
     await worker.attach(runtime)
     runtime.add_shutdown_hook(worker.close)
     runtime.health.set_healthy(MODEL_HEALTH_KEY)
+    runtime.tasks.start(FrontendNamespaces(runtime).run(), "frontend namespaces")
     fields = {"model": card.names[0], "instance": runtime.instance_id}
+    fields["namespace"] = runtime.settings.runtime.namespace
     log.info("worker serves embeddings", extra={"fields": fields})
 
 

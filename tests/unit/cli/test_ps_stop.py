@@ -94,6 +94,7 @@ def test_the_table_has_instances_and_addresses_without_incarnations() -> None:
         role="worker",
         name="worker-2",
         pid=1,
+        namespace="dynamo",
         address="tcp://127.0.0.1:5/0123456789abcdef",
         instance="worker-2-3f9a1c42d0",
     )

@@ -104,10 +104,10 @@ def test_the_port_of_the_running_deployment_is_no_failure(
         settings = Settings(
             server=ServerSettings(http_port=port), runtime=RuntimeSettings(deployment=named)
         )
-        found = {finding.check: finding for finding in doctor.run_checks(settings)}["port"]
-    assert found.verdict == verdict
-    assert "deployment mine" in found.message
-    assert ("stop" in found.hint) == (verdict == "fail")
+        port_finding = {finding.check: finding for finding in doctor.run_checks(settings)}["port"]
+    assert port_finding.verdict == verdict
+    assert "deployment mine" in port_finding.message
+    assert ("stop" in port_finding.hint) == (verdict == "fail")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessRecord
 from dynamo.runtime.pids import start_ticks
-from dynamo.runtime.processes.process_record import PROCESSES_PREFIX, PublishedProcess
+from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 from dynamo.services.scrape_targets import ScrapeTargets
 
 
-def published(name: str, url: str, **fields: Any) -> PublishedProcess:
-    record = PublishedProcess(
+def published(name: str, url: str, **fields: Any) -> ProcessRecord:
+    record = ProcessRecord(
         deployment="http-8000",
         role=name.rpartition("-")[0],
         name=name,

@@ -166,6 +166,7 @@ class ProcessRunner:
             role=runtime.role,
             name=runtime.name,
             pid=os.getpid(),
+            namespace=runtime.settings.runtime.namespace,
             address=runtime.requests.address,
             instance=runtime.instance_id,
             start_ticks=start_ticks(os.getpid()),
@@ -285,10 +286,8 @@ class ProcessRunner:
 
     async def _publish_record(self) -> None:
         """Put the record of the process into discovery."""
-        runtime, record = self._runtime, self._record_writer.record
-        namespace = runtime.settings.runtime.namespace
-        published = publish_record(record, namespace, self._status.public_url)
-        await runtime.discovery.put(self._key, msgspec.json.encode(published))
+        published = publish_record(self._record_writer.record, self._status.public_url)
+        await self._runtime.discovery.put(self._key, msgspec.json.encode(published))
 
 
 class LoopLagMonitor:

@@ -36,17 +36,10 @@ PROCESSES_PREFIX = "/_processes/"
 """The prefix of the keys of processes in discovery; the role and the instance follow."""
 
 
-class PublishedProcess(ProcessRecord, frozen=True, kw_only=True):
-    """The record of a process in discovery. `status_url` has the address for other hosts, unless
-    the port listens on loopback."""
-
-    namespace: str = ""
-
-
-def publish_record(record: ProcessRecord, namespace: str, status_url: str) -> PublishedProcess:
-    """Return the record of a process for discovery."""
-    fields = msgspec.structs.asdict(record) | {"status_url": status_url}
-    return PublishedProcess(**fields, namespace=namespace)
+def publish_record(record: ProcessRecord, status_url: str) -> ProcessRecord:
+    """Return the record of a process for discovery. `status_url` has the address for other hosts,
+    unless the port listens on loopback."""
+    return replace(record, status_url=status_url)
 
 
 def process_key(record: ProcessRecord) -> str:

@@ -117,6 +117,7 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
             "state": str(runtime.lifecycle.state),
             "role": runtime.role,
             "name": runtime.name,
+            "namespace": runtime.settings.runtime.namespace,
             "instance": runtime.instance_id,
             "planes": runtime.plane_status(),
             "limitations": runtime.health.limitations,

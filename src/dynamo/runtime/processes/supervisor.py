@@ -121,7 +121,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._stop_requested, self._kill_requested = asyncio.Event(), asyncio.Event()
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
-        record = _own_record(deployment, address, cards)
+        record = _own_record(deployment, settings.runtime.namespace, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
@@ -134,7 +134,6 @@ class Supervisor:
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
-        self._namespace = settings.runtime.namespace
         self._discovery = SupervisorDiscovery(settings)
         self._start_s: dict[str, float] = {}
         self._drain_s = settings.runtime.drain_s
@@ -157,7 +156,7 @@ class Supervisor:
                 self._group.start()
                 self._announce_processes()
                 own_record = self._record_writer.record
-                published = publish_record(own_record, self._namespace, self._status.public_url)
+                published = publish_record(own_record, self._status.public_url)
                 self._discovery.announce(process_key(published), published)
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)
@@ -367,13 +366,14 @@ class Supervisor:
 
 
 def _own_record(
-    deployment: Deployment, address: str, cards: dict[str, tuple[str, ...]]
+    deployment: Deployment, namespace: str, address: str, cards: dict[str, tuple[str, ...]]
 ) -> ProcessRecord:
     return ProcessRecord(
         deployment=deployment.id,
         role=SUPERVISOR,
         name=SUPERVISOR,
         pid=os.getpid(),
+        namespace=namespace,
         address=address,
         instance=new_instance_id(SUPERVISOR),
         start_ticks=start_ticks(os.getpid()),
