@@ -118,6 +118,10 @@ class ListeningProcess(Protocol):
 
 
 LinkT = TypeVar("LinkT", bound=HandshakeLink)
+CLOSED_DURING_HANDSHAKE: Final = (
+    "the connection closed during the handshake, as it does where one end has TLS "
+    "(security.tls_ca) and the other has not, or another CA"
+)
 
 
 class ClientHandshake(Generic[LinkT]):
@@ -178,8 +182,7 @@ class ClientHandshake(Generic[LinkT]):
     def on_lost(self) -> None:
         """Fail the handshake because the connection was closed."""
         if not self.done:
-            error = InstanceGone("the connection closed during the handshake")
-            self._completion.set_exception(error)
+            self._completion.set_exception(InstanceGone(CLOSED_DURING_HANDSHAKE))
 
     def _exchange_proofs(self, hello: Hello) -> None:
         """Check the server's proof, then send this end's: a false server learns nothing."""

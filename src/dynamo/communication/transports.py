@@ -66,10 +66,12 @@ class UnprovenLinks:
 
 
 class PlaneTransport(ABC):
-    """Listens for connections and dials other processes. Both ends prove `secret`."""
+    """Listens for connections and dials other processes. Both ends prove `secret`. `silence_text`
+    says what it means if a process does not answer."""
 
     secret: str
     incarnation: str
+    silence_text = "no answer"
 
     def __init__(self) -> None:
         self.unproven_links = UnprovenLinks()
@@ -119,6 +121,8 @@ class TcpPlaneTransport(PlaneTransport):
             advertised_host(host, options.advertised_host), port, self.incarnation
         )
         self._server_tls, self._client_tls = contexts
+        if self._client_tls is not None:  # a process without TLS waits for a frame of a handshake
+            self.silence_text = "no answer, as of a process without TLS (security.tls_ca)"
         self._server: asyncio.Server | None = None
 
     @classmethod

@@ -164,9 +164,10 @@ class ModelWatcher:
         )
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline
+        encoder = text_parts[0].encoder_name if text_parts else "none: the server has the tokenizer"
         if previous is not None:  # requests go on with the new pipeline's queue
-            self._gateway.add(served)
-        update = partial(self._on_workers_changed, pipeline, served)
+            self._add(served, encoder)
+        update = partial(self._on_workers_changed, pipeline, served, encoder)
         pipeline.client.on_change(update)
         pipeline.client.view.on_reason_change(update)
         runtime.health.add_check(name, partial(self._unreachable_reason, name))
@@ -174,8 +175,6 @@ class ModelWatcher:
         runtime.health.set_healthy(MODELS_HEALTH_KEY)  # from now on under the model's name
         if previous is not None:
             await previous.close()
-        encoder = text_parts[0].encoder_name if text_parts else "none: the server has the tokenizer"
-        log.info("model ready", extra={"fields": {"model": name, "encoder": encoder}})
 
     async def _load_text_parts(self, card: ModelCard) -> tuple[Tokenizer, ChatTemplate]:
         """Return tokenizer and template of a card that has them. Raises `ModelUnavailable`."""
@@ -190,14 +189,21 @@ class ModelWatcher:
         tokenizer = await offload(load_tokenizer, tokenizer_file, ensure_verified=True)
         return tokenizer, await offload(ChatTemplate.of, card)
 
-    def _on_workers_changed(self, pipeline: ModelPipeline, served: ServedModel) -> None:
+    def _add(self, served: ServedModel, encoder: str) -> None:
+        self._gateway.add(served)
+        fields = {"model": served.names[0], "encoder": encoder}
+        log.info("model ready", extra={"fields": fields})
+
+    def _on_workers_changed(
+        self, pipeline: ModelPipeline, served: ServedModel, encoder: str
+    ) -> None:
         """Serve a model from its first reachable worker on, and report the lack of workers."""
         name, health = served.names[0], self._runtime.health
         if self._pipelines.get(name) is not pipeline:
             return
         if pipeline.client.instances:
             if name not in self._gateway.models:
-                self._gateway.add(served)
+                self._add(served, encoder)
             adapters = served_adapters(served, pipeline.client.instances.values())
             self._gateway.set_adapters(name, adapters)
             health.set_healthy(name)

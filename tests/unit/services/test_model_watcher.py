@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.support.certificates import has_openssl, make_authority, make_certificate
 
 from dynamo.application import Gateway
 from dynamo.core.errors import ModelNotReady, ProtocolError
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_cluster import SecuritySettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.worker import EngineWorker
@@ -25,16 +28,19 @@ from dynamo.services.routing import ProcessRouting
 WRONG_SECRET = "the server does not know this deployment's secret (security.secret)"
 
 
+def with_secret(letter: str) -> SecuritySettings:
+    return SecuritySettings(secret=letter * 32)
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def open_process(folder: Path, secret: str) -> DistributedRuntime:
+async def open_process(folder: Path, security: SecuritySettings) -> DistributedRuntime:
     settings = Settings()
     runtime = replace(settings.runtime, discovery=f"file:{folder}")
-    security = replace(settings.security, secret=secret * 32)
     return await DistributedRuntime.create(replace(settings, runtime=runtime, security=security))
 
 
@@ -48,12 +54,35 @@ async def start_worker(runtime: DistributedRuntime, model: Path) -> None:
     await EngineWorker(engine, card).attach(runtime)
 
 
-async def test_a_model_whose_workers_have_another_secret_is_not_served(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.skipif(not has_openssl(), reason="needs openssl")
+@pytest.mark.parametrize("tls_end", ["worker", "frontend"])
+async def test_tls_at_one_end_is_named_and_no_model_is_ready(
+    tiny_model: Path, tmp_path: Path, tls_end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strange = await open_process(tmp_path, "s")
+    caplog.set_level(logging.INFO)
+    make_authority(tmp_path)
+    tls = make_certificate(tmp_path, "node")
+    security = SecuritySettings(tls_ca=tls.ca, tls_cert=tls.cert, tls_key=tls.key)
+    folder = tmp_path / "discovery"
+    worker = await open_process(folder, security if tls_end == "worker" else SecuritySettings())
+    runtime = await open_process(folder, security if tls_end != "worker" else SecuritySettings())
+    await start_worker(worker, tiny_model)
+    gateway = Gateway()
+    ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
+    await until(lambda: "TLS (security.tls_ca)" in runtime.health.reasons.get("tiny", ""))
+    assert not gateway.models
+    assert "model ready" not in caplog.messages
+    for process in (runtime, worker):
+        await process.shutdown(0)
+
+
+async def test_a_model_whose_workers_have_another_secret_is_not_served(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    strange = await open_process(tmp_path, with_secret("s"))
     await start_worker(strange, tiny_model)
-    runtime = await open_process(tmp_path, "f")
+    runtime = await open_process(tmp_path, with_secret("f"))
     gateway = Gateway()
     watcher = ModelWatcher(runtime, gateway, ProcessRouting(runtime))
     watcher.start()
@@ -66,9 +95,10 @@ async def test_a_model_whose_workers_have_another_secret_is_not_served(
     with pytest.raises(ModelNotReady, match="does not know this deployment's secret"):
         gateway.find("tiny")
 
-    known = await open_process(tmp_path, "f")
+    known = await open_process(tmp_path, with_secret("f"))
     await start_worker(known, tiny_model)
     await until(lambda: gateway.models)
+    assert caplog.messages.count("model ready") == 1
     assert runtime.health.healthy
     assert watcher.count_workers() == {"tiny": 1}
     assert watcher.unreachable_workers().keys() == {strange.instance_id}
@@ -79,8 +109,8 @@ async def test_a_model_whose_workers_have_another_secret_is_not_served(
 async def test_the_reason_of_other_versions_and_dead_addresses_is_named(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await start_worker(worker := await open_process(tmp_path, "f"), tiny_model)
-    runtime = await open_process(tmp_path, "f")
+    await start_worker(worker := await open_process(tmp_path, with_secret("f")), tiny_model)
+    runtime = await open_process(tmp_path, with_secret("f"))
     health = runtime.health
 
     def refuse(_: object) -> int:

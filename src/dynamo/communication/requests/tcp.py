@@ -180,7 +180,7 @@ class TcpRequests(Requests):
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
             self._notify_broken(address)
             refused = isinstance(error, ConnectionRefusedError)
-            reason = "connection refused" if refused else str(error) or "no answer"
+            reason = "connection refused" if refused else str(error) or self._transport.silence_text
             return InstanceGone(f"{address} cannot be reached: {reason}")
         former = self._client_connections.get(address)
         if not connection.link.closed.is_set():

@@ -16,7 +16,12 @@ from typing import Final, TypeVar
 import msgspec
 
 from dynamo.communication.frames import HEADER, MAX_HELLO_BYTES, pack_frame
-from dynamo.communication.handshake import ClientHandshake, ListeningProcess, ServerHandshake
+from dynamo.communication.handshake import (
+    CLOSED_DURING_HANDSHAKE,
+    ClientHandshake,
+    ListeningProcess,
+    ServerHandshake,
+)
 from dynamo.communication.transfer.region import RegionDescriptor
 from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S
 from dynamo.core.errors import (
@@ -145,7 +150,7 @@ class SocketLink:
         while len(data) < size:
             part = await when_ready(sock, lambda: sock.recv(size - len(data)))  # noqa: B023
             if not part:
-                raise InstanceGone("the connection closed during the handshake")
+                raise InstanceGone(CLOSED_DURING_HANDSHAKE)
             data += part
         return data
 

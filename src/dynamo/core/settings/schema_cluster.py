@@ -219,6 +219,10 @@ class SecuritySettings(SettingsSection, frozen=True):
         "only TLS hides and protects what is sent. Empty: that of a `file:` discovery folder",
         secret=True,
     )
-    tls_ca: str = setting("", "PEM file of the CA of all processes' certificates; TLS is mutual")
+    tls_ca: str = setting(
+        "",
+        "PEM file of the CA of all processes' certificates; TLS is mutual, and host names are "
+        "not checked",
+    )
     tls_cert: str = setting("", "PEM file of this process's certificate")
     tls_key: str = setting("", "PEM file of this process's key")
