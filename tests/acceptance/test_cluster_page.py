@@ -70,7 +70,12 @@ class Terminal:
 
     def _shell(self, command: str) -> str:
         return subprocess.run(
-            ["bash", "-c", command], env=self.environ, check=True, capture_output=True, text=True
+            ["bash", "-c", command],
+            env=self.environ,
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=self._home,
         ).stdout
 
 
