@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES: Final = 256 << 20
 CLOSE_TIMEOUT_S: Final = 1.0
-MAX_TURN_BYTES: Final = 32 << 10
+MAX_TURN_BYTES: Final = 128 << 10
 """Received frames of so many bytes are handled in one iteration of the loop, others in the next."""
 ITEM_BYTES: Final = 128
 """A frame, and each of its items, counts as so many bytes more."""
