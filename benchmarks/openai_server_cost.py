@@ -69,7 +69,7 @@ def play_vllm(
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
     part = b"%x\r\n%s\r\n" % (len(data), data)
     last = json.loads(json.dumps(event))
-    last["choices"][0] |= {"finish_reason": "length"}
+    last["choices"][0] |= {"finish_reason": "length", "text": "", "delta": {}, "token_ids": []}
     tail = b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n"
     tail = b"%x\r\n%s\r\n0\r\n\r\n" % (len(tail), tail)
 

@@ -54,8 +54,8 @@ class ProcessHealth:
     @property
     def reasons(self) -> Mapping[str, str]:
         """Every present reason by name."""
-        reasons = self._reasons | {name: check() for name, check in self._checks.items()}
-        return {name: redact(reason) for name, reason in reasons.items() if reason}
+        checked = {name: reason for name, check in self._checks.items() if (reason := check())}
+        return {name: redact(reason) for name, reason in (self._reasons | checked).items()}
 
     @property
     def healthy(self) -> bool:

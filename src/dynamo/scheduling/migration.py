@@ -41,7 +41,7 @@ MAX_WORKER_DEATHS = 3
 MAX_UPSTREAM_FAILURES = 3
 """A request is not sent again after so many failures in a row of servers behind workers."""
 MAX_MALFORMED_ANSWERS = 2
-"""The same for answers that could not be read. One more try is worthwhile at another server."""
+"""The same for answers that could not be read. Another server may answer better, once."""
 REPLACEMENT_TIMEOUT_S = 30.0
 """A request that lost its worker waits this long for another worker."""
 INITIAL_BACKOFF_S = 0.05

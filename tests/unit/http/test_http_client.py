@@ -168,5 +168,5 @@ async def test_a_body_may_end_with_its_connection(version: bytes) -> None:
 
 
 async def test_a_connection_that_sends_an_answer_too_many_is_not_used_again() -> None:
-    one = OK + b"content-length: 2\r\n\r\nok"
-    assert (await answer_of(one + one)).body == b"ok"
+    answer = OK + b"content-length: 2\r\n\r\nok"
+    assert (await answer_of(answer + answer)).body == b"ok"

@@ -11,9 +11,7 @@ from msgspec.structs import replace
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import (
-    ContextLengthExceeded,
     DynamoError,
-    Forbidden,
     InvalidRequest,
     MalformedAnswer,
     Overloaded,
@@ -40,7 +38,6 @@ from dynamo.core.values import (
 )
 from dynamo.inference.openai_server.completion import CompletionAnswer
 from dynamo.inference.openai_server.llamacpp_answer import LlamaCppAnswer
-from dynamo.inference.openai_server.server_errors import map_error
 from dynamo.inference.openai_server.streamed_answer import MAX_SILENT_BYTES, PART_SLACK
 from dynamo.inference.openai_server.text_answer import REASONING_PARTS, TextAnswer
 from dynamo.testing.fakes import CollectedReply
@@ -271,61 +268,6 @@ def test_errors_in_a_stream_have_a_type(
 ) -> None:
     with pytest.raises(error, match=message):
         read(text_answer(), body)
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "error", "message"),
-    [
-        (
-            502,
-            b"<html><head><title>502 Bad\n Gateway</title>",
-            UpstreamFailed,
-            "502: 502 Bad Gatew",
-        ),
-        (400, b'[{"error": {"code": 400, "message": "m"}}]', InvalidRequest, "^m$"),
-        (400, b'{"object": "error", "message": "m", "code": null}', InvalidRequest, "^m$"),
-        (422, b'{"detail": [{"loc": ["body"], "msg": "m"}]}', InvalidRequest, "m"),
-        (422, b'{"error": "m", "error_type": "validation"}', InvalidRequest, "^m$"),
-        (
-            400,
-            b'{"error": {"message": "m", "code": "context_length_exceeded"}}',
-            ContextLengthExceeded,
-            "^m$",
-        ),
-        (400, b'{"error":' + b"[" * 50_000, InvalidRequest, r"\[\["),
-        (400, b"\xff\xfe", InvalidRequest, "\ufffd"),
-        (403, b"null", Forbidden, "null"),
-        (302, b"", UpstreamFailed, "a redirect, which is not followed"),
-        (204, b"", UpstreamFailed, "answers 204"),
-        (999, b"{}", UpstreamFailed, "answers 999"),
-    ],
-)
-def test_bodies_of_errors_are_read_in_every_form(
-    status: int, body: bytes, error: type[DynamoError], message: str
-) -> None:
-    found = map_error(status, body, {})
-    assert type(found) is error
-    with pytest.raises(error, match=message):
-        raise found
-    assert len(found.message) < 400
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("7", 7.0),
-        ("0.5", 0.5),
-        ("9" * 400, 86_400.0),
-        ("9" * 4000, None),
-        ("999999999", 86_400.0),
-        ("-5", None),
-        ("²", None),
-        ("Wed, 21 Oct 2026 07:28:00 GMT", None),
-        ("", None),
-    ],
-)
-def test_a_time_to_wait_is_bounded(text: str, seconds: float | None) -> None:
-    assert map_error(503, b"{}", {"retry-after": text}).retry_after_s == seconds
 
 
 def test_logprobs_are_read_where_they_are_numbers() -> None:

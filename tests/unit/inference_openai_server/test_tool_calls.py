@@ -17,18 +17,18 @@ def part(name: Any = None, arguments: Any = None, **more: Any) -> dict[str, Any]
 
 def calls(*parts: dict[str, Any], cut: bool = False) -> list[tuple[str, str, bool]]:
     """Return name, arguments and whether it ended, of each call. Calls must not overlap."""
-    reader, found = CallReader(), []
+    reader, begun = CallReader(), []
     events = [event for each in parts for event in reader.feed(each)]
     for event in [*events, *(reader.cut() if cut else reader.end())]:
         if isinstance(event, CallBegun):
-            found.append([event.name, "", False])
-        assert event.index == len(found) - 1
-        assert not found[-1][2]
+            begun.append([event.name, "", False])
+        assert event.index == len(begun) - 1
+        assert not begun[-1][2]
         if isinstance(event, ArgumentsDelta):
-            found[-1][1] += event.text
+            begun[-1][1] += event.text
         elif isinstance(event, CallEnded):
-            found[-1][2] = True
-    return [(name, arguments, ended) for name, arguments, ended in found]
+            begun[-1][2] = True
+    return [(name, arguments, ended) for name, arguments, ended in begun]
 
 
 TWO = [("f", '{"a": 1}', True), ("g", '{"a": 2}', True)]

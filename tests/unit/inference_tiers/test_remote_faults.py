@@ -169,6 +169,21 @@ async def test_other_urls_are_refused(open_remote: OpenRemote, url: str) -> None
     assert "s3://BUCKET/PREFIX" in refused.value.hint
 
 
+@pytest.mark.parametrize("in_variable", [True, False])
+async def test_credentials_in_urls_are_refused_and_not_shown(
+    open_remote: OpenRemote, monkeypatch: pytest.MonkeyPatch, in_variable: bool
+) -> None:
+    url = "s3://kv-blocks/kv"
+    if in_variable:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://KEY:swordfish@127.0.0.1:9000")
+    else:
+        url = "s3://KEY:swordfish@kv-blocks/kv"
+    with pytest.raises(ConfigError, match="has a user or a password") as refused:
+        await open_remote(Memory(block_bytes=64), url=url)
+    assert "AWS_SECRET_ACCESS_KEY" in refused.value.hint
+    assert "swordfish" not in refused.value.message
+
+
 async def test_missing_credentials_are_named(
     short_timeouts: None, open_remote: OpenRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,8 +130,8 @@ class HttpClientConnection(asyncio.Protocol):
         self._header_count = self._header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header. Those behind the body are only counted. Raises `ConnectionError` at the
-        limits."""
+        """Collect a header. Headers behind the body are only counted. Raises `ConnectionError`
+        at the limits."""
         self._header_count += 1
         self._header_bytes += len(name) + len(value) + 4
         if self._header_count > MAX_HEADERS or self._header_bytes > MAX_HEADER_BYTES:

@@ -116,8 +116,8 @@ def _message(body: bytes) -> tuple[str, str]:
     if not isinstance(error, dict):
         return shorten(text), ""
     for name in ("message", "error", "detail", "msg"):
-        said = error.get(name)
-        if message := read_text(said) or (said and msgspec.json.encode(said).decode()):
+        value = error.get(name)
+        if message := read_text(value) or (value and msgspec.json.encode(value).decode()):
             return shorten(message), _words(error)
     return shorten(text), _words(error)
 

@@ -134,8 +134,8 @@ class StreamedAnswer:
             return
         if not self._reason:
             line = self._events.unread
-            said = f": {excerpt(line)}" if line else ""
-            what = "ended an answer" if self._begun else f"sent no completion{said}: it ended"
+            shown = f": {excerpt(line)}" if line else ""
+            what = "ended an answer" if self._begun else f"sent no completion{shown}: it ended"
             raise MalformedAnswer(f"the server {what} before it was complete")
         self._end()
 
