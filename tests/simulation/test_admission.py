@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 from tests.simulation.admission_trial import (
-    BLOCK,
     CAPACITY,
     HOLD_S,
     make_workers,
@@ -17,10 +16,7 @@ from tests.simulation.admission_trial import (
 from dynamo.core.errors import NoWorkers
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.inference.mock.timing import LinearTiming
-from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.scheduling.admission import SloLimits
 from dynamo.telemetry import Registry
 
@@ -111,56 +107,6 @@ def test_the_slo_is_met_with_unequal_answer_lengths() -> None:
             assert not [took for took in run.first_token_s.values() if took > 2.0]
             slow = [took for took, _ in run.rejected.values() if took > 0.01]
             assert len(slow) <= 0.03 * len(run.rejected)
-
-    run_in_virtual_time(main)
-
-
-@pytest.mark.parametrize("mode", ["round_robin", "kv"])
-@pytest.mark.parametrize(("token_ms", "shed"), [(0.3, 11), (0.02, 0)])
-def test_short_prompts_promise_nothing_for_long_ones(mode: str, token_ms: float, shed: int) -> None:
-    """Two workers take 10 ms and `token_ms` for each token of 6,000: 1.8 s, or 0.13 s. Idle workers
-    try the first long prompts."""
-
-    async def main(clock: VirtualClock) -> None:
-        info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192)
-        group = ReplayGroup(2, info, LinearTiming(10.0, token_ms))
-        async with (
-            open_trial(clock, SloLimits(ttft_s=2.0), ReplayWorkers([group], "lru"), mode) as run,
-            BackgroundTasks() as tasks,
-        ):
-            await run.offer_load(3.0, 20, Random(7), prompt=64)
-            assert not run.rejected
-            for _ in range(13):
-                tasks.start(run.send_request(prompt=6_000))
-                await clock.sleep(0.1)
-            await tasks.join()
-            assert max(run.first_token_s.values()) < 2.0
-            assert len(run.rejected) == shed
-
-    run_in_virtual_time(main)
-
-
-def test_the_cached_share_of_short_prompts_says_nothing_of_long_ones() -> None:
-    """All short prompts are the same one, so that nearly all of it is cached."""
-
-    async def main(clock: VirtualClock) -> None:
-        info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192)
-        group = ReplayGroup(2, info, LinearTiming(10.0, 0.3))
-        workers = ReplayWorkers([group], "lru")
-        async with (
-            open_trial(clock, SloLimits(ttft_s=2.0), workers) as run,
-            BackgroundTasks() as tasks,
-        ):
-            for _ in range(2):  # the time of a long prompt is learnt
-                await run.send_request(prompt=6_000)
-            for _ in range(60):
-                await run.send_request(2, prompt=20 * BLOCK + 1, hashes=range(1, 21))
-            await run.send_request(prompt=6_000)
-            for _ in range(13):
-                tasks.start(run.send_request(prompt=6_000))
-                await clock.sleep(0.05)
-            await tasks.join()
-            assert max(run.first_token_s.values()) < 2.0
 
     run_in_virtual_time(main)
 
