@@ -198,6 +198,9 @@ async def test_the_command_prints_a_table_and_json(engine: BatchedEngine) -> Non
     assert title.split()[:3] == ["WORKER", "TIER", "BLOCKS"]
     assert device.split()[:2] == ["worker-1-0123456789", "device"]
     assert host.split()[1] == "host"
+    ranked = {"w": await call(KvControl([engine, engine], SystemClock()), KvRequest())}
+    names = [line.split()[0] for line in format_tiers_table(ranked).splitlines()[1:]]
+    assert names == ["w/0", "w/0", "w/1", "w/1"]
     rows = json.loads(format_tiers_json(answers))
     assert [row["tier"] for row in rows] == ["device", "host"]
     assert rows[0]["worker"] == "worker-1-0123456789"

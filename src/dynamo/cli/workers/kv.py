@@ -21,6 +21,7 @@ from dynamo.cli.workers.calls import (
 )
 from dynamo.cli.workers.pinned_prompt import PromptText, describe_pin, encode_pin, read_prompt
 from dynamo.core.errors import ConfigError, DynamoError, NotFound
+from dynamo.core.kv_events import worker_name
 
 if TYPE_CHECKING:
     from dynamo.core.settings import Settings
@@ -151,9 +152,12 @@ def format_tiers_json(answers: Mapping[str, KvAnswer]) -> str:
 
 def format_tiers_table(answers: Mapping[str, KvAnswer]) -> str:
     """Return a table with a row for each worker, data-parallel rank and tier."""
-    rows = [
-        _format_row(worker, tier) for worker, answer in answers.items() for tier in answer.tiers
-    ]
+    rows = []
+    for worker, answer in answers.items():
+        has_ranks = any(tier.rank for tier in answer.tiers)
+        for tier in answer.tiers:
+            name = worker_name(worker, tier.rank if has_ranks else None)
+            rows.append(_format_row(name, tier))
     return "\n".join(format_table([TITLES, *rows]))
 
 
@@ -162,7 +166,7 @@ def _format_row(worker: str, tier: TierStatus) -> Sequence[str]:
     size = format_bytes(tier.blocks * tier.block_bytes)
     totals = (tier.hits, tier.stored, tier.evicted)
     return (
-        f"{worker}/{tier.rank}" if tier.rank else worker,
+        worker,
         tier.tier,
         *map(str, counts),
         size,
