@@ -20,6 +20,8 @@ from dynamo.scheduling.index.remote_index import (
     MODES_ENDPOINT,
     encode_indexer_reply,
 )
+from dynamo.scheduling.index.removed_blocks import RemovedBlocks
+from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.worker_states import WorkerStates
 from dynamo.services.cache_views import create_cache_view, follow_kv_events
 from dynamo.services.index_file import IndexFile
@@ -46,6 +48,8 @@ class IndexerService:
         if settings.file:
             blocks = await self._index_file.restore(self._cache_view.device_index)
             log.info("index restored", extra={"fields": {"blocks": blocks, "file": settings.file}})
+        if runtime.settings.router.disaggregation.effective_mode == FLEXIBLE:
+            self._cache_view.removed_blocks = RemovedBlocks()
         namespace = runtime.namespace()
         await follow_kv_events(runtime, self._cache_view, f"{namespace.name}.{WORKER_COMPONENT}")
         workers = namespace.component(WORKER_COMPONENT)
@@ -75,10 +79,14 @@ class IndexerService:
     async def _handle_match_tiers(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Answer packed u64 block hashes with an `IndexMatch` in msgpack."""
         hashes = _unpack(payload)
-        tiers = self._cache_view.tiers
+        tiers, removed = self._cache_view.tiers, self._cache_view.removed_blocks
         overlaps = tiers.device.match(hashes)
         runs = tiers.lower.find_runs(hashes, overlaps) if tiers.lower else {}
-        outgoing.send(encode_indexer_reply(IndexMatch(overlaps, runs)))
+        share = 0.0
+        if removed is not None:
+            removed.on_prompt(hashes)
+            share = removed.asked_share
+        outgoing.send(encode_indexer_reply(IndexMatch(overlaps, runs, share)))
 
     async def _handle_modes(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Answer with msgpack {worker: cache view mode} of all live workers."""

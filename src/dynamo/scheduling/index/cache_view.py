@@ -18,6 +18,7 @@ from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.approximate_index import ApproximateIndex
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES
+from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.index.tiered_index import TieredIndex, TierRun, TierRuns, skip_blocks
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,11 @@ NO_PREFIX_CACHE: Final = "no prefix cache"
 
 class IndexMatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blocks of a prompt in an index. `overlaps`: worker -> blocks on the device. `runs`: where
-    the blocks after those lie below the device."""
+    the blocks after those lie below the device. `asked_share`: see `RemovedBlocks`."""
 
     overlaps: dict[str, int] = {}
     runs: dict[str, list[TierRun]] = {}
+    asked_share: float = 0.0
 
 
 RemoteMatch = Callable[[Sequence[int]], Awaitable[IndexMatch]]
@@ -65,6 +67,7 @@ class CacheView:
     to live of predictions for workers without events. A quarter of `budget_bytes` is for
     predictions. `device_index` holds the blocks in device memory that events report. With a
     `remote_match`, a remote index replaces events; call `fetch_remote_match` before each lookup.
+    `removed_blocks` is set by a user that wants to know which removals cost prompts.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class CacheView:
         self._modes: dict[str, CacheViewMode] = {}
         self._cacheless_workers: frozenset[str] = frozenset()
         self._incomplete_workers: set[str] = set()
+        self.removed_blocks: RemovedBlocks | None = None
         self._pending_events: deque[Event] = deque()
         self._unsubscribe: list[Callable[[], None]] = []
         self.remote_match: RemoteMatch | None = None
@@ -112,6 +116,8 @@ class CacheView:
         match = await self.remote_match(hashes)
         if match.runs:
             self.has_lower_tiers = True
+        if self.removed_blocks is not None and match.asked_share:
+            self.removed_blocks.asked_share = match.asked_share
         self._remote_matches[hashes[-1]] = match
         self._remote_matches.move_to_end(hashes[-1])
         if len(self._remote_matches) > MAX_REMOTE_MATCHES:
@@ -138,6 +144,8 @@ class CacheView:
                 counts["stored"] += len(change.hashes)
             elif isinstance(change, BlocksRemoved):
                 tiers.remove(worker, change.tier, change.hashes)
+                if self.removed_blocks is not None and change.tier == "device":
+                    self.removed_blocks.on_removed(change.hashes)
                 counts["removed"] += len(change.hashes)
             else:
                 tiers.remove_worker(worker)

@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.router.costs.interface import CostMatrix, best_indices
 from dynamo.scheduling.router.costs.pair_price import (
     FIXED_HARM,
@@ -42,7 +43,7 @@ from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
@@ -58,6 +59,7 @@ class PairCost(PredictedCost):
     def __init__(self, settings: DisaggregationSettings) -> None:
         self.rules = PairRules(settings)
         self.steering = HarmSteering()
+        self.removed_blocks: RemovedBlocks | None = None
         self.queue_ms = 0.0
         self.harm: HarmPrice
         self._update_target(settings)
@@ -116,11 +118,17 @@ class PairCost(PredictedCost):
         workers, prices = shortlist.choose(choose)
         return PairCostMatrix(self, workers, now, shortlist.fleet, prices)
 
+    def on_placed(self, placed: PlacedRequest) -> None:
+        if self.removed_blocks is not None:
+            self.removed_blocks.on_prompt(placed.hashes)
+
     def _update_harm(self) -> None:
         itl_slo_ms = self.steering.itl_slo_ms
         local = self.rules.mode == FLEXIBLE and not itl_slo_ms
         transfers = FLEXIBLE_TRANSFERS if local else 1.0
-        self.harm = HarmPrice(self.steering.weight, itl_slo_ms, transfers)
+        removed = self.removed_blocks
+        asked_share = 0.0 if removed is None else removed.asked_share
+        self.harm = HarmPrice(self.steering.weight, itl_slo_ms, transfers, asked_share)
         self.harm_weight = self.harm.weight
 
     def update_settings(self, settings: RouterSettings) -> None:
@@ -129,6 +137,8 @@ class PairCost(PredictedCost):
 
     def _update_target(self, settings: DisaggregationSettings) -> None:
         flexible = self.rules.mode == FLEXIBLE
+        if flexible != (self.removed_blocks is not None):
+            self.removed_blocks = RemovedBlocks() if flexible else None
         itl_slo_ms = settings.itl_slo if flexible else 0.0
         self.steering.update_target(itl_slo_ms, FLEXIBLE_HARM if flexible else FIXED_HARM)
 
@@ -311,7 +321,7 @@ class PairCostMatrix(PredictedCostMatrix):
 
 
 def _transfer_cost(request: PendingRequest, price: AnswerPrice) -> float:
-    """Return what moving the blocks costs that a decode worker lacks."""
+    """Return what copying the blocks costs that a decode worker lacks."""
     name, _, _, _, token_transfer = price
     return token_transfer * request.uncached_tokens(name)
 

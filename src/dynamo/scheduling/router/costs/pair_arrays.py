@@ -15,13 +15,13 @@ from dynamo.scheduling.router.costs.pair_price import (
     MEMORY_MS,
     OFF,
     THRESHOLDS,
-    TRANSFER_WEIGHT,
     AnswerPrice,
     Fleet,
     HarmPrice,
     PairRules,
     Ways,
     price_answer,
+    price_copied_token,
     price_long_pause,
 )
 from dynamo.scheduling.router.costs.predicted import PredictedCost
@@ -85,7 +85,10 @@ class PairArrays(WorkerArrays):
             self.token_transfer_ms * self.arriving_tokens,
         )
         free = MEMORY_LIMIT * self.kv_capacity_tokens - context
-        return cost, per_token, free, harm.transfers * TRANSFER_WEIGHT * self.token_transfer_ms
+        copied = price_copied_token(
+            harm, self.token_transfer_ms, self.token_ms, self.stall_sensitivity
+        )
+        return cost, per_token, free, copied
 
     def _decode_models(self) -> tuple[Floats, Floats]:
         """Return base and slope of each worker's decode steps. Every observation changes the model

@@ -85,11 +85,13 @@ MEMORY_MS = 1.0
 
 class HarmPrice(NamedTuple):
     """The price of pauses for answers, and the target for gaps that steers it, if any.
-    `transfers`: the factor of the price of transfers."""
+    `transfers`: the factor of the price of transfers. `asked_share`: the share of removed blocks
+    that prompts ask for again."""
 
     weight: float
     itl_slo_ms: float = 0.0
     transfers: float = 1.0
+    asked_share: float = 0.0
 
 
 AnswerPrice = tuple[str, float, float, float, float]
@@ -180,7 +182,9 @@ def answer_price(harm: HarmPrice, worker: WorkerState, now: float) -> AnswerPric
         base,
         per_token,
         free,
-        harm.transfers * TRANSFER_WEIGHT * worker.token_transfer_ms,
+        price_copied_token(
+            harm, worker.token_transfer_ms, worker.token_ms, worker.stall_sensitivity
+        ),
     )
 
 
@@ -207,6 +211,17 @@ def price_answer(
         excess_ms = step_ms - TARGET_SHARE * harm.itl_slo_ms
         base = base + harm.weight * EXCESS_WEIGHT * excess_ms * (excess_ms > 0.0)
     return base + harm.transfers * ARRIVAL_WEIGHT * queue_ms, harm.weight * step_weight * growth_ms
+
+
+def price_copied_token(
+    harm: HarmPrice, transfer_ms: Numbers, token_ms: Numbers, sensitivity: Numbers
+) -> Numbers:
+    """Return what each token costs that is copied to one or all decode workers. The copy displaces
+    a cached token there. `asked_share` of these are computed again, which harms the answers there
+    as any prompt does."""
+    again_ms = harm.asked_share * token_ms
+    transfer = harm.transfers * TRANSFER_WEIGHT * transfer_ms
+    return transfer + again_ms * (1.0 + harm.weight * sensitivity)
 
 
 def answer_cost(price: AnswerPrice, tokens: int) -> float:

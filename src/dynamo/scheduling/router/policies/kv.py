@@ -172,8 +172,10 @@ class KvPolicy(Policy):
             or (prefill_client is not None and prefill_client.instances)
         ):
             self.solver.cost = pair_cost
+            removed_blocks = pair_cost.removed_blocks
         else:
-            self.solver.cost = self._own_cost
+            self.solver.cost, removed_blocks = self._own_cost, None
+        self.solver.view.removed_blocks = removed_blocks
 
     def _fail_unplaceable(self) -> None:
         for pending in self.solver.pop_unplaceable():
