@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dynamo.core.values import Load
@@ -9,6 +11,7 @@ from dynamo.scheduling.router.harm_steering import (
     MAX_WEIGHT,
     MIN_WEIGHT,
     START_WEIGHT,
+    TARGET_SHARE,
     HarmSteering,
 )
 
@@ -36,6 +39,10 @@ class Reports:
             )
         return self.steering.weight
 
+    def follow(self, slow_share: Callable[[float], float], seconds: int) -> list[float]:
+        """Report at the share that each weight causes, and return the weight of each second."""
+        return [self.send(min(1.0, slow_share(self.steering.weight)), 1) for _ in range(seconds)]
+
 
 def test_the_weight_rises_while_too_many_gaps_are_slow_and_falls_while_few_are() -> None:
     reports = Reports()
@@ -49,8 +56,31 @@ def test_the_weight_rises_while_too_many_gaps_are_slow_and_falls_while_few_are()
 def test_the_weight_stays_within_its_bounds() -> None:
     reports = Reports()
 
-    assert reports.send(1.0, 600) == MAX_WEIGHT
+    assert max(reports.follow(lambda weight: 4.0 / weight, 600)) == MAX_WEIGHT
     assert reports.send(0.0, 600) == MIN_WEIGHT
+
+
+@pytest.mark.parametrize("slow_share", [0.02, 0.3, 1.0])
+def test_a_weight_of_no_use_falls_to_that_without_a_target(slow_share: float) -> None:
+    reports = Reports()
+
+    reports.send(slow_share, 120)
+    assert reports.send(slow_share, 180) == CONSTANT
+    assert reports.send(0.0, 600) == MIN_WEIGHT
+    assert reports.send(slow_share, 20) > MIN_WEIGHT  # tried once more
+
+
+def test_the_weight_returns_from_where_it_makes_more_gaps_slow() -> None:
+    """Slow gaps are fewest at a weight of 80, and too many there, too."""
+    weights = Reports().follow(lambda weight: 0.05 * max(80.0 / weight, weight / 80.0), 900)[300:]
+
+    assert 30.0 < sum(weights) / len(weights) < 200.0
+
+
+def test_a_weight_that_lowers_the_share_is_kept_at_the_target() -> None:
+    weights = Reports().follow(lambda weight: TARGET_SHARE * 300.0 / weight, 900)[400:]
+
+    assert 200.0 < min(weights) <= max(weights) < 450.0
 
 
 def test_without_a_target_or_reported_gaps_the_weight_is_constant() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from math import exp, log
+from math import exp, inf, log
 
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
@@ -24,12 +24,25 @@ GAIN, MAX_STEP = 0.05, 0.08
 """The logarithm of the weight changes by GAIN times that of share / target, at most MAX_STEP. So
 the weight changes by a factor of 3 at most within the delay of 7 s until the share shows it."""
 
+TRIAL_S = 2 * SHARE_WINDOW_S
+"""Time after which a change of the weight is compared with what it did to the share."""
+
+EFFECT = 0.9
+"""Factor of the share of slow gaps in a trial from which on a higher weight was of use. Falling
+weights hurt if the share grows by the inverse."""
+
+RETURN_GAIN = 0.5
+"""Steps down from a weight that is of no use, in units of steps up. A load that grows during a
+trial looks like a useless weight, and must not undo it at once."""
+
 
 class HarmSteering:
     """Hold the 99th percentile of gaps at `itl_slo_ms` by the weight of harm.
 
     Workers report how many gaps they measured and how many exceeded the target. Without a target,
-    or without such reports, `weight` is constant.
+    or without such reports, `weight` is constant. Where the target is missed and a higher weight
+    does not lower the share of slow gaps, the weight falls, down to that without a target: prompts
+    that are moved at any price lose their cached prefixes, and longer prompts make more slow gaps.
     """
 
     def __init__(self) -> None:
@@ -39,6 +52,8 @@ class HarmSteering:
         self._reported: dict[str, tuple[int, int]] = {}
         self._gaps = self._slow_gaps = 0.0
         self._counted_s = self._steered_s = 0.0
+        self._constant_weight = START_WEIGHT
+        self._begin_trial(rising=True, share=inf)
 
     def update_target(self, itl_slo_ms: float, constant_weight: float) -> None:
         """Apply reloaded settings: a target of 0 ends steering, another one goes on from the
@@ -47,6 +62,8 @@ class HarmSteering:
             self.weight = constant_weight
         elif not self.itl_slo_ms:
             self.weight = START_WEIGHT
+            self._begin_trial(rising=True, share=inf)
+        self._constant_weight = constant_weight
         self.itl_slo_ms = itl_slo_ms
 
     def on_load_report(self, worker: str, load: Load, now: float) -> None:
@@ -72,8 +89,27 @@ class HarmSteering:
     def _steer(self) -> None:
         self.slow_share = share = self._slow_gaps / self._gaps
         step = GAIN * log(share / TARGET_SHARE) if share else -MAX_STEP
-        weight = self.weight * exp(max(-MAX_STEP, min(MAX_STEP, step)))
-        self.weight = max(MIN_WEIGHT, min(MAX_WEIGHT, weight))
+        step = max(-MAX_STEP, min(MAX_STEP, step))
+        lowest = MIN_WEIGHT
+        if step <= 0.0:
+            self._begin_trial(rising=True, share=inf)
+        elif self._steered_s - self._trial_s >= TRIAL_S:
+            self._end_trial(share)
+        if not self._rising:
+            step *= -RETURN_GAIN
+            lowest = min(self.weight, self._constant_weight)
+        self.weight = max(lowest, min(MAX_WEIGHT, self.weight * exp(step)))
+
+    def _begin_trial(self, *, rising: bool, share: float) -> None:
+        self._rising, self._trial_share, self._trial_s = rising, share, self._steered_s
+
+    def _end_trial(self, share: float) -> None:
+        """Turn if raising the weight was of no use, or if lowering it hurt."""
+        if self._rising:
+            rising = share < EFFECT * self._trial_share
+        else:
+            rising = EFFECT * share > self._trial_share
+        self._begin_trial(rising=rising, share=share)
 
 
 def declare_harm_metrics(
