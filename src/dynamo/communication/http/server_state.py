@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dynamo.communication.http.body_budget import BodyBudget
-from dynamo.communication.http.descriptors import DescriptorBudget
+from dynamo.communication.http.descriptors import DescriptorBudget, EvictableConnection
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import HeaderCheck, Request
 from dynamo.communication.http.response import ConnectionFlusher, Response
@@ -17,11 +17,24 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks
 
-if TYPE_CHECKING:
-    from dynamo.communication.http.connection import HttpConnection
-
 HttpHandler = Callable[[Request, Response], Awaitable[None]]
 ErrorHandler = Callable[[DynamoError, Request, Response], None]
+
+
+class ServedConnection(EvictableConnection, Protocol):
+    """A connection whose deadline the server checks, and which it asks to leave."""
+
+    deadline: float
+    paused_at: float | None
+
+    def check_timeouts(self, now: float) -> None:
+        """Handle a passed deadline, a full backlog and a stalled client."""
+
+    def leave(self) -> None:
+        """Close after the next answer that can say so, or without a request for `leave_s`."""
+
+    def drain(self) -> None:
+        """Accept no further request and close after the current answer."""
 
 
 @dataclass(eq=False)
@@ -35,7 +48,7 @@ class HttpServerState:
     check_headers: HeaderCheck | None = None
     budget: BodyBudget = field(default_factory=BodyBudget)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
-    connections: set[HttpConnection] = field(default_factory=set)
+    connections: set[ServedConnection] = field(default_factory=set)
     flusher: ConnectionFlusher = field(default_factory=ConnectionFlusher)
     descriptors: DescriptorBudget = field(default_factory=DescriptorBudget)
     leave_s: float = inf
