@@ -176,24 +176,25 @@ class Link(asyncio.Protocol):
         try:
             self._received += self._splitter.feed(data)
             if not self._paused:
-                self._handle_received()
+                on_frame, received, budget = self._handler.on_frame, self._received, MAX_TURN_BYTES
+                while received and budget > 0:
+                    kind, count, body = received.popleft()
+                    budget -= len(body) + ITEM_BYTES * (count + 1)
+                    on_frame(kind, count, body)
+                if received:
+                    self._pause_receiving()
         except (ProtocolError, *DECODE_ERRORS) as error:
             fields = self._log_fields() | {"error": str(error)}
             log.warning("connection aborted: protocol error", extra={"fields": fields})
             self.abort()
 
-    def _handle_received(self) -> None:
-        """Handle frames of `MAX_TURN_BYTES`. The peer waits until all others are handled."""
-        on_frame, received, budget = self._handler.on_frame, self._received, MAX_TURN_BYTES
-        while received and budget > 0:
-            kind, count, body = received.popleft()
-            budget -= len(body) + ITEM_BYTES * (count + 1)
-            on_frame(kind, count, body)
-        if received:
-            self._paused = True
-            if self.transport is not None and not self.transport.is_closing():
-                self.transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._receive_rest)
+    def _pause_receiving(self) -> None:
+        """Let the loop run after frames of `MAX_TURN_BYTES`. The peer waits until all others are
+        handled."""
+        self._paused = True
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._receive_rest)
 
     def _receive_rest(self) -> None:
         """Handle frames that wait, or a large one that came with the last one of the handshake."""

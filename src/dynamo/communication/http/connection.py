@@ -223,7 +223,9 @@ class HttpConnection(asyncio.Protocol):
             self._answer_next()
             self._resume_reading()
         elif self._reader.stage == "idle":
-            self.deadline = self._server_state.clock.now() + self._server_state.idle_timeout_s
+            state = self._server_state
+            idle_s = state.limits.idle_timeout_s if state.leave_s == inf else state.leave_s
+            self.deadline = state.clock.now() + idle_s
 
     def _resume_reading(self) -> None:
         if self._reading_paused and not self._queue.is_full():

@@ -56,8 +56,3 @@ class HttpServerState:
     seconds without a request."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection of a server that leaves has closed."""
-
-    @property
-    def idle_timeout_s(self) -> float:
-        """Time after which a connection without a request is closed."""
-        return min(self.limits.idle_timeout_s, self.leave_s)

@@ -84,16 +84,19 @@ class InFlight:
     ) -> TrackedAttempt:
         """Reserve a slot of the request's rank at `instance` for one attempt. The prediction is
         None for a request that did not queue."""
-        now, worker = self._clock.now(), worker_name(instance.id, request.rank)
+        now, worker = self._clock.now(), instance.id
+        if request.rank is not None:
+            worker = worker_name(worker, request.rank)
         max_tokens = request.stops.max_tokens
         prompt_tokens = len(request.token_ids) // TOKEN_BYTES
         kv_tokens = prompt_tokens + self._capacity.durations.predict_output_tokens(max_tokens)
         attempt = TrackedAttempt(max_tokens, kv_tokens, now)
         attempt.in_flight, attempt.worker = self, worker
         attempt.prompt_worker = request.prefill or worker
-        attempt.excess_ms = self.prompt_workers.add_excess(
-            attempt.prompt_worker, self._uncached_tokens(prompt_tokens)
-        )
+        attempt.excess_ms = 0.0
+        if self.prompt_workers.states.workers:
+            tokens = self._uncached_tokens(prompt_tokens)
+            attempt.excess_ms = self.prompt_workers.add_excess(attempt.prompt_worker, tokens)
         attempt.predicted_first_token_s = predicted_first_token_s
         self._capacity.reserve(worker, attempt, now)
         states = self.prompt_workers.states if self.prompt_workers.owns_states else None
@@ -113,7 +116,8 @@ class InFlight:
 
     def release(self, worker: str, reservation: TrackedAttempt, *, ok: bool) -> None:
         """Release the slot. Only requests that ended well (`ok`) are recorded as durations."""
-        self._remove_excess(reservation)
+        if reservation.excess_ms:
+            self._remove_excess(reservation)
         now, max_tokens = self._clock.now(), reservation.max_tokens
         durations, output_tokens = self._capacity.durations, reservation.output_tokens
         if ok:
@@ -186,7 +190,8 @@ class InFlight:
 
     def record_first_token(self, reservation: TrackedAttempt) -> None:
         """Record the time of the first token."""
-        self._remove_excess(reservation)
+        if reservation.excess_ms:
+            self._remove_excess(reservation)
         now = reservation.first_token_s = self._clock.now()
         self._first_token_count += 1
         if (placed := reservation.placed_request) is not None:

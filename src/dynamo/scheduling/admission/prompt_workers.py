@@ -68,12 +68,11 @@ class PromptWorkers:
 
     def remove_excess(self, worker: str, excess_ms: float) -> None:
         """Remove what `add_excess` has returned."""
-        if excess_ms:
-            left_ms = self._excess_ms[worker] - excess_ms
-            if left_ms > ROUNDING_MS:
-                self._excess_ms[worker] = left_ms
-            else:
-                del self._excess_ms[worker]
+        left_ms = self._excess_ms[worker] - excess_ms
+        if left_ms > ROUNDING_MS:
+            self._excess_ms[worker] = left_ms
+        else:
+            del self._excess_ms[worker]
 
     def predict_ms(
         self,

@@ -25,6 +25,7 @@ from dynamo.scheduling.router.attempt import (
     ListenerFactory,
     RankBalancer,
 )
+from dynamo.scheduling.router.data_parallel import NO_RANKS, data_parallel_ranks
 from dynamo.scheduling.router.features import FeatureFilter
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
@@ -63,6 +64,11 @@ class WorkerRouter:
         self._feature_filter = FeatureFilter()
         self._prefill_client = prefill_client
         self._ranks = RankBalancer()
+        self._has_ranks = True
+        for source in (client, prefill_client):
+            if source is not None:
+                source.on_change(self._on_instances_changed)
+        self._on_instances_changed()
         self._observers = tuple(observers)
         self._listener_factories = tuple(listener_factories)
         registry = metrics or Registry()
@@ -95,7 +101,7 @@ class WorkerRouter:
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
-            if decision.rank is None or decision.prefill is not None:
+            if self._has_ranks and (decision.rank is None or decision.prefill is not None):
                 decision = self._choose_ranks(decision, tried)
             sent = request if decision.rank is None else replace(request, rank=decision.rank)
             if decision.prefill is not None:
@@ -142,6 +148,15 @@ class WorkerRouter:
             if context.attempt and (form is None or form.kind in ("text", "calls")):
                 raise no_workers_error(self._client) from None
             raise
+
+    def _on_instances_changed(self) -> None:
+        clients = (self._client, self._prefill_client)
+        self._has_ranks = self._client is None or any(
+            data_parallel_ranks(instance) is not NO_RANKS
+            for client in clients
+            if client is not None
+            for instance in client.instances.values()
+        )
 
     def _choose_ranks(self, decision: Decision, tried: AbstractSet[str]) -> Decision:
         """Choose the ranks where the policy has chosen instances only."""
