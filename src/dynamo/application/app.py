@@ -27,7 +27,7 @@ from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandle
 from dynamo.application.tokenization import TokenizationHandler
 from dynamo.communication.http import LARGE_BODY_BYTES, Request, Response, WebAccess
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DynamoError, InternalError, ServerStopped
+from dynamo.core.errors import DynamoError, InternalError, InvalidRequest, ServerStopped
 from dynamo.core.settings.schema import ResponsesSettings, ServerSettings
 from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
@@ -227,6 +227,8 @@ class Application:
             await route(exchange)
         except DynamoError as error:
             exchange.send_error(error)
+        except RecursionError:
+            exchange.send_error(InvalidRequest("the request is nested too deeply"))
         except asyncio.CancelledError:
             if response.open:  # the client is still connected: this server stops
                 hint = "send the request again; --drain gives requests in flight more time"

@@ -13,6 +13,14 @@ from tests.unit.application.conftest import CONTEXT_TOKENS
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+CALL = {"id": "a", "function": {"name": "f", "arguments": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{}] * 20_000}
+PAGES = {"type": "document", "source": {"type": "content", "content": [{}] * 20_000}}
+FLAT_TOOL = {"type": "function", "name": "f", "input_schema": {}}
+ALLOWED = {"mode": "auto", "tools": [FLAT_TOOL] * 129}
+
 COUNTED = "the body has at least"
 FILLER = "x" * 200_000
 
@@ -53,6 +61,55 @@ async def test_large_bodies_are_bounded(
         connection.ask("POST", CHAT, {"model": "words", "messages": messages})
         assert (await connection.answer()).status == 200
     assert gc.isenabled()
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 9000}] * 2}, "calls"),
+        (RESPONSES, {"input": user([{}] * 20_000)}, "input: parts of all items: 20,000"),
+        (RESPONSES, {"input": [*user("a"), {"type": "reasoning", "summary": [{}] * 20_000}]}, "pa"),
+        (RESPONSES, {"tools": [FLAT_TOOL] * 129}, "tools: 129"),
+        (RESPONSES, {"tool_choice": {"type": "allowed_tools", **ALLOWED}}, "tools: 129"),
+        (MESSAGES, {"messages": [{}] * 20_000}, "messages: 20,000 entries, limit 16,384"),
+        (MESSAGES, {"messages": user([{}] * 9000) * 2}, "messages: blocks of all contents: 18,000"),
+        (MESSAGES, {"messages": user([RESULT])}, "messages: blocks of all contents: 20,001"),
+        (MESSAGES, {"messages": user([PAGES])}, "messages: blocks of all contents: 20,001"),
+        (MESSAGES, {"system": [{}] * 20_000}, "system: 20,000 entries"),
+        (MESSAGES, {"tools": [FLAT_TOOL] * 129}, "tools: 129"),
+        (MESSAGES + "/count_tokens", {"messages": user([{}] * 20_000)}, "20,000"),
+    ],
+)
+async def test_conversations_are_bounded_before_they_are_converted(
+    site: Any, connect: Any, path: str, body: dict[str, Any], message: str
+) -> None:
+    common = {"model": "words", "messages": user("a"), "input": "a", "max_tokens": 1}
+    async with connect(site.port) as connection:
+        connection.ask("POST", path, common | body)
+        answer = await connection.answer()
+    assert (answer.status, message in answer.json["error"]["message"]) == (400, True)
+    assert not site.processor.requests
+
+
+async def test_nesting_is_the_client_s_mistake(site: Any, connect: Any, caplog: Any) -> None:
+    block: dict[str, Any] = {"type": "text", "text": "x"}
+    for _ in range(250):
+        block = {"type": "document", "source": {"type": "content", "content": [block]}}
+    deep = b'{"a":' * 940 + b"1" + b"}" * 940
+    schema = b'"input":"x","tools":[{"type":"function","name":"f","parameters":' + deep + b"}]"
+    bodies = [
+        (MESSAGES, json.dumps({"max_tokens": 1, "messages": user([block])}).encode()[1:]),
+        (RESPONSES, schema + b"}"),
+    ]
+    async with connect(site.port) as connection:
+        for path, body in bodies:
+            connection.ask("POST", path, b'{"model":"words",' + body)
+            assert (await connection.answer()).status in (200, 400)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("at", [0, 70_000, 1_200_000])

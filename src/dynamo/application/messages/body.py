@@ -7,9 +7,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.application.messages.conversation import convert_messages, join_text
+from dynamo.application.messages.conversation import (
+    check_conversation,
+    convert_messages,
+    join_text,
+)
 from dynamo.application.openai.chat import ChatBody
-from dynamo.application.openai.generation_body import Neutral, UnsupportedFields
+from dynamo.application.openai.generation_body import Neutral, UnsupportedFields, check_size
+from dynamo.application.openai.tools import MAX_TOOLS
 from dynamo.core.errors import InvalidRequest, Unsupported
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -63,12 +68,14 @@ _unsupported = UnsupportedFields(TokenCountBody)
 def prompt_body(body: TokenCountBody) -> ChatBody:
     """Return the chat whose prompt the body describes. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
+    check_conversation(body.messages, body.system)
     messages = convert_messages(body.messages)
     if body.system is not None:
         system = join_text(body.system, "system")
         messages = [{"role": "system", "content": system}, *messages] if system else messages
     chat = MessagesChat(model=body.model, messages=messages)
     if body.tools:
+        check_size("tools", len(body.tools), MAX_TOOLS)
         chat.tools = [_convert_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         chat.tool_choice = _convert_choice(body.tool_choice)

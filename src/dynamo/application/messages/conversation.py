@@ -6,9 +6,32 @@ import json
 from collections.abc import Container, Iterator
 from typing import Any
 
+from dynamo.application.openai.chat_messages import MAX_MESSAGES, MAX_PARTS
+from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
 
 _ROLES = ("user", "assistant", "system")
+
+
+def check_conversation(messages: list[dict[str, Any]], system: Any) -> None:
+    """Raise `InvalidRequest` for too many messages or blocks, which are converted without a
+    pause."""
+    check_size("messages", len(messages), MAX_MESSAGES)
+    blocks = sum(_block_counts([message.get("content") for message in messages]))
+    check_size("messages: blocks of all contents", blocks, MAX_PARTS, param="messages")
+    check_size("system", sum(_block_counts([system])), MAX_PARTS)
+
+
+def _block_counts(contents: list[Any]) -> Iterator[int]:
+    """Yield the lengths of contents and of those in their blocks."""
+    while contents:
+        content = contents.pop()
+        if isinstance(content, list):
+            yield len(content)
+            blocks = [block for block in content if isinstance(block, dict)]
+            sources = [block.get("source") for block in blocks]
+            blocks += [source for source in sources if isinstance(source, dict)]
+            contents += [block["content"] for block in blocks if "content" in block]
 
 
 def convert_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -25,11 +48,14 @@ def convert_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-def join_text(content: Any, field: str) -> str:
-    """Return a text, or the text of blocks that are all text. Raises as `convert_messages`."""
+def join_text(content: Any, field: str, *, documents: bool = True) -> str:
+    """Return a text, or the text of blocks that are all text, or `documents` of text. Raises as
+    `convert_messages`."""
     if isinstance(content, str):
         return content
-    return "\n".join(_block_text(block, where) for block, where in _blocks(content, field))
+    return "\n".join(
+        _block_text(block, where, documents=documents) for block, where in _blocks(content, field)
+    )
 
 
 def _convert_message(
@@ -116,17 +142,17 @@ def _blocks(content: Any, field: str) -> Iterator[tuple[dict[str, Any], str]]:
         yield block, where
 
 
-def _block_text(block: dict[str, Any], field: str) -> str:
+def _block_text(block: dict[str, Any], field: str, *, documents: bool = True) -> str:
     kind = block["type"]
     if kind == "text":
         return _read_str(block, "text", field)
     source = block.get("source")
     source_kind = source.get("type") if isinstance(source, dict) else None
-    if kind == "document" and isinstance(source, dict):
+    if kind == "document" and documents and isinstance(source, dict):
         if source_kind == "text":
             return _read_str(source, "data", f"{field}.source")
         if source_kind == "content":
-            return join_text(source.get("content"), f"{field}.source.content")
+            return join_text(source.get("content"), f"{field}.source.content", documents=False)
     name = f"{kind[:64]} ({str(source_kind)[:64]})" if source_kind else kind[:64]
     raise Unsupported(
         f"{field}: blocks of type {name} are not supported by a text model",

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES = 1 << 14
 MAX_PARTS = 1 << 14
+MAX_CALLS = 1 << 14
 MAX_ARGUMENT_VALUES = 1 << 17
 """Limits of a conversation, which is converted without a pause."""
 
@@ -30,7 +31,7 @@ class _ConversationSize:
     """The parts of contents, the tool calls and the values in their arguments so far."""
 
     def __init__(self) -> None:
-        self._parts = self._values = 0
+        self._parts = self._calls = self._values = 0
         self.call_ids: set[str] = set()
 
     def check_result(self, call_id: Any, field: str) -> None:
@@ -52,6 +53,11 @@ class _ConversationSize:
         """Raise `InvalidRequest` if there are too many parts."""
         self._parts += number
         check_size("messages: parts of all contents", self._parts, MAX_PARTS, param="messages")
+
+    def add_calls(self, number: int) -> None:
+        """Raise `InvalidRequest` if there are too many tool calls."""
+        self._calls += number
+        check_size("messages: tool calls of all", self._calls, MAX_CALLS, param="messages")
 
     def add_arguments(self, text: str) -> None:
         """Raise `InvalidRequest` if JSON arguments have too many values."""
@@ -157,6 +163,7 @@ def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[d
     an answer that was cut has such calls."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}: expected a list", param=field)
+    size.add_calls(len(calls))
     checked = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None

@@ -94,7 +94,9 @@ def _read_choice(
         allowed = choice.get("allowed_tools")
         fields = allowed if isinstance(allowed, dict) else choice
         mode, tools = fields.get("mode", "auto"), fields.get("tools")
-        allowed_names = tuple(map(_choice_name, tools if isinstance(tools, list) else ()))
+        tools = tools if isinstance(tools, list) else ()
+        check_size("tool_choice.tools", len(tools), MAX_TOOLS, param="tool_choice")
+        allowed_names = tuple(map(_choice_name, tools))
         for name in allowed_names:
             _check_known(name, names)
         if mode not in ("auto", "required") or (mode == "required" and not allowed_names):

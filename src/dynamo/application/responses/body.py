@@ -19,7 +19,8 @@ from dynamo.application.openai.generation_body import (
     UnsupportedFields,
     check_size,
 )
-from dynamo.application.responses.input_items import PREVIOUS, ChatMessages, Item
+from dynamo.application.openai.tools import MAX_TOOLS
+from dynamo.application.responses.input_items import PREVIOUS, ChatMessages, Item, check_items
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 
@@ -118,7 +119,9 @@ def chat_messages(
     instructions: str | None, context: Sequence[Item], items: Sequence[Item], *, text: bool
 ) -> ChatMessages:
     """Return the messages of a request: instructions, the items of earlier responses, its own.
-    `text`: the input is a text, no list."""
+    `text`: the input is a text, no list. Raises `InvalidRequest` for too many."""
+    if context:
+        check_items([*context, *items])
     chat = ChatMessages()
     if instructions is not None:
         chat.add({"role": "system", "content": instructions}, "instructions")
@@ -130,6 +133,7 @@ def chat_messages(
 
 def chat_body(body: ResponsesBody, messages: list[Item]) -> ChatBody:
     """Return the chat request with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
+    check_size("tools", len(body.tools or ()), MAX_TOOLS)
     shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
     logprobs = bool(body.include and LOGPROBS in body.include) or bool(body.top_logprobs)
     return ChatBody(
@@ -188,6 +192,7 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
         tools = choice.get("tools")
         if not isinstance(tools, list):
             raise InvalidRequest("tool_choice.tools: expected a list", param="tool_choice.tools")
+        check_size("tool_choice.tools", len(tools), MAX_TOOLS)
         allowed = {"mode": choice.get("mode", "auto"), "tools": [_named(tool) for tool in tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     raise Unsupported(

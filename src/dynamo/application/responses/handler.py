@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 from urllib.parse import parse_qs
@@ -26,6 +27,8 @@ from dynamo.core.errors import InvalidRequest, NotFound, Unsupported
 PREFIX = "/v1/responses/"
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+MAX_ITEMS_A_TURN = 1 << 10
+"""More items are read and converted in two iterations of the event loop."""
 
 
 class ResponsesHandler:
@@ -143,6 +146,8 @@ class ResponsesHandler:
         context: list[Item] = []
         if body.previous_response_id:
             context = await self._store.load_context(owner, body.previous_response_id)
+        if len(items) > MAX_ITEMS_A_TURN:
+            await asyncio.sleep(0)
         text = isinstance(body.input, str)
         messages = chat_messages(body.instructions, context, items, text=text)
         response = new_response(

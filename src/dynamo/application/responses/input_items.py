@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from dynamo.application.openai.chat_messages import MAX_MESSAGES
+from dynamo.application.openai.chat_messages import MAX_MESSAGES, MAX_PARTS
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported
 
@@ -17,6 +17,7 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 PREVIOUS = "previous_response_id"
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_PART_FIELDS = ("content", "output", "summary")
 _MESSAGE_FIELD = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
 _RENAMED_FIELDS = (
     (re.compile(r"response_format\.json_schema\b|response_format\b"), "text.format"),
@@ -31,11 +32,24 @@ def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
     `InvalidRequest` and `Unsupported` with the item and field."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    check_size("input", len(value), MAX_MESSAGES)
+    check_items(value)
     return [
         _read_item(item, f"input[{index}]", f"{response_key}_i{index}")
         for index, item in enumerate(value)
     ]
+
+
+def check_items(items: Sequence[Any]) -> None:
+    """Raise `InvalidRequest` for too many items or parts, which are converted without a pause."""
+    check_size("input", len(items), MAX_MESSAGES)
+    check_size("input: parts of all items", sum(_part_counts(items)), MAX_PARTS, param="input")
+
+
+def _part_counts(items: Iterable[Any]) -> Iterator[int]:
+    for item in items:
+        if isinstance(item, dict):
+            parts = (item.get(field) for field in _PART_FIELDS)
+            yield sum(len(value) for value in parts if isinstance(value, list))
 
 
 def _read_item(item: Any, field: str, key: str) -> Item:
