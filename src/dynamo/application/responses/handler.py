@@ -28,7 +28,7 @@ PREFIX = "/v1/responses/"
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 MAX_ITEMS_A_TURN = 1 << 10
-"""More items are read and converted in two iterations of the event loop."""
+"""More items are read, converted and rendered in three iterations of the event loop."""
 
 
 class ResponsesHandler:
@@ -146,10 +146,13 @@ class ResponsesHandler:
         context: list[Item] = []
         if body.previous_response_id:
             context = await self._store.load_context(owner, body.previous_response_id)
-        if len(items) > MAX_ITEMS_A_TURN:
+        slices = len(items) > MAX_ITEMS_A_TURN
+        if slices:
             await asyncio.sleep(0)
         text = isinstance(body.input, str)
         messages = chat_messages(body.instructions, context, items, text=text)
+        if slices:
+            await asyncio.sleep(0)
         response = new_response(
             body, f"resp_{key}", model, int(self._clock.wall()), served.sampling
         )
