@@ -84,7 +84,8 @@ class IndexerService:
         runs = tiers.lower.find_runs(hashes, overlaps) if tiers.lower else {}
         share = 0.0
         if removed is not None:
-            removed.on_prompt(hashes)
+            cached = max(overlaps.values(), default=0)
+            removed.on_prompt(hashes, cached / max(1, len(hashes)))
             share = removed.asked_share
         outgoing.send(encode_indexer_reply(IndexMatch(overlaps, runs, share)))
 

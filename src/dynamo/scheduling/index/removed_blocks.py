@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 SAMPLING: Final = 8
@@ -14,16 +14,24 @@ MAX_REMOVED_BLOCKS: Final = 400_000
 GENERATION_BLOCKS: Final = MAX_REMOVED_BLOCKS // SAMPLING // 2
 
 
+EXPECTED_REMOVALS: Final = 20_000
+"""Blocks of prompts whose share in caches counts like as many removals. Until caches are full, the
+share of blocks that prompts find there is all that tells how often blocks are asked for."""
+
+
 class RemovedBlocks:
     """Measures how often prompts ask for blocks that were removed lately.
 
     `asked_share` is the share of these blocks that a prompt asked for after their removal: what the
-    removal of a block costs, in units of computing it. The two generations hold at most 50,000
+    removal of a block costs, in units of computing it. While few blocks were removed, the share of
+    blocks that prompts found in a cache stands for it. The two generations hold at most 50,000
     hashes, about 5 MB.
     """
 
     def __init__(self) -> None:
         self.asked_share = 0.0
+        self._cached_share = 0.0
+        self._prompt_blocks = 0
         self._recent, self._older = _Generation(), _Generation()
 
     def on_removed(self, hashes: Iterable[int]) -> None:
@@ -36,19 +44,23 @@ class RemovedBlocks:
                 self._recent, self._older = _Generation(), recent
         self._update_share()
 
-    def on_prompt(self, hashes: Iterable[int]) -> None:
-        """Note that a prompt asks for blocks. Each removal counts once."""
-        if not self._recent.count and not self._older.count:
+    def on_prompt(self, hashes: Sequence[int], cached_share: float) -> None:
+        """Note that a prompt asks for blocks, a share of which a worker holds. Each removal counts
+        once."""
+        if not hashes:
             return
+        self._prompt_blocks = min(EXPECTED_REMOVALS, self._prompt_blocks + len(hashes))
+        weight = min(1.0, len(hashes) / self._prompt_blocks)
+        self._cached_share += (cached_share - self._cached_share) * weight
         sample = _sample(hashes)
         self._recent.on_asked(sample)
         self._older.on_asked(sample)
         self._update_share()
 
     def _update_share(self) -> None:
-        count = self._recent.count + self._older.count
-        if count:
-            self.asked_share = (self._recent.asked + self._older.asked) / count
+        expected = EXPECTED_REMOVALS // SAMPLING
+        asked = self._recent.asked + self._older.asked + expected * self._cached_share
+        self.asked_share = asked / (self._recent.count + self._older.count + expected)
 
 
 class _Generation:

@@ -92,7 +92,8 @@ class WorkerState:
     which requests exclude it, its own and that of its instance. Names in `_s` are
     seconds of the router's clock, names in `_ms` are durations. `pending_prefills`,
     `pending_prefill_tokens`: prompts without a first token. `prefill_free_s`: expected first token
-    of the last of them. `decode_context_tokens`: context of all decoding requests.
+    of the last of them. `decode_context_tokens`: context of all decoding requests, of which
+    `shared_tokens` are counted more than once.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
     last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
     sent. `arriving`: requests whose prompts other workers compute for this one. `prefill_busy_s`:
@@ -124,6 +125,7 @@ class WorkerState:
         "prefill_free_s",
         "prefills",
         "rank",
+        "shared_tokens",
         "slowdown",
         "stall_sensitivity",
         "step_ms",
@@ -155,7 +157,7 @@ class WorkerState:
         self.total_prefill_ms = 0.0
         self.arriving: dict[str, PlacedRequest] = {}
         self.arriving_tokens = 0
-        self.decode_context_tokens = 0
+        self.decode_context_tokens = self.shared_tokens = 0
         self.stall_sensitivity = 0.0
         self.load: Load | None = None
         self.tier_queues: TierQueues | None = None

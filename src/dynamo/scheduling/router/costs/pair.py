@@ -39,6 +39,7 @@ from dynamo.scheduling.router.costs.predicted import (
     WorkerRate,
     predicted_terms,
 )
+from dynamo.scheduling.router.costs.shared_prompts import SharedPrompts
 from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
@@ -60,6 +61,8 @@ class PairCost(PredictedCost):
         self.rules = PairRules(settings)
         self.steering = HarmSteering()
         self.removed_blocks: RemovedBlocks | None = None
+        self._asked_share = 0.0
+        self._shared_prompts = SharedPrompts()
         self.queue_ms = 0.0
         self.harm: HarmPrice
         self._update_target(settings)
@@ -68,6 +71,8 @@ class PairCost(PredictedCost):
         self, requests: Iterable[PendingRequest], workers: Sequence[WorkerState], now: float
     ) -> None:
         flexible = self.rules.mode == FLEXIBLE
+        if self.removed_blocks is not None:
+            self._asked_share = self.removed_blocks.asked_share
         weight = TARGET_QUEUE_WEIGHT if self.steering.itl_slo_ms else 1.0
         self.queue_ms = weight * queued_prefill_ms(requests, workers, now) if flexible else 0.0
 
@@ -120,15 +125,18 @@ class PairCost(PredictedCost):
 
     def on_placed(self, placed: PlacedRequest) -> None:
         if self.removed_blocks is not None:
-            self.removed_blocks.on_prompt(placed.hashes)
+            cached_share = 1.0 - placed.new_tokens / placed.prompt_tokens
+            self.removed_blocks.on_prompt(placed.hashes, cached_share)
+            self._shared_prompts.add(placed)
+
+    def on_ended(self, placed: PlacedRequest) -> None:
+        self._shared_prompts.remove(placed)
 
     def _update_harm(self) -> None:
         itl_slo_ms = self.steering.itl_slo_ms
         local = self.rules.mode == FLEXIBLE and not itl_slo_ms
         transfers = FLEXIBLE_TRANSFERS if local else 1.0
-        removed = self.removed_blocks
-        asked_share = 0.0 if removed is None else removed.asked_share
-        self.harm = HarmPrice(self.steering.weight, itl_slo_ms, transfers, asked_share)
+        self.harm = HarmPrice(self.steering.weight, itl_slo_ms, transfers, self._asked_share)
         self.harm_weight = self.harm.weight
 
     def update_settings(self, settings: RouterSettings) -> None:
@@ -139,6 +147,7 @@ class PairCost(PredictedCost):
         flexible = self.rules.mode == FLEXIBLE
         if flexible != (self.removed_blocks is not None):
             self.removed_blocks = RemovedBlocks() if flexible else None
+            self._asked_share = 0.0
         itl_slo_ms = settings.itl_slo if flexible else 0.0
         self.steering.update_target(itl_slo_ms, FLEXIBLE_HARM if flexible else FIXED_HARM)
 
@@ -283,7 +292,10 @@ class PairCostMatrix(PredictedCostMatrix):
         pairs = []
         for index in indices:
             moved, at = second if best_at == index else best
-            answer = answer_cost(prices[index], tokens) if local and index in prices else inf
+            answer = inf
+            if local and index in prices:
+                new = request.uncached_tokens(self.workers[index].name)
+                answer = answer_cost(prices[index], tokens, new)
             if answer <= moved or index not in prefillers:
                 pairs.append((answer, index, 0.0))
             else:
@@ -293,8 +305,11 @@ class PairCostMatrix(PredictedCostMatrix):
 
     def _answer_costs(self, request: PendingRequest) -> list[tuple[int, float]]:
         """Return (index of a decode worker, cost of the answer there) for all of them."""
-        tokens = request.prompt.tokens
-        return [(at, answer_cost(price, tokens)) for at, price in self._prices.items()]
+        tokens, uncached = request.prompt.tokens, request.uncached_tokens
+        return [
+            (at, answer_cost(price, tokens, uncached(price[0])))
+            for at, price in self._prices.items()
+        ]
 
     def _best_decoders(self, request: PendingRequest) -> tuple[CostAt, CostAt]:
         """Return the two cheapest decode workers for a prompt that is moved. The last result is
@@ -309,7 +324,7 @@ class PairCostMatrix(PredictedCostMatrix):
         for at, price in self._prices.items():
             name, _, _, _, token_transfer = price
             moved = request.uncached_tokens(name) if name in overlaps else tokens
-            cost = answer_cost(price, tokens) + token_transfer * moved
+            cost = answer_cost(price, tokens, moved) + token_transfer * moved
             if cost < best_cost:
                 second_cost, second_at = best_cost, best_at
                 best_cost, best_at = cost, at

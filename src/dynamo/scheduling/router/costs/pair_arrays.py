@@ -45,6 +45,7 @@ class PairArrays(WorkerArrays):
         "decode_context_tokens",
         "arriving_tokens",
         "kv_capacity_tokens",
+        "shared_tokens",
         "slowdown.factor",
         "prefill_busy_s",
         "prefill_busy_at_s",
@@ -56,6 +57,7 @@ class PairArrays(WorkerArrays):
     decode_context_tokens: Floats
     arriving_tokens: Floats
     kv_capacity_tokens: Floats
+    shared_tokens: Floats
     factor: Floats
     requests: Floats
     prefill_busy_s: Floats
@@ -84,7 +86,7 @@ class PairArrays(WorkerArrays):
             self.factor * slope * self.requests,
             self.token_transfer_ms * self.arriving_tokens,
         )
-        free = MEMORY_LIMIT * self.kv_capacity_tokens - context
+        free = MEMORY_LIMIT * self.kv_capacity_tokens - context + self.shared_tokens
         copied = price_copied_token(
             harm, self.token_transfer_ms, self.token_ms, self.stall_sensitivity
         )
@@ -140,7 +142,7 @@ class PairShortlist:
             sensitivity = arrays.decode_sensitivity()
             self._prompts += price_long_pause(harm.weight, sensitivity, arrays.decodes, prefill_ms)
         self._prices = base, per_token, free, _ = arrays.answer_prices(harm)
-        self._answers = base + per_token * tokens + MEMORY_MS * np.maximum(0.0, tokens - free)
+        self._answers = base + per_token * tokens + MEMORY_MS * np.clip(new - free, 0.0, new)
         self._answers[~decodes] = inf
         self._new = new
         self._arrays, self._now = arrays, now

@@ -79,7 +79,7 @@ own prompt. Source: the conversation trace, smeared, at 64 GB/s with 8 flexible 
 first token takes 5 % longer than with 8 separate workers instead of 2 %."""
 
 MEMORY_LIMIT = 0.9
-"""Share of KV memory beyond which each token of a prompt costs `MEMORY_MS`."""
+"""Share of KV memory beyond which each token that the worker lacks costs `MEMORY_MS`."""
 MEMORY_MS = 1.0
 
 
@@ -176,7 +176,7 @@ def answer_price(harm: HarmPrice, worker: WorkerState, now: float) -> AnswerPric
         factor * decode.slope * len(worker.active),
         worker.token_transfer_ms * worker.arriving_tokens,
     )
-    free = MEMORY_LIMIT * worker.kv_capacity_tokens - context
+    free = MEMORY_LIMIT * worker.kv_capacity_tokens - context + worker.shared_tokens
     return (
         worker.name,
         base,
@@ -224,8 +224,8 @@ def price_copied_token(
     return transfer + again_ms * (1.0 + harm.weight * sensitivity)
 
 
-def answer_cost(price: AnswerPrice, tokens: int) -> float:
-    """Return the cost of an answer to a prompt of `tokens`."""
+def answer_cost(price: AnswerPrice, tokens: int, new: int) -> float:
+    """Return the cost of an answer to a prompt of `tokens`, of which the worker lacks `new`."""
     _, base, per_token, free, _ = price
-    memory = MEMORY_MS * (tokens - free) if tokens > free else 0.0
+    memory = MEMORY_MS * min(new, new - free) if new > free else 0.0
     return base + per_token * tokens + memory
