@@ -16,7 +16,7 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
-from dynamo.core.settings.schema_router import IndexSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, IndexSettings, RouterSettings
 from dynamo.core.values import BlocksStored
 from dynamo.inference.kv_publisher import KVPublisher
 from dynamo.models.card import BlockIdentity
@@ -24,6 +24,7 @@ from dynamo.runtime import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.services.cache_views import open_cache_view
 from dynamo.services.indexer import IndexerService
 
@@ -64,6 +65,30 @@ async def test_routers_share_one_indexer(runtime: DistributedRuntime) -> None:
             assert view.find_overlaps(blocks) == {"a": 8, "b/1": 5}
             assert view.device_index.block_count == 0
     assert first.totals == {"stored": 8, "events": 1, "dumps": 1}
+
+
+async def test_an_indexer_reports_removals_that_cost_prompts() -> None:
+    disaggregation = DisaggregationSettings(mode="flexible")
+    settings = replace(SETTINGS, router=RouterSettings(disaggregation=disaggregation))
+    blocks = chain(1, 80)
+    async with (
+        await DistributedRuntime.create(settings) as router,
+        await DistributedRuntime.create(settings) as indexing,
+    ):
+        worker = await KVPublisher.open(router.events, "ns.worker", "a", lambda: ())
+        await IndexerService().attach(indexing)
+        view = await open_cache_view(router, 16, "ns.worker")
+        view.removed_blocks = removed = RemovedBlocks()
+        await until_exact(view, "a")
+        worker.publish_stored(0, blocks)
+        worker.publish_removed(blocks[::-1])
+        await asyncio.sleep(0)
+        await view.fetch_remote_match(blocks)
+        measured = removed.asked_share
+        removed.on_prompt(blocks, 0.0)
+
+        assert measured > 0.0
+        assert removed.asked_share == measured
 
 
 async def test_an_indexer_serves_tiers_too(runtime: DistributedRuntime) -> None:

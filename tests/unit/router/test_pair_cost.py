@@ -12,7 +12,7 @@ from tests.unit.router.fake_cluster import BLOCK, ENGINE, FakeCluster, instance
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.values import Load
 from dynamo.scheduling.router.costs.pair import PairCost
-from dynamo.scheduling.router.costs.pair_price import HarmPrice, answer_price
+from dynamo.scheduling.router.costs.pair_price import HarmPrice, answer_cost, answer_price
 from dynamo.scheduling.router.pending_request import PendingRequest
 
 ROLES = {"p": ["prefill"], "d": ["decode"], "b": ["prefill", "decode"]}
@@ -293,3 +293,59 @@ def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
 
     for candidate in matrix.candidate_table(request, row, 0):
         assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)
+
+
+def test_a_copied_token_costs_what_the_displaced_one_costs_to_compute_again() -> None:
+    cluster = make_cluster(["b1"], mode="flexible")
+    worker = cluster.worker_states["b1"]
+
+    def copied(asked_share: float) -> float:
+        return answer_price(HarmPrice(30.0, asked_share=asked_share), worker, cluster.now)[4]
+
+    assert copied(0.5) == pytest.approx(copied(0.0) + 0.5 * worker.token_ms)
+    worker.stall_sensitivity = 0.1  # computing it again harms answers
+    assert copied(0.5) == pytest.approx(copied(0.0) + 0.5 * worker.token_ms * (1.0 + 30.0 * 0.1))
+
+
+@pytest.mark.parametrize(("mode", "priced"), [("flexible", True), ("predicted", False)])
+def test_prompts_that_find_cached_blocks_raise_the_price_of_copies_in_mode_flexible(
+    mode: str, priced: bool
+) -> None:
+    cluster = make_cluster(["b1", "b2"], mode=mode)
+    cluster.view.caches["b1"] = set(range(250))
+    cluster.submit(4_000, range(250))
+    cluster.place()
+    cost = cluster.solver.cost
+    assert isinstance(cost, PairCost)
+    cost.begin_round([], cluster.worker_states.workers, cluster.now)
+    cost.build_matrix(cluster.worker_states.workers, cluster.now)
+
+    assert (cost.harm.asked_share > 0.9) == priced
+    assert (cost.removed_blocks is not None) == priced
+
+
+def test_answers_share_the_memory_of_their_common_prefix() -> None:
+    cluster = make_cluster(["b1"], mode="flexible")
+    worker, harm = cluster.worker_states["b1"], HarmPrice(30.0)
+    free = answer_price(harm, worker, cluster.now)[3]
+    for number in range(3):
+        cluster.submit(
+            BLOCK * 110, [*range(100), *range(1_000 * number + 500, 1_000 * number + 510)]
+        )
+    placed = list(cluster.place().values())
+    for each in placed:
+        cluster.solver.on_first_token(each, cluster.now)
+
+    tokens = BLOCK * (100 + 3 * 10)
+    assert answer_price(harm, worker, cluster.now)[3] == pytest.approx(free - tokens, abs=10)
+    for each in placed:
+        cluster.solver.on_ended(each, cluster.now)
+    assert worker.shared_tokens == 0
+
+
+def test_a_full_worker_charges_only_for_blocks_that_it_lacks() -> None:
+    price = ("full", 0.0, 0.0, -50_000.0, 0.0)
+
+    assert answer_cost(price, 7_000, 1) == 1.0
+    assert answer_cost(price, 7_000, 7_000) == 7_000.0
+    assert answer_cost(("free", 0.0, 0.0, 8_000.0, 0.0), 7_000, 7_000) == 0.0

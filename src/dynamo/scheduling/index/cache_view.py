@@ -117,7 +117,7 @@ class CacheView:
         if match.runs:
             self.has_lower_tiers = True
         if self.removed_blocks is not None and match.asked_share:
-            self.removed_blocks.asked_share = match.asked_share
+            self.removed_blocks.set_remote_share(match.asked_share)
         self._remote_matches[hashes[-1]] = match
         self._remote_matches.move_to_end(hashes[-1])
         if len(self._remote_matches) > MAX_REMOTE_MATCHES:

@@ -32,6 +32,7 @@ class RemovedBlocks:
         self.asked_share = 0.0
         self._cached_share = 0.0
         self._prompt_blocks = 0
+        self._is_remote = False
         self._recent, self._older = _Generation(), _Generation()
 
     def on_removed(self, hashes: Iterable[int]) -> None:
@@ -57,7 +58,13 @@ class RemovedBlocks:
         self._older.on_asked(sample)
         self._update_share()
 
+    def set_remote_share(self, share: float) -> None:
+        """Use the share that a remote index measures, instead of what is measured here."""
+        self.asked_share, self._is_remote = share, True
+
     def _update_share(self) -> None:
+        if self._is_remote:
+            return
         expected = EXPECTED_REMOVALS // SAMPLING
         asked = self._recent.asked + self._older.asked + expected * self._cached_share
         self.asked_share = asked / (self._recent.count + self._older.count + expected)
