@@ -13,6 +13,7 @@ from tests.integration.test_servers_with_text import (
 )
 from tests.support.fake_openai_server import events, served
 
+from dynamo.core.clock import SystemClock
 from dynamo.core.text import ChatRequest
 from dynamo.core.values import EngineTotals, GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.openai_server.completion import CompletionAnswer
@@ -52,7 +53,15 @@ def test_a_completion_that_is_cut_inside_a_character_ends_before_it(
         GenerateRequest("r", "m", b"", SamplingParams(), StopConditions()),
         CollectedReply(),
     )
-    answer = CompletionAnswer(request, 1, reply, EngineTotals(), lambda text: [*map(ord, text)])
+    answer = CompletionAnswer(
+        request,
+        1,
+        reply,
+        EngineTotals(),
+        SystemClock(),
+        vocab_size=0,
+        encode=lambda text: [*map(ord, text)],
+    )
     parts = [{"text": "a"}, {"text": "b\ufffd"}, {"text": "", "finish_reason": reason}]
     answer.on_data(events(*({"choices": [part]} for part in parts)) + DONE)
     assert "".join(map(chr, reply.ids)) == expected
