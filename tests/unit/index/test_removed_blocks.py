@@ -16,9 +16,9 @@ from dynamo.scheduling.index.removed_blocks import (
 BLOCKS = range(MAX_REMOVED_BLOCKS // 4)
 
 
-def share_of(asked: float, removed: float) -> object:
+def share_of(asked_blocks: float, removed: float) -> object:
     """Return the share of removed blocks that prompts asked for, with the expected removals."""
-    return pytest.approx(asked / (removed + EXPECTED_REMOVALS / len(BLOCKS)), rel=0.001)
+    return pytest.approx(asked_blocks / (removed + EXPECTED_REMOVALS / len(BLOCKS)), rel=0.001)
 
 
 def test_the_share_counts_removed_blocks_that_a_prompt_asks_for() -> None:

@@ -26,10 +26,8 @@ from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
-from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import (
-    BlocksRemoved,
     BlocksStored,
     Finish,
     GenerateRequest,
@@ -165,31 +163,6 @@ async def test_no_overlap_is_expected_without_a_prefix_cache(open_runtime: Open)
     ] * 2
     assert "no prefix cache" in describe_decision(observer.decisions[1])
     assert policy.solver.view.get_mode(name) == NO_PREFIX_CACHE
-    await policy.close()
-
-
-async def test_removed_blocks_are_remembered_in_mode_flexible(open_runtime: Open) -> None:
-    router = await open_runtime()
-    _, policy = await open_kv_policy(router, 0)
-    view = policy.solver.view
-    assert view.removed_blocks is None
-
-    flexible = DisaggregationSettings(mode="flexible")
-    policy.update_settings(replace(router.settings.router, disaggregation=flexible))
-    removed = view.removed_blocks
-    assert removed is not None
-    chain = tuple(range(1, 81))
-    worker = await open_runtime()
-    source = await worker.events.open_source("dynamo.worker.kv_events", "w")
-    source.publish(msgspec.msgpack.encode([BlocksStored(0, chain)]))
-    source.publish(msgspec.msgpack.encode([BlocksRemoved(chain)]))
-    while view.event_counts["removed"] < len(chain):
-        await asyncio.sleep(0)
-    removed.on_prompt(chain, 0.0)
-    assert removed.asked_share > 0.0
-
-    policy.update_settings(router.settings.router)
-    assert view.removed_blocks is None
     await policy.close()
 
 

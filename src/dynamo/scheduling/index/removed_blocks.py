@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 SAMPLING: Final = 8
-"""One in so many blocks is remembered, chosen by its hash."""
+"""The memory keeps one of so many blocks, chosen by its hash."""
 
 MAX_REMOVED_BLOCKS: Final = 400_000
 """Removals that the memory stands for; half of them are forgotten at a time."""
@@ -66,8 +66,9 @@ class RemovedBlocks:
         if self._is_remote:
             return
         expected = EXPECTED_REMOVALS // SAMPLING
-        asked = self._recent.asked + self._older.asked + expected * self._cached_share
-        self.asked_share = asked / (self._recent.count + self._older.count + expected)
+        asked_blocks = self._recent.asked_blocks + self._older.asked_blocks
+        asked_blocks += expected * self._cached_share
+        self.asked_share = asked_blocks / (self._recent.count + self._older.count + expected)
 
 
 class _Generation:
@@ -75,18 +76,18 @@ class _Generation:
 
     def __init__(self) -> None:
         self.waiting: set[int] = set()
-        self.asked = 0
+        self.asked_blocks = 0
 
     @property
     def count(self) -> int:
         """The number of blocks, asked for or not."""
-        return len(self.waiting) + self.asked
+        return len(self.waiting) + self.asked_blocks
 
     def on_asked(self, hashes: list[int]) -> None:
         """Count the blocks among `hashes` that are here."""
         before = len(self.waiting)
         self.waiting.difference_update(hashes)
-        self.asked += before - len(self.waiting)
+        self.asked_blocks += before - len(self.waiting)
 
 
 def _sample(hashes: Iterable[int]) -> list[int]:

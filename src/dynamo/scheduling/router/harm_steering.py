@@ -9,7 +9,8 @@ from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
 from dynamo.telemetry import Registry
 
-START_WEIGHT = 100.0
+START_WEIGHT = 30.0
+"""Weight until a target is missed: `FLEXIBLE_HARM` of `costs.pair_price`."""
 MIN_WEIGHT, MAX_WEIGHT = 2.0, 500.0
 """Above the maximum, gaps do not get shorter. A higher weight only takes longer to come down."""
 

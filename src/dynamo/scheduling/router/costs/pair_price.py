@@ -47,7 +47,8 @@ that decode workers compute short prompts while prefill workers have a queue. So
 at 1x and 3x; with one price for all lengths, decode workers compute long prompts in bursts."""
 
 FIXED_EXPECTED_SENSITIVITY = 0.06
-"""Sensitivity in those modes of the answers that come to a decode worker during a prompt there."""
+"""Sensitivity of the answers that come to a decode worker during a prompt there. Mode flexible
+counts these answers only for prompts that a copy makes necessary."""
 
 PREFILL_SHARE_WEIGHT = 40.0
 """Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
@@ -221,7 +222,7 @@ def price_copied_token(
     as any prompt does."""
     again_ms = harm.asked_share * token_ms
     transfer = harm.transfers * TRANSFER_WEIGHT * transfer_ms
-    return transfer + again_ms * (1.0 + harm.weight * sensitivity)
+    return transfer + again_ms * (1.0 + harm.weight * (sensitivity + FIXED_EXPECTED_SENSITIVITY))
 
 
 def answer_cost(price: AnswerPrice, tokens: int, new: int) -> float:
