@@ -78,9 +78,9 @@ def test_the_weight_returns_from_where_it_makes_more_gaps_slow() -> None:
 
 
 def test_a_weight_that_lowers_the_share_is_kept_at_the_target() -> None:
-    weights = Reports().follow(lambda weight: TARGET_SHARE * 300.0 / weight, 900)[400:]
+    weights = Reports().follow(lambda weight: TARGET_SHARE * 120.0 / weight, 900)[400:]
 
-    assert 200.0 < min(weights) <= max(weights) < 450.0
+    assert 80.0 < min(weights) <= max(weights) < 180.0
 
 
 def test_without_a_target_or_reported_gaps_the_weight_is_constant() -> None:

@@ -11,7 +11,7 @@ from dynamo.telemetry import Registry
 
 START_WEIGHT = 30.0
 """Weight until a target is missed: `FLEXIBLE_HARM` of `costs.pair_price`."""
-MIN_WEIGHT, MAX_WEIGHT = 2.0, 500.0
+MIN_WEIGHT, MAX_WEIGHT = 2.0, 200.0
 """Above the maximum, gaps do not get shorter. A higher weight only takes longer to come down."""
 
 STEER_INTERVAL_S = 0.5
