@@ -76,7 +76,7 @@ def read_words(process: subprocess.Popen[str]) -> list[str]:
 
 
 def test_ucx_listens_on_no_port(owner: subprocess.Popen[str]) -> None:
-    assert read_words(owner)[0] == "1"  # that of the plane, where a peer must prove itself
+    assert read_words(owner)[0] == "1"  # the plane's own, where a peer must prove itself
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")

@@ -159,25 +159,25 @@ def test_the_lowest_number_is_chosen_beside_others(costs: list[float]) -> None:
     assert lowest_indices([inf, inf], 0.0) == [0, 1]
 
 
-def test_a_cost_of_an_entry_point_that_cannot_be_made_is_a_config_error(
+def test_a_cost_of_an_entry_point_that_cannot_be_product_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Broken:
         name, value = "broken", "package:Broken"
-        made: Any = None
+        product: Any = None
 
         def load(self) -> Any:
             return self
 
         def from_settings(self, settings: RouterSettings) -> Any:
-            if self.made is None:
+            if self.product is None:
                 raise ValueError("no table")
-            return self.made
+            return self.product
 
     entry_point = Broken()
     monkeypatch.setattr(metadata, "entry_points", lambda group: [entry_point])
     with pytest.raises(ConfigError, match="no table"):
         make_cost(RouterSettings(policy="broken"))
-    entry_point.made = "no cost"
+    entry_point.product = "no cost"
     with pytest.raises(ConfigError, match="not a Cost"):
         make_cost(RouterSettings(policy="broken"))

@@ -113,7 +113,7 @@ class NeededBlocks(BlockPins):
     @asynccontextmanager
     async def oldest(self) -> AsyncIterator[list[HeldBlock]]:
         """Take the oldest needed blocks of one content that nobody moves, none if all are moved.
-        They keep their place during the block."""
+        The blocks keep their place meanwhile."""
         unused = (same for same in self.blocks.values() if not same[0].lock.users)
         if not (same := next(unused, [])):
             yield same

@@ -67,8 +67,10 @@ class RemovedBlocks:
             return
         expected = EXPECTED_REMOVALS // SAMPLING
         asked_blocks = self._recent.asked_blocks + self._older.asked_blocks
-        asked_blocks += expected * self._cached_share
-        self.asked_share = asked_blocks / (self._recent.count + self._older.count + expected)
+        prior = expected * self._cached_share
+        self.asked_share = (asked_blocks + prior) / (
+            self._recent.count + self._older.count + expected
+        )
 
 
 class _Generation:

@@ -21,19 +21,14 @@ from dynamo.scheduling.router.tier_queues import TierQueues
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
-
 DEFAULT_MAX_SEQUENCES = 256
 """Concurrent requests of a worker that does not announce a limit."""
-
 REFRESH_INTERVAL_S = 0.1
 """Age from which the sums over a worker's requests are computed again."""
-
 SAME_STEP_S = 0.001
 """First tokens closer together than this came from one step."""
-
 PREFILL_SHARE_S = 3.0
 """Time over which the share of prefill is measured. A longer one would keep workers apart late."""
-
 STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
 
