@@ -48,7 +48,7 @@ at 1x and 3x; with one price for all lengths, decode workers compute long prompt
 
 FIXED_EXPECTED_SENSITIVITY = 0.06
 """Sensitivity of the answers that come to a decode worker during a prompt there. Mode flexible
-counts these answers only for prompts that a copy makes necessary."""
+counts them, with a target for gaps, for prompts that a copy makes necessary."""
 
 PREFILL_SHARE_WEIGHT = 40.0
 """Weight of the share of its time that a decode worker spent on prompts, in units of the harm."""
@@ -220,9 +220,11 @@ def price_copied_token(
     """Return what each token costs that is copied to one or all decode workers. The copy displaces
     a cached token there. `asked_share` of these are computed again, which harms the answers there
     as any prompt does."""
+    if harm.itl_slo_ms:
+        sensitivity = sensitivity + FIXED_EXPECTED_SENSITIVITY
     again_ms = harm.asked_share * token_ms
     transfer = harm.transfers * TRANSFER_WEIGHT * transfer_ms
-    return transfer + again_ms * (1.0 + harm.weight * (sensitivity + FIXED_EXPECTED_SENSITIVITY))
+    return transfer + again_ms * (1.0 + harm.weight * sensitivity)
 
 
 def answer_cost(price: AnswerPrice, tokens: int, new: int) -> float:
