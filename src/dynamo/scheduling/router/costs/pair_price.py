@@ -220,11 +220,10 @@ def price_copied_token(
     """Return what each token costs that is copied to one or all decode workers. The copy displaces
     a cached token there. `asked_share` of these are computed again, which harms the answers there
     as any prompt does."""
-    if harm.itl_slo_ms:
-        sensitivity = sensitivity + FIXED_EXPECTED_SENSITIVITY
+    expected = FIXED_EXPECTED_SENSITIVITY if harm.itl_slo_ms else 0.0
     again_ms = harm.asked_share * token_ms
     transfer = harm.transfers * TRANSFER_WEIGHT * transfer_ms
-    return transfer + again_ms * (1.0 + harm.weight * sensitivity)
+    return transfer + again_ms * (1.0 + harm.weight * (sensitivity + expected))
 
 
 def answer_cost(price: AnswerPrice, tokens: int, new: int) -> float:
