@@ -66,11 +66,9 @@ class RemovedBlocks:
         if self._is_remote:
             return
         expected = EXPECTED_REMOVALS // SAMPLING
-        asked_blocks = self._recent.asked_blocks + self._older.asked_blocks
-        prior = expected * self._cached_share
-        self.asked_share = (asked_blocks + prior) / (
-            self._recent.count + self._older.count + expected
-        )
+        asked_blocks = expected * self._cached_share
+        asked_blocks += self._recent.asked_blocks + self._older.asked_blocks
+        self.asked_share = asked_blocks / (self._recent.count + self._older.count + expected)
 
 
 class _Generation:
