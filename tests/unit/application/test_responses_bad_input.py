@@ -33,7 +33,12 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
         "input[0].call_id",
         "no earlier message",
     ),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+    (
+        {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type",
+        "web_search",
+    ),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "only with"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool name"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "weather"),
     ({"tools": [WEATHER] * 129}, "tools", "129"),
@@ -67,3 +72,30 @@ async def test_bad_input_names_its_field_and_reaches_no_worker(
     assert (caught.value.param, caught.value.request_id is not None) == (param, True)
     assert text in caught.value.message
     assert not site.processor.requests
+
+
+async def test_tools_and_items_that_are_no_functions_are_left_out(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
+    tools: Any = [WEATHER, {"type": "web_search"}, {"type": "custom", "name": "patch"}]
+    items: Any = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"'},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"role": "user", "content": "y"},
+    ]
+    response = await client.responses.create(model="words", input=items, tools=tools)
+    request = site.processor.requests[-1]
+    assert [tool["function"]["name"] for tool in request.tools] == ["weather"]
+    assert [message["role"] for message in request.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "user",
+    ]
+    [call] = request.messages[1]["tool_calls"]
+    assert call["function"] == {"name": "patch", "arguments": '{"input": "a \\"b\\""}'}
+    assert len(response.tools) == 3
+    stored = await client.responses.input_items.list(response.id, order="asc")
+    assert [item.type for item in stored.data][3] == "web_search_call"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -63,6 +64,9 @@ class MessagesBody(TokenCountBody, kw_only=True):
 
 
 _unsupported = UnsupportedFields(TokenCountBody)
+_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""The first line of Claude Code's system prompt, which differs in each request. No cached prefix
+would be found behind it."""
 
 
 def prompt_body(body: TokenCountBody) -> ChatBody:
@@ -71,7 +75,7 @@ def prompt_body(body: TokenCountBody) -> ChatBody:
     check_conversation(body.messages, body.system)
     messages = convert_messages(body.messages)
     if body.system is not None:
-        system = join_text(body.system, "system")
+        system = _BILLING_LINE.sub("", join_text(body.system, "system"))
         messages = [{"role": "system", "content": system}, *messages] if system else messages
     chat = MessagesChat(model=body.model, messages=messages)
     if body.tools:

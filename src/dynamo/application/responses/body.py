@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Annotated, Any
@@ -78,6 +79,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
     moderation: Annotated[Any, Neutral()] = None
 
 
+log = logging.getLogger(__name__)
+
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _unsupported = UnsupportedFields(ResponsesBody)
 _SHARED_FIELDS = tuple(
@@ -143,8 +146,7 @@ def chat_body(body: ResponsesBody, messages: list[Item]) -> ChatBody:
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
-        tools=[_chat_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
-        or None,
+        tools=[_chat_tool(tool) for tool in body.tools or () if _is_function(tool)] or None,
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -168,15 +170,17 @@ def _response_format(body: ResponsesBody) -> Any:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _chat_tool(tool: Mapping[str, Any], field: str) -> Item:
-    """Return a flat tool as chat requests have it."""
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool is a function. Nobody executes others here, so they are left out:
+    Codex and others declare some in each request."""
     kind = tool.get("type", "function")
     if kind != "function":
-        raise Unsupported(
-            f"{field}.type: there is no built-in tool {str(kind)[:64]!r} here",
-            hint="send tools of type function, and run them yourself",
-            param=f"{field}.type",
-        )
+        log.info("tool left out", extra={"fields": {"type": str(kind)[:64]}})
+    return bool(kind == "function")
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> Item:
+    """Return a flat tool as chat requests have it."""
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}

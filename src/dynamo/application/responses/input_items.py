@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +14,17 @@ from dynamo.application.openai.chat_messages import MAX_MESSAGES, MAX_PARTS
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported
 
+log = logging.getLogger(__name__)
+
 Item = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 PREVIOUS = "previous_response_id"
+SERVER_CALLS = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_list_tools", "mcp_call", "tool_search_call", "tool_search_output"),
+)
+"""Items of tools that OpenAI's server executes, which are stored and shown to no model."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _PART_FIELDS = ("content", "output", "summary")
 _MESSAGE_FIELD = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
@@ -90,6 +99,15 @@ def _read_call(item: Item, field: str, key: str) -> Item:
     return head | texts
 
 
+def _read_custom_call(item: Item, field: str, key: str) -> Item:
+    arguments = json.dumps({"input": _text(item, "input", field)}, ensure_ascii=False)
+    return _read_call(item | {"arguments": arguments}, field, key)
+
+
+def _read_server_call(item: Item, field: str, key: str) -> Item:
+    return item | {"id": _id(item, field, f"item_{key}")}
+
+
 def _read_call_output(item: Item, field: str, key: str) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
@@ -123,9 +141,11 @@ _READERS = {
     "message": _read_message,
     "function_call": _read_call,
     "function_call_output": _read_call_output,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_call_output,
     "reasoning": _read_reasoning,
     "item_reference": _read_reference,
-}
+} | dict.fromkeys(SERVER_CALLS, _read_server_call)
 
 
 def _read_parts(content: Any, field: str, role: str) -> list[Item]:
@@ -191,6 +211,8 @@ class ChatMessages(msgspec.Struct):
             elif kind == "function_call":
                 if item.get("status") != "incomplete":
                     self._add_call(answer, item, field)
+            elif kind in SERVER_CALLS:
+                log.info("item left out", extra={"fields": {"type": kind}})
             elif kind == "message" and item["role"] == "assistant" and "role" not in answer:
                 answer |= {"role": "assistant", "content": _content(item["content"])}
                 self.add(answer, field)
