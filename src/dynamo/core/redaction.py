@@ -6,12 +6,11 @@ another server has sent them back.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
-
-import msgspec
 
 REDACTED = "***"
 MIN_SECRET_CHARACTERS = 6
@@ -19,6 +18,7 @@ MIN_SECRET_CHARACTERS = 6
 _SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|keys?|secret|password|credentials?)$")
 _URL_REST = re.compile(r"[^\s'\"]*")
 _USER_INFO = re.compile(r"(?:://|,)([^\s'\"/,]+)@")
+_QUOTED = re.compile(r"%[0-9A-F]{2}")
 _CREDENTIALS = re.compile(r"(?:^|(?<=,))[^,]*@")
 
 _secrets: list[str] = []
@@ -31,10 +31,18 @@ def remember_secrets(secrets: Iterable[str]) -> None:
         form
         for secret in secrets
         if len(secret) >= MIN_SECRET_CHARACTERS
-        for form in (secret, quote(secret, safe=""), msgspec.json.encode(secret).decode()[1:-1])
+        for form in _written_forms(secret)
     }
     if not forms.issubset(_secrets):
         _secrets[:] = sorted(forms.union(_secrets), key=len, reverse=True)
+
+
+def _written_forms(secret: str) -> set[str]:
+    """Return a secret as it is, and as programs write it in URLs and JSON."""
+    quoted = {quote(secret, safe=safe, errors="surrogateescape") for safe in ("", "/")}
+    quoted |= {_QUOTED.sub(lambda code: code[0].lower(), form) for form in quoted}
+    escaped = {json.dumps(secret, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)}
+    return {secret, *quoted, *escaped, *(form.replace("/", r"\/") for form in escaped)}
 
 
 def remember_credentials(value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 from msgspec.structs import replace
@@ -47,7 +48,15 @@ def test_a_secret_is_found_in_every_form() -> None:
     remember_secrets(['swordfish/"ü', "swordfish", "short"])
     text = 'key=swordfish/"ü json=swordfish/\\"ü url=swordfish%2F%22%C3%BC swordfish- short'
     assert redact(text) == "key=*** json=*** url=*** ***- short"
+    assert redact('slash=swordfish\\/\\"ü lower=swordfish%2f%22%c3%bc') == "slash=*** lower=***"
+    assert redact('ascii=swordfish/\\"\\u00fc path=swordfish/%22%C3%BC') == "ascii=*** path=***"
     assert redact("theirs and swordfish", "theirs", "") == "*** and ***"
+
+
+def test_a_secret_of_any_bytes_is_remembered() -> None:
+    secret = os.fsdecode(b"sword\xfffish")
+    remember_environment({"API_KEY": secret})
+    assert redact(f"key={secret} url=sword%FFfish") == "key=*** url=***"
 
 
 @pytest.mark.parametrize(
