@@ -35,6 +35,17 @@ STRUCTURE_FIELDS = (
     "guided_grammar",
 )
 
+NVEXT_FIELDS = {
+    name: name
+    for name in (
+        *("ignore_eos", "top_k", "min_p", "repetition_penalty", "cache_salt"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    )
+} | {"max_thinking_tokens": "thinking_token_budget"}
+"""Fields of Dynamo's `nvext`, and those with the same meaning here."""
+NVEXT_NEUTRAL = ("annotations", "extra_fields", "greed_sampling", "use_raw_prompt")
+"""Fields of `nvext` that change nothing where they are false or empty."""
+
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -42,10 +53,12 @@ Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class Neutral:
-    """Marks a known but unsupported field; only `values` and None do not change the answer."""
+    """Marks a known but unsupported field; only `values` and None do not change the answer.
+    `instead`: the field here with the same meaning."""
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, instead: str = "") -> None:
         self.values = values
+        self.instead = instead
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -103,31 +116,73 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: Annotated[Any, Neutral(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
 
+    nvext: dict[str, Any] | None = None
+    guided_decoding_backend: Annotated[Any, Neutral()] = None
+    guided_whitespace_pattern: Annotated[Any, Neutral(instead="structured_outputs")] = None
+    kv_transfer_params: Annotated[Any, Neutral({})] = None
+    vllm_xargs: Annotated[Any, Neutral({})] = None
+    include_reasoning: Annotated[Any, Neutral(True)] = None
+
+    regex: Annotated[Any, Neutral(instead="structured_outputs.regex")] = None
+    ebnf: Annotated[Any, Neutral(instead="structured_outputs.grammar")] = None
+    json_schema: Annotated[Any, Neutral(instead="response_format")] = None
+    grammar: Annotated[Any, Neutral("", instead="structured_outputs.grammar")] = None
+    separate_reasoning: Annotated[Any, Neutral(True)] = None
+    stream_reasoning: Annotated[Any, Neutral(True)] = None
+    reasoning_format: Annotated[Any, Neutral("auto", "deepseek")] = None
+    stop_regex: Annotated[Any, Neutral([], instead="stop")] = None
+    no_stop_trim: Annotated[Any, Neutral(False, instead="include_stop_str_in_output")] = None
+    lora_path: Annotated[Any, Neutral(instead="model")] = None
+    custom_logit_processor: Annotated[Any, Neutral()] = None
+    return_hidden_states: Annotated[Any, Neutral(False)] = None
+    session_params: Annotated[Any, Neutral({})] = None
+
+    max_new_tokens: Annotated[Any, Neutral(instead="max_tokens")] = None
+    n_predict: Annotated[Any, Neutral(instead="max_tokens")] = None
+    max_length: Annotated[Any, Neutral(instead="max_tokens")] = None
+    num_predict: Annotated[Any, Neutral(instead="max_tokens")] = None
+    min_new_tokens: Annotated[Any, Neutral(0, instead="min_tokens")] = None
+    repeat_penalty: Annotated[Any, Neutral(1, 1.0, instead="repetition_penalty")] = None
+    do_sample: Annotated[Any, Neutral(True, instead="temperature")] = None
+    num_beams: Annotated[Any, Neutral(1)] = None
+    typical_p: Annotated[Any, Neutral(1, 1.0)] = None
+    top_a: Annotated[Any, Neutral(0, 0.0)] = None
+    tfs_z: Annotated[Any, Neutral(1, 1.0)] = None
+    mirostat: Annotated[Any, Neutral(0)] = None
+    dynatemp_range: Annotated[Any, Neutral(0, 0.0)] = None
+    xtc_probability: Annotated[Any, Neutral(0, 0.0)] = None
+    dry_multiplier: Annotated[Any, Neutral(0, 0.0)] = None
+    samplers: Annotated[Any, Neutral()] = None
+    lora: Annotated[Any, Neutral([], instead="model")] = None
+    watermark: Annotated[Any, Neutral(False)] = None
+    truncate: Annotated[Any, Neutral()] = None
+    options: Annotated[Any, Neutral({})] = None
+    format: Annotated[Any, Neutral("", instead="response_format")] = None
+
 
 class UnsupportedFields:
     """The fields of a body type that are marked `Neutral`."""
 
     def __init__(self, body_type: type[msgspec.Struct]) -> None:
-        self._neutral_values: dict[str, tuple[Any, ...]] = {
-            field.name: mark.values
+        self._marks: dict[str, Neutral] = {
+            field.name: mark
             for field in msgspec.structs.fields(body_type)
             for mark in get_args(field.type)[1:]
             if isinstance(mark, Neutral)
         }
-        self._read_fields = attrgetter(*self._neutral_values)
-        self._all_unset = (None,) * len(self._neutral_values)
+        self._read_fields = attrgetter(*self._marks)
+        self._all_unset = (None,) * len(self._marks)
 
     def check(self, body: msgspec.Struct) -> None:
         """Raise `Unsupported` for a field with a value that would change the answer."""
         values = self._read_fields(body)
         if values == self._all_unset:
             return
-        for (name, neutral), value in zip(self._neutral_values.items(), values, strict=True):
-            same = (value == item and type(value) is type(item) for item in neutral)
+        for (name, mark), value in zip(self._marks.items(), values, strict=True):
+            same = (value == item and type(value) is type(item) for item in mark.values)
             if value is not None and not any(same):
-                raise Unsupported(
-                    f"{name} is not supported yet", hint=f"leave {name} out", param=name
-                )
+                hint = f"send {mark.instead}" if mark.instead else f"leave {name} out"
+                raise Unsupported(f"{name} is not supported", hint=hint, param=name)
 
 
 def text_options(
@@ -137,6 +192,8 @@ def text_options(
 
     Every field is bounded, because each choice is sent to a worker with all of them.
     """
+    if body.nvext:
+        _apply_nvext(body, body.nvext)
     if body.stream_options is not None:
         _check_stream_options(body)
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
@@ -177,6 +234,32 @@ def text_options(
         structured=structured,
         structured_field=field,
     )
+
+
+def _apply_nvext(body: GenerationBody, extension: dict[str, Any]) -> None:
+    """Set the fields of Dynamo's extension that have a field of their own here. Raises
+    `Unsupported` for others, and `InvalidRequest` for a wrong type."""
+    for name, value in extension.items():
+        field = NVEXT_FIELDS.get(name)
+        if value is None or (name in NVEXT_NEUTRAL and not value):
+            continue
+        if field is None:
+            raise Unsupported(
+                f"nvext.{name} is not supported",
+                hint=f"leave it out; supported: {', '.join(NVEXT_FIELDS)}",
+                param="nvext",
+            )
+        if getattr(body, field) is None:
+            setattr(body, field, _converted(body, field, value, f"nvext.{name}"))
+
+
+def _converted(body: GenerationBody, field: str, value: Any, name: str) -> Any:
+    """Return a value that has the type of a field. Raises `InvalidRequest`."""
+    (kind,) = (item.type for item in msgspec.structs.fields(body) if item.name == field)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name}: {error}", param="nvext") from None
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:

@@ -76,7 +76,11 @@ def _read_response_format(value: Any) -> Iterator[StructuredOutput]:
     if kind == "text":
         return
     if kind == "json_object":
-        yield StructuredOutput("json_object")
+        schema = value.get("schema", value.get("value"))  # as in llama.cpp, and in TGI
+        if schema is None:
+            yield StructuredOutput("json_object")
+        else:
+            yield _structured("json", schema, "response_format.schema")
     elif kind == "json_schema":
         schema = value.get("json_schema")
         if not isinstance(schema, Mapping) or "schema" not in schema:
