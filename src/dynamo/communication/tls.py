@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 from dynamo.communication.options import TlsFiles
 from dynamo.core.errors import ConfigError
@@ -29,6 +30,9 @@ def mutual_tls_contexts(tls: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server_context, client_context
 
 
+_PEM_HINT = "name PEM files that this process may read, and a key without a password"
+
+
 def client_tls_context(tls: TlsFiles) -> ssl.SSLContext:
     """Return the context for dialling a server, whose host name is checked.
 
@@ -40,13 +44,23 @@ def client_tls_context(tls: TlsFiles) -> ssl.SSLContext:
 
 
 def _load_certificates(context: ssl.SSLContext, tls: TlsFiles) -> None:
+    for path in filter(None, (tls.ca, tls.cert, tls.key)):
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path!r}: {error.strerror}", hint=_PEM_HINT) from None
+    what = f"the CA {tls.ca!r}"
     try:
         if tls.ca:
             context.load_verify_locations(tls.ca)
+        what = f"the certificate {tls.cert!r} with the key {tls.key!r}"
         if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None)
+            # Without a password, OpenSSL would ask for that of an encrypted key, and wait.
+            context.load_cert_chain(tls.cert, tls.key or None, password="")
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"cannot load the certificate files {tls.ca!r}, {tls.cert!r}, {tls.key!r}: {error}",
-            hint="name PEM files that this process may read",
-        ) from None
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            message = f"the key {tls.key!r} is not that of the certificate {tls.cert!r}"
+            raise ConfigError(
+                message, hint="name the key that the certificate was made for"
+            ) from None
+        raise ConfigError(f"cannot load {what}: {error}", hint=_PEM_HINT) from None
