@@ -41,8 +41,9 @@ def parse_base_url(base_url: str) -> tuple[Origin, str]:
     """Split a base URL into the origin and the prefix of every path. Raises `ValueError`."""
     text = base_url if "://" in base_url else f"http://{base_url}"
     parts = urlsplit(text)
-    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or parts.port == 0:
+    host = parts.hostname
+    if parts.scheme not in DEFAULT_PORTS or not host or " " in host or parts.port == 0:
         raise ValueError(f"base_url {base_url!r} is not like http://localhost:8000")
     port = parts.port or DEFAULT_PORTS[parts.scheme]
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Origin(parts.scheme == "https", parts.hostname, port), prefix
+    return Origin(parts.scheme == "https", host, port), prefix

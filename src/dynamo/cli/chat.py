@@ -64,7 +64,8 @@ def _run_chat(args: argparse.Namespace) -> int:
         config = DynamoConfig(url, api_key=key, timeout=IDLE_TIMEOUT_S, max_retries=1)
         client = SyncDynamoClient(config)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        hint = "messages are no arguments: echo TEXT | dynamo chat"
+        raise ConfigError(str(error), hint=hint) from error
     with client:
         options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
         chat = ChatSession(client, args.system or "", options)

@@ -64,6 +64,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "http://127.0.0.1:99999"], "not a URL", "such as"),
         (["bench", "http://[::1"], "not a URL", "such as"),
         (["explain", "--url", "http://127.0.0.1:99999"], "is not a URL", "such as"),
+        (["chat", "Say hello"], "'Say hello' is not like http", "echo TEXT | dynamo chat"),
         (["bench", "--rate", "-1"], "--rate -1", "above 0"),
         (["bench", "--rate=0"], "--rate 0", "above 0"),
         (["bench", "--rate", "5..x"], "--rate 5..x", "5..50"),

@@ -200,7 +200,8 @@ async def test_a_dropped_client_closes_its_connections(server: Any, parts: Any) 
 
 
 def test_invalid_configurations_are_refused() -> None:
-    with pytest.raises(ValueError, match="like http://localhost:8000"):
-        DynamoClient(DynamoConfig("ftp://somewhere"))
+    for url in ("ftp://somewhere", "Say hello"):
+        with pytest.raises(ValueError, match="like http://localhost:8000"):
+            DynamoClient(DynamoConfig(url))
     assert "secret" not in repr(DynamoConfig(api_key="secret"))
     assert issubclass(DynamoConnectionError, DynamoError)
