@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -124,6 +125,16 @@ class Load:
                 node.stdin.close()
 
 
+def _is_installed(kind: str) -> bool:
+    """Whether the client is on this machine. Says so if it is not."""
+    missing = (kind == "openai" and not importlib.util.find_spec("openai")) or (
+        kind == "node" and not shutil.which("node")
+    )
+    if missing:
+        print(f"{kind} is not installed and is left out", file=sys.stderr)
+    return not missing
+
+
 def main() -> None:
     """Restart under load, and report what was lost."""
     parser = argparse.ArgumentParser(
@@ -134,7 +145,7 @@ def main() -> None:
     parser.add_argument("--clients", default=",".join(KINDS))
     parser.add_argument("--frontends", type=int, default=1)
     args = parser.parse_args()
-    kinds = [kind for kind in args.clients.split(",") if kind != "node" or shutil.which("node")]
+    kinds = [kind for kind in args.clients.split(",") if _is_installed(kind)]
     more = ("--http-workers", str(args.frontends), "--timing", "constant:2,1")
     server = start_ours("", 2, 1, "round_robin", *more)
     try:
