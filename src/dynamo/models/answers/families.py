@@ -58,6 +58,7 @@ FAMILIES = (
         stops=("<|im_end|>", "<|end_of_msg|>"),
         templates=(kimi.SECTION, kimi.OPEN),
         opened=("<|open|>think<|sep|>",),
+        closed=("<|close|>think<|sep|>", "<|open|>response<|sep|>"),
         id_pattern=r"functions\.[a-zA-Z0-9_.\-]+:\d+",
         write_calls=kimi.call_layout,
     ),

@@ -26,6 +26,7 @@ class Family(msgspec.Struct, frozen=True):
     - `stops`: tokens that end an answer.
     - `templates`: texts of which one occurs in the chat templates of the family.
     - `opened`: ends of prompts behind which reasoning has begun, besides the opening markers.
+    - `closed`: texts that end reasoning, besides the closing markers.
     - `id_pattern`: ids of calls that the model writes and that are kept. `id_chars`: the length of
       new ids; 0: they are `call_` and random characters.
     - `answer_start`: what stands before text where `first` reads headers.
@@ -43,6 +44,7 @@ class Family(msgspec.Struct, frozen=True):
     stops: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
     id_pattern: str = ""
     id_chars: int = 0
     first: ReadFormat | None = None

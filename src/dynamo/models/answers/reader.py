@@ -37,6 +37,8 @@ class AnswerFormat:
         mark = alphabet.mark
         self.openings = {mark(opening) for opening, _ in family.reasoning} if reasons else set()
         self.closings = {mark(closing) for _, closing in family.reasoning} if reasons else set()
+        self.reasoning_ends = {*self.closings, *map(mark, family.closed)}
+        self.reasoning_bounds = {*self.reasoning_ends, *self.openings, *map(mark, family.opened)}
         self.calls = {mark(marker): read for marker, read in family.calls.items()}
         layout = {mark(marker) for marker in (*family.layout, *family.stops)}
         self.markers = tuple({*self.calls, *self.openings, *self.closings, *layout})
@@ -80,6 +82,8 @@ class AnswerReader:
         self._format = answer_format
         self._one_call = one_call
         self._failed_chars = 0
+        self._known_to = 0  # the place up to which `_considered` holds
+        self._considered = False  # calls inside of reasoning are part of it
         self._scan = Scanner(answer_format.alphabet)
         self._writer = AnswerWriter(answer_format.alphabet, tools, make_id)
         if answer_format.begins_in_reasoning(prompt_end):
@@ -136,6 +140,11 @@ class AnswerReader:
         markers = marker_set(*answer_format.markers, *self._bare)
         while marker := (yield from scan.pass_until(markers, writer.text, outside=True)):
             if marker in self._bare or marker in answer_format.calls:
+                if writer.in_reasoning and writer.tools and answer_format.reasoning_ends:
+                    yield from self._look_ahead(len(marker))
+                    if self._considered:
+                        writer.leave_out()
+                        continue
                 yield from self._read_call(marker)
             elif marker in answer_format.closings:
                 writer.end_reasoning()
@@ -143,6 +152,23 @@ class AnswerReader:
                 writer.begin_reasoning()
             else:
                 writer.leave_out()
+
+    def _look_ahead(self, marker_chars: int) -> Waiting:
+        """Find out whether the call whose marker was read is part of the reasoning around it: the
+        reasoning ends behind it. A call of a model that leaves the end out is a call."""
+        scan, answer_format = self._scan, self._format
+        if scan.offset <= self._known_to:
+            return
+        scan.put_back()
+        scan.begin_record()
+        start, bounds = scan.offset, marker_set(*answer_format.reasoning_bounds)
+        bound = yield from scan.pass_until(bounds, lambda _: None)
+        self._known_to = max(scan.offset - len(bound), start + marker_chars)
+        behind = scan.offset - len(bound) > start
+        cut = not bound and scan.cut
+        self._considered = behind and (cut or bound in answer_format.reasoning_ends)
+        scan.unread()
+        scan.take(marker_chars)
 
     def _read_call(self, marker: str) -> Waiting:
         scan, writer = self._scan, self._writer
