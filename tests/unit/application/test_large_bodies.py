@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tests.unit.application.conftest import CONTEXT_TOKENS
 
+from dynamo.communication.http import Request
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -205,3 +207,22 @@ async def test_a_large_body_counts_no_more_when_its_client_leaves(site: Any, con
     async with asyncio.timeout(5):
         while site.http.budget.held_bytes:
             await asyncio.sleep(0.01)
+
+
+async def test_work_on_a_large_body_pauses_between_its_steps(
+    site: Any, connect: Any, monkeypatch: Any
+) -> None:
+    pauses: list[str] = []
+
+    async def pause(request: Request) -> None:
+        pauses.append(request.path)
+
+    monkeypatch.setattr(Request, "pause", pause)
+    async with connect(site.port) as connection:
+        for text, count in (("short", 0), ("x" * 70_000, 1)):
+            for path, steps in ((CHAT, 1), (MESSAGES, 2), (RESPONSES, 3)):
+                body = {"model": "words", "max_tokens": 1, "messages": user(text), "input": text}
+                connection.ask("POST", path, body)
+                assert (await connection.answer()).status == 200
+                assert pauses == [path] * steps * count
+                pauses.clear()

@@ -162,6 +162,8 @@ class GenerationHandler:
         """Return the tokens in the prompt of a chat. Raises as `answer_chat`."""
         async with self.concurrency.slot():
             request, served = self.read_chat_request(exchange, body)
+            if exchange.request.is_large:
+                await exchange.request.pause()
             return len(await served.processor.tokenize(request))
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:
@@ -234,6 +236,8 @@ class GenerationHandler:
             if not self.concurrency.try_acquire():
                 await self.concurrency.acquire()
             try:
+                if exchange.request.is_large:
+                    await exchange.request.pause()
                 remaining_s = deadline.expires_at - self._clock.now()
                 answer = call(
                     _make_context(exchange, remaining_s, passes_key=self._passes_key), reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from functools import partial
 
 import msgspec
@@ -26,18 +26,23 @@ class MessagesHandler:
     def __init__(self, generation: GenerationHandler) -> None:
         self._generation = generation
 
-    def create(self, exchange: Exchange) -> Awaitable[None]:
+    async def create(self, exchange: Exchange) -> None:
         """POST /v1/messages."""
         body = decode_body(_decoder, exchange.request)
         chat = chat_body(body)
+        if exchange.request.is_large:
+            await exchange.request.pause()
         exchange.streaming = bool(body.stream)
         make_reply = partial(_make_reply, body.stop_sequences or ())
-        return self._generation.answer_chat(exchange, chat, make_reply)
+        await self._generation.answer_chat(exchange, chat, make_reply)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST /v1/messages/count_tokens."""
         body = decode_body(_count_decoder, exchange.request)
-        tokens = await self._generation.count_tokens(exchange, prompt_body(body))
+        chat = prompt_body(body)
+        if exchange.request.is_large:
+            await exchange.request.pause()
+        tokens = await self._generation.count_tokens(exchange, chat)
         exchange.send_json(200, msgspec.json.encode({"input_tokens": tokens}))
 
 

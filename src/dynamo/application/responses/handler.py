@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 from urllib.parse import parse_qs
@@ -27,8 +26,6 @@ from dynamo.core.errors import InvalidRequest, NotFound, Unsupported
 PREFIX = "/v1/responses/"
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
-MAX_ITEMS_A_TURN = 1 << 10
-"""More items are read, converted and rendered in three iterations of the event loop."""
 
 
 class ResponsesHandler:
@@ -146,13 +143,12 @@ class ResponsesHandler:
         context: list[Item] = []
         if body.previous_response_id:
             context = await self._store.load_context(owner, body.previous_response_id)
-        slices = len(items) > MAX_ITEMS_A_TURN
-        if slices:
-            await asyncio.sleep(0)
+        if exchange.request.is_large:
+            await exchange.request.pause()
         text = isinstance(body.input, str)
         messages = chat_messages(body.instructions, context, items, text=text)
-        if slices:
-            await asyncio.sleep(0)
+        if exchange.request.is_large:
+            await exchange.request.pause()
         response = new_response(
             body, f"resp_{key}", model, int(self._clock.wall()), served.sampling
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,6 +17,10 @@ from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import DynamoError, InvalidRequest, TooLarge
 
 Stage = Literal["idle", "headers", "body"]
+
+
+PAUSE_S = 0.001
+"""The loop accepts a connection, reads and answers it in turns of their own: `sleep(0)` is one."""
 
 
 class Request:
@@ -45,6 +50,15 @@ class Request:
         self.hold: BodyHold | None = None
         self.version = version
         self.keep_alive = False
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the body is large, also after it was decoded."""
+        return self.hold is not None and self.hold.size > LARGE_BODY_BYTES
+
+    async def pause(self) -> None:
+        """Serve others between two steps of the work on a large body."""
+        await asyncio.sleep(PAUSE_S)
 
     def release_body(self) -> None:
         """Drop the body, which counts in the budget no more."""
