@@ -15,6 +15,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import redact
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema
+from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.load import DEFAULT_ORIGIN
 
 EXAMPLES = """\
@@ -57,6 +58,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if args.file and args.config:
         raise ConfigError("two configuration files", hint="give either FILE or --config FILE")
+    if args.file in setting_specs_by_key():
+        hint = f"`dynamo config explain | grep {args.file}`"
+        raise ConfigError(f"{args.file} is a setting, and FILE is a configuration file", hint=hint)
     args.config = args.file or args.config
     if args.what == "check":
         print(_check_settings(args))

@@ -57,6 +57,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
         (["run", ""], "empty word for the model", "variable"),
         (["config"], "required: explain|check|schema", "dynamo config --help"),
+        (["config", "explain", "engine.workers"], "is a setting", "grep engine.workers"),
         (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
         (["run", "--log-level", "loud"], "unknown log level", "debug"),
         (["chat", "--url", "http://x"], "unknown argument '--url'", "`dynamo chat URL`"),
