@@ -247,6 +247,19 @@ async def test_a_call_inside_of_reasoning_is_part_of_it(
     assert (cut.content, cut.calls, cut.reason) == (None, [], "length")
 
 
+async def test_an_answer_may_end_without_the_last_tag_of_a_call(
+    make_model: Callable[[str], FamilyModel],
+) -> None:
+    model = make_model("qwen3-xml")
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    answer = await read(model, output(text, family="qwen3-xml"))
+    assert answer.calls == [("weather", '{"city": "Rome"}')]
+    cut = await read(model, output(text, "truncated", family="qwen3-xml"))
+    assert cut.calls == []
+    other = await read(model, output(f"{text}and so on", family="qwen3-xml"))
+    assert other.calls == []
+
+
 async def test_only_the_token_is_a_marker_where_the_vocabulary_has_it(
     make_model: Callable[[str], FamilyModel],
 ) -> None:

@@ -56,9 +56,10 @@ def read_function(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
             closers[parameter] = others  # the model has left the end of this parameter out
         if not (yield from read_value(scan, arguments, closers, unread=(parameter,), layout="\n")):
             return False
-    if tag:
-        arguments.close()
-    return bool(tag)
+    if not tag and (scan.cut or (yield from scan.peek())):
+        return False
+    arguments.close()  # the answer may end without the last tag
+    return True
 
 
 def _read_keyed_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
