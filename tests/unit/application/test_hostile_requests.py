@@ -103,7 +103,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(stop=["a", 5]), "stop[1]"),
     (CHAT, chat(stop=["a"] * 65), "stop"),
     (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
-    (CHAT, chat(logit_bias={"5": 101}), "logit_bias[...]"),
+    (CHAT, chat(logit_bias={"5": 101}), "logit_bias"),
     (CHAT, chat(logit_bias={"word": 1}), "logit_bias"),
     (CHAT, chat(logit_bias=[1]), "logit_bias"),
     (CHAT, chat(logprobs=5), "logprobs"),
@@ -234,7 +234,7 @@ async def test_a_compressed_body_is_refused(site: Any, connect: Any) -> None:
     async with connect(site.port) as connection:
         connection.ask("POST", CHAT, chat(), {"content-encoding": "gzip"})
         answer = await connection.answer()
-    assert answer.status == 400
+    assert answer.status == 415
     assert "gzip" in answer.error["message"]
 
 

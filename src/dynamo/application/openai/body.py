@@ -77,14 +77,16 @@ def _check_content_type(request: Request) -> None:
 
 def _check_content_encoding(coding: str | None) -> None:
     if coding and coding != "identity":
-        raise InvalidRequest(f"content-encoding {coding!r} is not supported")
+        raise UnsupportedMediaType(
+            f"content-encoding {coding[:100]!r} is not supported", hint="send the body uncompressed"
+        )
 
 
 def invalid_field_error(message: str) -> InvalidRequest:
     """Return an error for a message of msgspec: the field first, then the expectation."""
     suffix = _FIELD_PATH.search(message)
     reason = message[: suffix.start()] if suffix else message
-    path = suffix[1] if suffix else ""
+    path = suffix[1].removesuffix("[...]") if suffix else ""
     missing = _MISSING_FIELD.search(reason)
     if missing:
         field = f"{path}.{missing[1]}".lstrip(".")
