@@ -22,6 +22,8 @@ class CountedStreamReply(StreamReply):
         self.count_tokens(choice, 0)
 
     def count_tokens(self, choice: int, tokens: int) -> None:
+        if tokens and self._prefixes[choice] is None:
+            self._start_choice(choice)  # its event comes before the first token
         self._tokens[choice] += tokens
         prompt, completion = self._usage_counter.prompt_tokens, self._tokens.total()
         usage = self._usage_counter.to_dict() | {
