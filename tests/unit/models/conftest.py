@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.gguf import gguf_bytes
+from tests.support.recorded_outputs import FamilyFile, FamilyModel
+
+from dynamo.models.answers.families import find_family
 
 WORDS = (
     "he", "hel", "hell", "hello", "Ġw", "Ġwo", "Ġwor", "Ġworl", "Ġworld", "ĠĠ", "Ċ", "in", "ing",
@@ -263,3 +266,15 @@ def model_folder(tmp_path: Path) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
     return folder
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: Any, tiny_model: Path) -> Callable[[str], FamilyModel]:
+    """Return a function that makes a model with the markers of a family as special tokens."""
+
+    def make(name: str) -> FamilyModel:
+        family = FamilyFile(name, list(find_family(name).markers))
+        folder = tmp_path_factory.mktemp(name)
+        return FamilyModel(family, folder, tiny_model / "tokenizer.json")
+
+    return make
