@@ -29,6 +29,8 @@ class MessagesHandler:
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/messages."""
         body = decode_body(_decoder, exchange.request)
+        if exchange.request.is_large:
+            await exchange.request.pause()
         chat = chat_body(body)
         if exchange.request.is_large:
             await exchange.request.pause()
