@@ -31,7 +31,10 @@ if test ! -x "$folder/bin/python"; then
 	echo "make: creating $folder"
 	mkdir -p "$folder"
 	touch "$unfinished"
-	"$python" -m venv "$folder"
+	"$python" -m venv "$folder" 2>"$log" || {
+		cat "$log" >&2
+		exit 1
+	}
 elif ! "$folder/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
 	version=$("$folder/bin/python" --version 2>&1) || version='an interpreter that does not run'
 	fail "$folder has $version, and Python 3.11 or newer is needed: run rm -r $folder, then make again"

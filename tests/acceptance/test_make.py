@@ -173,3 +173,13 @@ def test_folders_of_a_test_run_are_its_own_and_removed(tmp_path: Path, end: str)
     assert (pip_cache, cache) == (str(tmp_path / "cache" / "pip"), "None")
     assert (mode, configured) == ("0o700", "True")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+
+
+def test_an_interrupt_while_the_environment_is_made_prints_no_traceback(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Traceback >&2\nkill -INT $PPID\nexit 1\n")
+    python.chmod(0o755)
+    command = [ROOT / "scripts" / "install.sh", tmp_path / "environment", python]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
+    assert not (tmp_path / "environment").exists()
