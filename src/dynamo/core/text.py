@@ -113,6 +113,15 @@ class DecodedTokenLogprob(msgspec.Struct, frozen=True):
 
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character. At the end of a cut answer, for half of one."""
+MAX_CUT_BYTES = 3
+"""A character in UTF-8 has at most one byte more."""
+
+
+def split_cut_character(text: str) -> tuple[str, str]:
+    """Return a text without the U+FFFD at its end that may be a cut character, and these."""
+    tail = text[-MAX_CUT_BYTES:]
+    end = len(text) - len(tail) + len(tail.rstrip(REPLACEMENT))
+    return text[:end], text[end:]
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.errors import DECODE_ERRORS, MalformedAnswer
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_DATA_LINES = 1000
@@ -41,7 +41,7 @@ class EventStream:
         """The beginning of the first line that is no part of an event."""
 
     def feed(self, part: bytes) -> list[ServerEvent]:
-        """Return the events that `part` completes. Raises `ConnectionError` for an endless or slow
+        """Return the events that `part` completes. Raises `MalformedAnswer` for an endless or slow
         event."""
         if (
             part.startswith(b"data: {")
@@ -134,12 +134,12 @@ class EventStream:
         if not self._rest:
             self._rest_began_s = self._clock.now()
         elif self._clock.now() - self._rest_began_s > EVENT_TIMEOUT_S:
-            raise ConnectionError(f"an event took more than {EVENT_TIMEOUT_S:g} s")
+            raise MalformedAnswer(f"an event of the server took more than {EVENT_TIMEOUT_S:g} s")
         self._rest.append(part)
         self._rest_bytes += len(part)
         if self._rest_bytes > MAX_EVENT_BYTES:
             raise _endless_event()
 
 
-def _endless_event() -> ConnectionError:
-    return ConnectionError(f"an event has more than {MAX_EVENT_BYTES} bytes")
+def _endless_event() -> MalformedAnswer:
+    return MalformedAnswer(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")

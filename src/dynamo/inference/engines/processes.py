@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.inference.engines import process_guard
@@ -114,11 +113,3 @@ class EngineProcesses:
         return subprocess.Popen(  # noqa: S603 - the program and its argument are ours
             program, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

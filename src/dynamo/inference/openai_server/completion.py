@@ -11,7 +11,7 @@ import msgspec
 from dynamo.core.clock import Clock
 from dynamo.core.errors import MalformedAnswer, Unsupported
 from dynamo.core.reply import Reply
-from dynamo.core.text import REPLACEMENT
+from dynamo.core.text import split_cut_character
 from dynamo.core.values import (
     EngineTotals,
     Feature,
@@ -116,9 +116,7 @@ class CompletionAnswer(StreamedAnswer):
     def _deliver_choice(self, choice: ForeignChoice) -> bool:
         text = read_word(choice.text)
         if self._encode is not None:
-            text = self._held + text
-            whole = text.rstrip(REPLACEMENT)  # which may be a character that the end cuts
-            self._held = text[len(whole) :]
+            whole, self._held = split_cut_character(self._held + text)
             ids: Sequence[int] = self._encode(whole) if whole else ()
         else:
             ids = self._read_ids(choice.token_ids)

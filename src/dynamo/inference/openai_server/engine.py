@@ -181,19 +181,16 @@ class OpenAIServerEngine(Engine):
                     )
                 )
             answer.end()
-        except (Unauthorized, Forbidden) as error:
-            error.message = redact(error.message, context.api_key)
-            raise self._refused_key(error, context) from None
-        except UpstreamFailed as error:
-            error.message = redact(f"{self._http.url}: {error.message}", context.api_key)
+        except DynamoError as error:
+            where = f"{self._http.url}: " if isinstance(error, UpstreamFailed) else ""
+            error.message = redact(where + error.message, context.api_key)
+            if isinstance(error, Unauthorized | Forbidden):
+                raise self._refused_key(error, context) from None
             raise
         except OSError as error:
             if not answer.end_if_complete():
                 text = str(error) or f"no answer in {CONNECT_TIMEOUT_S:g} s"
                 raise self._failure_or(f"{self._http.url}: {text}") from error
-        except DynamoError as error:
-            error.message = redact(error.message, context.api_key)
-            raise
         finally:
             del self._answers[answer]
             if drift is not None and prediction is not None:

@@ -52,11 +52,7 @@ class LlamaCppAnswer(ChunkAnswer):
         `MalformedAnswer`, and the error of an event as `event_error` returns it."""
         self._silent_bytes += len(part)
         delivered = self.tokens_delivered
-        try:
-            events = self._events.feed(part)
-        except ConnectionError as error:
-            raise MalformedAnswer(f"the server's answer: {error}") from None
-        for event in events:
+        for event in self._events.feed(part):
             if not self._on_event(event):
                 return False
         if self.tokens_delivered > delivered:

@@ -114,11 +114,7 @@ class StreamedAnswer:
             return self._skip(len(part))
         self._totals.steps += 1
         delivered = self.tokens_delivered
-        try:
-            events = self._events.feed(part)
-        except ConnectionError as error:
-            raise MalformedAnswer(f"the server's answer: {error}") from None
-        for event in events:
+        for event in self._events.feed(part):
             if not self._on_event(event):
                 return False
         if self.tokens_delivered > delivered:

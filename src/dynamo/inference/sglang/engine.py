@@ -22,7 +22,7 @@ from dynamo.core.errors import (
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.packages import argument_names
-from dynamo.inference.engines.processes import EngineProcesses, is_alive
+from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
 from dynamo.inference.external.engine import (
     NEUTRAL_SAMPLING,
@@ -39,6 +39,7 @@ from dynamo.inference.sglang.requests import (
     forward_output,
     sampling_params,
 )
+from dynamo.runtime.pids import start_ticks
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
@@ -229,7 +230,7 @@ class SglangEngine(ExternalEngine):
 
     async def _watch_processes(self) -> None:
         processes = _child_processes(self._llm)
-        while all(map(is_alive, processes)):  # noqa: ASYNC110
+        while all(map(start_ticks, processes)):  # noqa: ASYNC110
             await asyncio.sleep(CHECK_INTERVAL_S)
         self.fail("a process of SGLang has died")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.processes import EngineProcesses, is_alive
+from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.external import EngineKvView, PolledEventReader
 from dynamo.inference.external.engine import (
     NEUTRAL_SAMPLING,
@@ -28,6 +28,7 @@ from dynamo.inference.trtllm.requests import (
     decode_handover,
     encode_handover,
 )
+from dynamo.runtime.pids import start_ticks
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
@@ -185,7 +186,7 @@ class TrtllmEngine(ExternalEngine):
         ever. Helpers end, too, so that the engine must compute a token after each end."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            ended = {process for process in running if not is_alive(process)}
+            ended = {process for process in running if not start_ticks(process)}
             if not ended:
                 continue
             running -= ended

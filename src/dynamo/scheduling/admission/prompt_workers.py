@@ -68,11 +68,9 @@ class PromptWorkers:
 
     def remove_excess(self, worker: str, excess_ms: float) -> None:
         """Remove what `add_excess` has returned."""
-        left_ms = self._excess_ms[worker] - excess_ms
+        left_ms = self._excess_ms.pop(worker, 0.0) - excess_ms
         if left_ms > ROUNDING_MS:
             self._excess_ms[worker] = left_ms
-        else:
-            del self._excess_ms[worker]
 
     def predict_ms(
         self,
@@ -97,7 +95,8 @@ class PromptWorkers:
         if (policy := self._policy) is not None:
             pair_ms = policy.predict_pair_ms(workers, tokens, ahead, now)
             if pair_ms is not None:
-                return pair_ms + min(self._excess_at(worker, tokens, ahead) for worker in workers)
+                excess = (self._excess_at(worker, tokens, ahead) for worker in workers)
+                return pair_ms + min(excess, default=0.0)
         return min(best_ms, self._quickest_ms(answering, tokens, ahead, sufficient_ms, now))
 
     def _ways(self, tokens: int) -> tuple[bool, bool]:

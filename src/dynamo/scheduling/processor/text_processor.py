@@ -26,6 +26,7 @@ from dynamo.core.text import (
     TextOptions,
     TextPart,
     TextReply,
+    split_cut_character,
 )
 from dynamo.core.values import (
     Finish,
@@ -74,8 +75,8 @@ class TextAnswerReply(Reply):
                 return self._send(held) and self.text(part)
             part = replace(part, text=held.text + part.text)
         if isinstance(part, TextDelta | ReasoningDelta) and part.text.endswith(REPLACEMENT):
-            whole = part.text.rstrip(REPLACEMENT)
-            self._held = type(part)(part.text[len(whole) :])
+            whole, cut = split_cut_character(part.text)
+            self._held = type(part)(cut)
             part = replace(part, text=whole)
             if not whole and not getattr(part, "logprobs", None):
                 return True
@@ -96,7 +97,7 @@ class TextAnswerReply(Reply):
     def restart(self) -> bool:
         if not self._reply.restart(self._choice):
             return False
-        self._called, self._offset = False, 0
+        self._called, self._offset, self._held = False, 0, None
         if self._echo:
             self._reply.text(self._choice, self._echo)
         return True
