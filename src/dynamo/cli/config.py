@@ -19,10 +19,10 @@ from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.load import DEFAULT_ORIGIN
 
 EXAMPLES = """\
-  dynamo config explain serve.yaml               every setting
-  dynamo config explain serve.yaml --changed     settings that differ from the defaults
+  dynamo config explain serve.yaml                     every setting
+  dynamo config explain serve.yaml --changed           settings that differ from the defaults
   dynamo config explain --json --http-port 8080        with flags and environment
-  dynamo config check serve.yaml                 would `dynamo run -f FILE` start?
+  dynamo config check serve.yaml                       would `dynamo run -f FILE` start?
   dynamo config schema > dynamo.schema.json            schema for editors"""
 
 

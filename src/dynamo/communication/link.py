@@ -201,7 +201,11 @@ class Link(asyncio.Protocol):
         if self._aborted or self.closed.is_set():
             return
         paused, self._paused = self._paused, False
-        self.data_received(b"")
+        try:
+            self.data_received(b"")
+        except Exception:
+            self.abort()  # as the loop does where `data_received` fails
+            raise
         transport = self.transport
         if paused and not (self._paused or transport is None or transport.is_closing()):
             transport.resume_reading()

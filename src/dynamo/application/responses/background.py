@@ -78,7 +78,7 @@ class BackgroundResponses:
         try:
             await self._store.add(turn.owner, response, turn.items, running=True)
         except BaseException:
-            self._owners[turn.owner] -= 1
+            self._release_place(turn.owner)
             raise
         exchange.request.release_body()
         detached = Exchange(
@@ -105,6 +105,11 @@ class BackgroundResponses:
             )
         self._owners[owner] += 1
 
+    def _release_place(self, owner: str) -> None:
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
+
     def cancel(self, response_id: str) -> None:
         """Stop a response, if this process generates it. The store has its new state already."""
         task = self._running.get(response_id)
@@ -128,9 +133,7 @@ class BackgroundResponses:
             log.exception("response failed")
             writer.fail(InternalError("internal error", hint="see the server's log"))
         self._running.pop(writer.response["id"], None)
-        self._owners[turn.owner] -= 1
-        if not self._owners[turn.owner]:
-            del self._owners[turn.owner]
+        self._release_place(turn.owner)
         try:
             await self._store.finish(writer.response)
         except StoreUnavailable as error:

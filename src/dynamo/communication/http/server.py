@@ -113,8 +113,10 @@ class HttpServer:
         server.close()
         loop = asyncio.get_running_loop()
         for sock in accepted:
-            with suppress(OSError):  # the client has left
+            try:
                 await loop.connect_accepted_socket(lambda: HttpConnection(state), sock)
+            except OSError:  # the client has left
+                sock.close()
         for connection in list(state.connections):
             connection.leave()
         if state.connections:
