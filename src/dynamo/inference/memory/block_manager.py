@@ -269,7 +269,10 @@ class KVCacheBlockManager:
 
     async def _make_room(self, blocks: int) -> None:
         """Move the blocks that were unused for longest down, to the first tier that takes them."""
-        pool, self._promised = self._pool, blocks
+        pool = self._pool
+        if pool.available >= blocks:
+            return
+        self._promised = blocks
         try:
             for _ in range(MAKE_ROOM_TRIES):
                 moving = self._moving_locks()

@@ -50,7 +50,7 @@ FAILURE_WORDS = frozenset(
 
 
 class Usage:
-    """Counts of tokens. A server tells them at the end of an answer, or again and again."""
+    """Counts of tokens. A server sends them at the end of an answer, or with each part."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens", "reasoning_tokens")
 
