@@ -23,7 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # an error at the interpreter's own flush has no place
+        return code
     except DynamoError as error:
         print(f"error: {redact(error.message)}", file=sys.stderr)
         if error.hint:

@@ -165,8 +165,8 @@ async def test_an_agent_forgets_a_peer_whose_connection_failed(
 ) -> None:
     agents: list[CountingAgent] = []
 
-    def create(name: str) -> CountingAgent:
-        agents.append(CountingAgent(create_agent(name)))
+    def create(name: str, options: dict[str, str]) -> CountingAgent:
+        agents.append(CountingAgent(create_agent(name, options)))
         return agents[-1]
 
     nixl_agent = importlib.import_module("dynamo.communication.transfer.nixl_agent")

@@ -64,7 +64,8 @@ class AgentThread:
         host_only = host_only and not rdma
         if not rdma:  # UCX reads its transports from the environment alone
             os.environ.setdefault("UCX_TLS", HOST_TRANSPORTS if host_only else "^ib")
-        self._options = {"ucx_error_handling_mode": "none"} if host_only else {}
+        in_memory = os.environ.get("UCX_TLS") == HOST_TRANSPORTS  # of the first agent here
+        self._options = {"ucx_error_handling_mode": "none"} if in_memory else {}
         self._name = name
         self._queue: SimpleQueue[tuple[Callable[[Agent], Steps], Future[None]] | None]
         self._queue = SimpleQueue()
