@@ -126,6 +126,17 @@ async def test_replicas_keep_their_own_devices(
         assert devices() == {"worker-2": (2, 3), "worker-1": (0, 1)}
 
 
+async def test_a_replica_without_cards_of_its_own_is_refused(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    first = replace(spec(SERVE, "worker-1"), cards=("0",))
+    async with serving(supervise(first, spec(SERVE, "worker-2"))) as supervisor:
+        await control(deployment, "scale", "worker", 1)
+        with pytest.raises(ConfigError, match="no device is left for worker-2"):
+            await control(deployment, "scale", "worker", 2)
+        assert names(supervisor) == ["worker-1"]
+
+
 async def test_a_full_disk_prevents_only_additional_processes(
     spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

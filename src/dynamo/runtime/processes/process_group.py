@@ -237,13 +237,13 @@ class ProcessGroup:
         engine = spec.settings.engine
         if not (engine.device_ids or spec.cards) or engine.urls:
             return replace(spec, name=name)
-        if name not in self._specs_by_name:
+        own = self._specs_by_name.get(name)
+        if own is None or (spec.cards and not own.cards):
             raise ConfigError(
                 f"no device is left for {name}",
                 hint="give device_ids more numbers and the start more workers",
                 param="engine.device_ids",
             )
-        own = self._specs_by_name[name]
         device_ids = own.settings.engine.device_ids
         settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
         return replace(spec, name=name, settings=settings, cards=own.cards)
