@@ -90,7 +90,8 @@ async def test_a_conversation_goes_on_in_another_process(open_store: Open, tmp_p
     context = await first.load_context("ann", "resp_2")
     ids = ["msg_1_i0", "msg_1_o0", "msg_2_i0", "msg_2_o0"]
     assert [item["id"] for item in context] == ids
-    assert [item["id"] for item in await first.load_input("ann", "resp_2")] == ids[:-1]
+    page = await first.load_page("ann", "resp_2", ascending=True, limit=9, after=None)
+    assert page.ids == ids[:-1]
     assert await first.find_items("ann", {"msg_2_o0", "msg_3_o0", "x"}) == {"msg_2_o0": context[-1]}
     await first.close()
     assert (await open_store().get("ann", "resp_1"))["output"] == [context[1]]
@@ -104,7 +105,7 @@ async def test_each_owner_has_responses_of_its_own(open_store: Open) -> None:
         store.get("bob", "resp_1"),
         store.delete("bob", "resp_1"),
         store.cancel("bob", "resp_1"),
-        store.load_input("bob", "resp_1"),
+        store.load_page("bob", "resp_1", ascending=True, limit=1, after=None),
     ):
         with pytest.raises(NotFound):
             await refused

@@ -120,11 +120,6 @@ class ResponseStore:
         `PreviousResponseNotFound`, `InvalidRequest`, `TooLarge`."""
         return await self._run(self._load_context, owner, response_id)
 
-    async def load_input(self, owner: str, response_id: str) -> list[Item]:
-        """Return the items of which a response was generated. Raises as `get` and
-        `load_context`."""
-        return await self._run(self._load_input, owner, response_id)
-
     async def load_page(
         self, owner: str, response_id: str, *, ascending: bool, limit: int, after: str | None
     ) -> ItemPage:
@@ -355,12 +350,6 @@ class ResponseStore:
                 param=PREVIOUS,
             )
         return turn
-
-    def _load_input(self, owner: str, response_id: str) -> list[Item]:
-        blob, response, _ = self._read(owner, response_id)
-        previous = response[PREVIOUS]
-        own: list[Item] = decode(blob)
-        return (self._load_context(owner, previous) if previous else []) + own
 
     def _load_page(
         self, owner: str, response_id: str, ascending: bool, limit: int, after: str | None
