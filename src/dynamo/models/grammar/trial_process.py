@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ TRIAL_CPU_S = 0.2
 MAX_STEPS = 256
 """So many bytes of an answer are tried, since patterns are only read where they begin."""
 NICENESS = 15
+AUTOGROUP_TRIES = 20
 """A trial then gets 7 % of a core that another process uses, too."""
 MAX_ERROR_CHARS = 2000
 _EOS = 256
@@ -204,11 +206,19 @@ class Trials:
 
 def lower_priority() -> None:
     """Give this process less CPU time than others. Linux divides CPU time among sessions first
-    (autogroups), so that the niceness of a process counts within its session only."""
+    (autogroups), so that the niceness of a process counts within its session only. The kernel lets
+    users but root change one autogroup in a tenth of a second."""
     os.nice(NICENESS)
     os.setsid()
-    with suppress(OSError):  # a kernel without autogroups
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+    for _ in range(AUTOGROUP_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(NICENESS))
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # a kernel without autogroups
+            return
+        else:
+            return
 
 
 def main() -> int:
