@@ -240,7 +240,7 @@ async def test_bad_options_are_explained(tmp_path: Path) -> None:
         (PlaneOptions(tls=TlsFiles(ca="ca.pem")), "mutual"),
         (
             PlaneOptions(tls=TlsFiles(*(str(tmp_path / name) for name in "abc"))),
-            "certificate files",
+            "cannot read",
         ),
         (PlaneOptions(), "requires a secret"),
     ):
