@@ -198,13 +198,15 @@ def _find_call_forms(render: Render, *, wrapped: bool) -> MessageForms:
         for text in (False, True)
         for content in ("null", "empty", "absent")
     ]
-    rendered = [_render_call(render, forms, f'{{"q": "{_NEEDLE}"}}') for forms in candidates]
-    for forms, text in zip(candidates, rendered, strict=True):
+    rendered = None
+    for forms in candidates:
+        text = _render_call(render, forms, f'{{"q": "{_NEEDLE}"}}')
         if _NEEDLE in text and not _DUMPED_ARGUMENTS.search(text):
             cut = _render_call(render, forms, f'{{"q": "{_NEEDLE}')
             return msgspec.structs.replace(forms, raw_arguments=_NEEDLE in cut, reads_calls=True)
-    pairs = zip(candidates, rendered, strict=True)
-    return next((forms for forms, text in pairs if text), candidates[0])
+        if text and rendered is None:
+            rendered = forms
+    return rendered or candidates[0]
 
 
 def _render_call(render: Render, forms: MessageForms, arguments: str) -> str:
