@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.communication.http import PortInUse, raise_open_file_limit
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, PlaneUnavailable
@@ -32,7 +33,6 @@ from dynamo.runtime.processes.process_group import kind_of_process
 from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     process_key,
-    publish_record,
 )
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.runtime.supervisors import supervised_kind
@@ -285,8 +285,8 @@ class ProcessRunner:
             await self._publish_record()
 
     async def _publish_record(self) -> None:
-        """Put the record of the process into discovery."""
-        published = publish_record(self._record_writer.record, self._status.public_url)
+        """Put the record of the process into discovery, with the status port's address there."""
+        published = replace(self._record_writer.record, status_url=self._status.public_url)
         await self._runtime.discovery.put(self._key, msgspec.json.encode(published))
 
 

@@ -36,12 +36,6 @@ PROCESSES_PREFIX = "/_processes/"
 """The prefix of the keys of processes in discovery; the role and the instance follow."""
 
 
-def publish_record(record: ProcessRecord, status_url: str) -> ProcessRecord:
-    """Return the record of a process for discovery. `status_url` has the address for other hosts,
-    unless the port listens on loopback."""
-    return replace(record, status_url=status_url)
-
-
 def process_key(record: ProcessRecord) -> str:
     """Return the key of a process in discovery."""
     return f"{PROCESSES_PREFIX}{record.role}/{record.instance}"

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from dynamo.communication.http import raise_open_file_limit
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
@@ -36,7 +38,6 @@ from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     SupervisorDiscovery,
     process_key,
-    publish_record,
 )
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
@@ -156,7 +157,7 @@ class Supervisor:
                 self._group.start()
                 self._announce_processes()
                 own_record = self._record_writer.record
-                published = publish_record(own_record, self._status.public_url)
+                published = replace(own_record, status_url=self._status.public_url)
                 self._discovery.announce(process_key(published), published)
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)

@@ -10,7 +10,11 @@ from dynamo.core.values import Load
 from dynamo.telemetry import Registry
 
 START_WEIGHT = 30.0
-"""Weight until a target is missed: `FLEXIBLE_HARM` of `costs.pair_price`."""
+"""Price of a pause for answers in mode flexible, as `predicted.HARM_WEIGHT`, and the first one with
+a target. Lower prices mix prefill into workers that decode: shorter waits and longer gaps. Source:
+replays of the conversation trace, smeared, with 8 flexible workers. At 30 and 1x, the first token
+takes 2 % longer than with 8 separate workers, the answer 0.5 % less, the 99.9th percentile of gaps
+is a fifth."""
 MIN_WEIGHT, MAX_WEIGHT = 2.0, 200.0
 """Above the maximum, gaps do not get shorter. A higher weight only takes longer to come down."""
 

@@ -18,7 +18,6 @@ from dynamo.scheduling.router.costs.interface import CostMatrix, best_indices
 from dynamo.scheduling.router.costs.pair_price import (
     FIXED_HARM,
     FLEXIBLE,
-    FLEXIBLE_HARM,
     FLEXIBLE_TRANSFERS,
     HELD_BACKLOG_MS,
     TARGET_QUEUE_WEIGHT,
@@ -40,7 +39,7 @@ from dynamo.scheduling.router.costs.predicted import (
     predicted_terms,
 )
 from dynamo.scheduling.router.costs.shared_prompts import SharedPrompts
-from dynamo.scheduling.router.harm_steering import HarmSteering
+from dynamo.scheduling.router.harm_steering import START_WEIGHT, HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.prompt import Prompt
@@ -149,7 +148,7 @@ class PairCost(PredictedCost):
             self.removed_blocks = RemovedBlocks() if flexible else None
             self._asked_share = 0.0
         itl_slo_ms = settings.itl_slo if flexible else 0.0
-        self.steering.update_target(itl_slo_ms, FLEXIBLE_HARM if flexible else FIXED_HARM)
+        self.steering.update_target(itl_slo_ms, START_WEIGHT if flexible else FIXED_HARM)
 
 
 class PairCostMatrix(PredictedCostMatrix):

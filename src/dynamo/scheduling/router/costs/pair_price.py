@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 OFF, ALWAYS, THRESHOLDS, FLEXIBLE = "off", "always", "thresholds", "flexible"
 """Modes of disaggregation; all others compare both ways."""
 
-FLEXIBLE_HARM = 30.0
-"""Price of a pause for answers in mode flexible, as `predicted.HARM_WEIGHT`. Lower prices mix
-prefill into workers that decode: shorter waits and longer gaps. Source: replays of the
-conversation trace, smeared, with 8 flexible workers. At 30 and 1x, the first token takes 2 % longer
-than with 8 separate workers, the answer 0.5 % less, the 99.9th percentile of gaps is a fifth."""
-
 HELD_BACKLOG_MS = 50.0
 """Backlog from which on a worker gets no further prompt while requests are held, as
 `placement.solver.HoldLimits`."""
