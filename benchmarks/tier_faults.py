@@ -48,7 +48,7 @@ class TierFaults:
         self._rng = rng
         self.counts: Counter[str] = Counter()
         self._faults: list[Callable[[], Any]] = [self.clear_device]
-        names = {tier.name for engine in engines if engine.tiers for tier in engine.tiers.tiers}
+        names = {tier.name for engine in engines for tier in engine.tiers.tiers}
         if names:
             self._faults.append(self.clear_tier)
         if "disk" in names:
@@ -71,13 +71,11 @@ class TierFaults:
     async def clear_tier(self) -> None:
         """Empty one tier of an engine."""
         engine = self._rng.choice(self._engines)
-        assert engine.tiers is not None
         engine.tiers.clear(self._rng.choice(engine.tiers.tiers).name)
 
     async def flip_bits(self) -> None:
         """Invert a byte in every second slot of a disk tier."""
         engine = self._rng.choice(self._engines)
-        assert engine.tiers is not None
         tier: Any = next(tier for tier in engine.tiers.tiers if tier.name == "disk")
         size = DISK_BYTES // tier.capacity_blocks
         fd = os.open(tier.folder / "blocks", os.O_RDWR)

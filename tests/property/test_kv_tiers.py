@@ -148,7 +148,6 @@ class Tiered:
 
     def pinned(self) -> set[tuple[str, int]]:
         """The pinned blocks that are in their tier."""
-        assert self.engine.tiers is not None
         pins = {tier.name: tier.pins or () for tier in self.engine.tiers.tiers}
         return {(name, block) for name, block in self.held if block in pins.get(name, ())}
 
@@ -169,7 +168,6 @@ class Tiered:
         await tasks.close()
 
     async def clear(self, tier: str) -> None:
-        assert self.engine.tiers is not None
         if tier == "all":
             self.engine.clear_prefix_cache()
         else:
@@ -199,7 +197,6 @@ class Tiered:
         load = engine.report_load()
         assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
         engine.scheduler.pool.check_invariants()
-        assert engine.tiers is not None
         host, disk = engine.tiers.tiers
         assert isinstance(host, MemoryTier)
         assert isinstance(disk, DiskTier)

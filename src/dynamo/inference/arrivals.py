@@ -5,56 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InternalError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.kv_source import Arrival, ArrivalCounters, FirstToken, KvSource
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence
 
-if TYPE_CHECKING:
-    from dynamo.inference.step_scheduler import StepScheduler
-    from dynamo.inference.step_times import PrefillSpeed
-
 log = logging.getLogger(__name__)
-
-
-class ArrivalHost(Protocol):
-    """The engine of arriving sequences."""
-
-    scheduler: StepScheduler
-    prefill_speed: PrefillSpeed
-
-    def deliver_first_token(self, sequence: EngineSequence, first: FirstToken) -> None:
-        """Add the first token to an arriving sequence and send it to the reply."""
-
-    def on_blocks_arrived(self, sequence: EngineSequence, first: int, tokens: int) -> None:
-        """Take over blocks from `first` up to position `tokens` of an arriving sequence."""
-
-    def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
-        """End the request of a sequence, with `error` if there is one."""
-
-    def on_arrival_ended(self, sequence: EngineSequence) -> None:
-        """Let the sequence run, or release its blocks if it has ended."""
 
 
 class SequenceArrival(Arrival):
     """The arrival of one sequence of an engine."""
 
     def __init__(
-        self, host: ArrivalHost, counters: ArrivalCounters, sequence: EngineSequence
+        self, engine: EngineCore, counters: ArrivalCounters, sequence: EngineSequence
     ) -> None:
         request = sequence.request
         assert request is not None  # noqa: S101 - only requests name a source
         self.request: GenerateRequest = request
         self.context: Context = sequence.request_state.context
         self.prompt_tokens = sequence.prompt_tokens
-        self.block_tokens = host.scheduler.pool.block_tokens
+        self.block_tokens = engine.scheduler.pool.block_tokens
         self.first_block = sequence.registered_blocks
         self.block_ids = [block.id for block in sequence.blocks[self.first_block :]]
-        self._host = host
+        self._engine = engine
         self._counters = counters
         self._sequence = sequence
         self.blocks_arrived = 0
@@ -68,7 +45,7 @@ class SequenceArrival(Arrival):
 
     @property
     def compute_s(self) -> float:
-        return self._missing_tokens * self._host.prefill_speed.token_s
+        return self._missing_tokens * self._engine.prefill_speed.token_s
 
     @property
     def _missing_tokens(self) -> int:
@@ -76,42 +53,42 @@ class SequenceArrival(Arrival):
 
     @property
     def missing_steps(self) -> int:
-        return -(-self._missing_tokens // self._host.scheduler.limits.max_num_batched_tokens)
+        return -(-self._missing_tokens // self._engine.scheduler.limits.max_num_batched_tokens)
 
     def fail(self, error: DynamoError) -> None:
         self._counters.fallbacks["sent again"] += 1
         if not self._sequence.ended:
-            self._host.end_sequence(self._sequence, error)
+            self._engine.end_sequence(self._sequence, error)
 
     def on_arrived(self, tokens: int) -> None:
-        host, sequence = self._host, self._sequence
+        engine, sequence = self._engine, self._sequence
         first = self.first_block + self.blocks_arrived
         end = -(-tokens // self.block_tokens)
         self._counters.blocks_arrived += end - first
         self.blocks_arrived = end - self.first_block
         if sequence.ended:
             return
-        host.on_blocks_arrived(sequence, first, tokens)
+        engine.on_blocks_arrived(sequence, first, tokens)
 
     def on_first_token(self, first: FirstToken) -> bool:
         if not self._sequence.ended:
-            self._host.deliver_first_token(self._sequence, first)
+            self._engine.deliver_first_token(self._sequence, first)
         return not self._sequence.ended
 
 
 class EngineArrivals:
     """Runs the sources of each arriving sequence of one engine in a task."""
 
-    def __init__(self, host: ArrivalHost) -> None:
+    def __init__(self, engine: EngineCore) -> None:
         self.counters = ArrivalCounters()
-        self._host = host
+        self._engine = engine
         self._background = BackgroundTasks()
         self._tasks: dict[EngineSequence, asyncio.Task[None]] = {}
 
     def update(self) -> None:
         """Start the sources of sequences that the scheduler has just admitted, and stop those of
         preempted ones."""
-        arriving = self._host.scheduler.arriving
+        arriving = self._engine.scheduler.arriving
         for sequence in arriving.preempted:
             self.stop(sequence)
         sequences, arriving.new = arriving.new, []
@@ -141,12 +118,12 @@ class EngineArrivals:
     def _on_ended(self, sequence: EngineSequence, task: asyncio.Task[None]) -> None:
         del task
         del self._tasks[sequence]
-        self._host.on_arrival_ended(sequence)
+        self._engine.on_arrival_ended(sequence)
 
     async def _fill_from_all(self, sequence: EngineSequence) -> None:
         for source in sequence.sources:
             counters = self.counters if source.counters is None else source.counters
-            await self._fill(source, SequenceArrival(self._host, counters, sequence), counters)
+            await self._fill(source, SequenceArrival(self._engine, counters, sequence), counters)
 
     async def _fill(
         self, source: KvSource, arrival: SequenceArrival, counters: ArrivalCounters

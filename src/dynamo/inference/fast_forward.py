@@ -10,8 +10,6 @@ import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgspec
-
 from dynamo.core.clock import Clock
 from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
 from dynamo.inference.sequence import ResolveRequest
@@ -21,19 +19,49 @@ MIN_STEPS = 2
 """Fewer steady steps than this are computed one by one."""
 WaitUntilQuiescent = Callable[[], Awaitable[None]]
 """Returns when no other task can run at this instant of virtual time."""
-DeliverSteps = Callable[[int, Sequence[Sequence[int]]], None]
-"""Receives the number of steps taken and, for each running sequence, the sampled tokens."""
+DeliverSteps = Callable[[Sequence[float], Sequence[Sequence[int]]], None]
+"""Receives when the steps ended and, for each running sequence, the sampled tokens."""
 
 
-class FastForward:
-    """Skips the steady steps of one engine. Code that reads the engine's state calls `catch_up`
-    first. Code that changes its batch calls `interrupt`: skipping then ends with the step that is
-    being computed at that moment."""
+class RealTime:
+    """The time of an engine that computes each of its steps. `resolve_request` supplies the
+    contents of simulated requests; None: requests are taken with the tokens that they carry."""
+
+    resolve_request: ResolveRequest | None = None
+
+    def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
+        """Skip steps of this scheduler and pass the results to `deliver`."""
+
+    async def wait_until_quiescent(self) -> None:
+        """Wait until no other task can run at this instant of virtual time."""
+
+    async def skip_steady_steps(self, plan: StepPlan) -> None:
+        """Skip the steps that follow the completed `plan`, and return when a step must be planned.
+        Returns at once if there are fewer than `MIN_STEPS` steady steps."""
+
+    def interrupt(self) -> None:
+        """Stop at the end of the step that is being computed, because the batch will change."""
+
+    def catch_up(self) -> None:
+        """Deliver the tokens of all steps that have ended by now."""
+
+
+class FastForward(RealTime):
+    """Virtual time that skips the steady steps of one engine. Code that reads the engine's state
+    calls `catch_up` first. Code that changes its batch calls `interrupt`: skipping then ends with
+    the step that is being computed at that moment."""
 
     def __init__(
-        self, runner: PredictableModelRunner, clock: Clock, active: set[FastForward] | None = None
+        self,
+        runner: PredictableModelRunner,
+        clock: Clock,
+        wait_until_quiescent: WaitUntilQuiescent,
+        resolve_request: ResolveRequest | None = None,
+        active: set[FastForward] | None = None,
     ) -> None:
         """`active`: a set that this object enters while it skips steps."""
+        self.resolve_request = resolve_request
+        self._wait_until_quiescent = wait_until_quiescent
         self._runner = runner
         self._clock = clock
         self._active = set() if active is None else active
@@ -46,13 +74,13 @@ class FastForward:
         """End times of the steps whose tokens are being delivered now, else empty."""
 
     def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
-        """Skip steps of this scheduler and pass the results to `deliver`."""
         self._scheduler = scheduler
         self._deliver = deliver
 
+    async def wait_until_quiescent(self) -> None:
+        await self._wait_until_quiescent()
+
     async def skip_steady_steps(self, plan: StepPlan) -> None:
-        """Skip the steps that follow the completed `plan`, and return when a step must be planned.
-        Returns at once if there are fewer than `MIN_STEPS` steady steps."""
         steps = self._scheduler.steady_steps(plan)
         if steps < MIN_STEPS:
             return
@@ -73,7 +101,6 @@ class FastForward:
         self._runner.skip_to(self._step_ends[self._last_step - 1])
 
     def interrupt(self) -> None:
-        """Stop at the end of the step that is being computed, because the batch will change."""
         if self._completion is None or self._completion.done():
             return
         last = bisect_left(self._step_ends, self._clock.now(), self._delivered_steps) + 1
@@ -84,7 +111,6 @@ class FastForward:
             self._set_timer()
 
     def catch_up(self) -> None:
-        """Deliver the tokens of all steps that have ended by now."""
         if self._completion is not None:
             self._deliver_up_to(
                 bisect_right(
@@ -109,7 +135,7 @@ class FastForward:
         self._delivered_steps = until
         sampled = self._runner.decode_tokens(self._scheduler.running, steps)
         self._scheduler.advance(steps, sampled)
-        self._deliver(steps, sampled)
+        self._deliver(self.delivered_step_ends, sampled)
         self.delivered_step_ends = ()
         if until < self._last_step:
             self._plan_next()
@@ -117,14 +143,5 @@ class FastForward:
     def _plan_next(self) -> None:
         """Give the next step its blocks where tiers can see them. The events of the steps before
         are published already, as without skipping."""
-        if self._scheduler.tiers is not None:
+        if self._scheduler.tiers.can_load:
             self._scheduler.advance(0, [()] * len(self._scheduler.running), next_planned=True)
-
-
-class SimulationHooks(msgspec.Struct, frozen=True):
-    """The hooks of an engine under virtual time. `resolve_request` None: requests are taken with
-    the tokens that they carry."""
-
-    resolve_request: ResolveRequest | None
-    wait_until_quiescent: WaitUntilQuiescent
-    fast_forward: FastForward

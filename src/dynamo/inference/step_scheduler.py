@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -30,10 +30,8 @@ from dynamo.inference.arrival_queue import ArrivalQueue, admission_order, runnin
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.model_runner import StepChunk, StepPlan
+from dynamo.inference.no_tiers import NoTiers
 from dynamo.inference.sequence import EngineSequence
-
-if TYPE_CHECKING:
-    from dynamo.inference.tiers.kv_tiers import KvTiers
 
 MAX_MATCHED_BLOCKS = 32_768
 """So many cached blocks are matched in one step, since each costs a microsecond of the loop."""
@@ -56,7 +54,7 @@ class StepScheduler:
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []
         self.arriving = ArrivalQueue(pool.block_tokens)
-        self.tiers: KvTiers | None = None
+        self.tiers = NoTiers()
         self.preemptions = 0
         self._block_tokens = pool.block_tokens
         self._registers_at_schedule = hits_from == "scheduled"
@@ -203,7 +201,7 @@ class StepScheduler:
         """Apply `steps` steady steps at once. `sampled` has the tokens of each running sequence.
         `next_planned`: another steady step is being computed; tiers see its blocks, too."""
         block_tokens = self._block_tokens
-        ahead = 1 if next_planned and self.tiers is not None else 0
+        ahead = int(next_planned)
         for sequence, tokens in zip(self.running, sampled, strict=True):
             sequence.computed_tokens = computed = sequence.computed_tokens + steps
             sequence.length += steps
@@ -267,10 +265,11 @@ class StepScheduler:
             and len(self.running) + len(self.arriving) < self.limits.max_num_seqs
         ):
             sequence = waiting[index]
-            if self.tiers and self.tiers.is_prefetching(sequence):
+            if self.tiers.is_prefetching(sequence):
                 index += 1
                 continue
-            if matched > MAX_MATCHED_BLOCKS or not (self._budget or sequence.sources or self.tiers):
+            can_arrive = sequence.sources or self.tiers.can_load
+            if matched > MAX_MATCHED_BLOCKS or not (self._budget or can_arrive):
                 return
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
@@ -281,7 +280,7 @@ class StepScheduler:
             if pool.prefix_caching and not sequence.wants_prompt_logprobs:
                 hits = pool.match(content.hashes[:full], content.fingerprint)
             have = len(hits)
-            if self.tiers and have < full and self.arriving.is_loading(content.hashes[have]):
+            if have < full and self.arriving.is_loading(content.hashes[have]):
                 index += 1
                 continue
             need = -(-sequence.length // self._block_tokens) - len(hits)
@@ -289,7 +288,7 @@ class StepScheduler:
                 return
             if 0 < full == len(hits):
                 sequence.sources = ()
-            elif self.tiers is not None and not sequence.wants_prompt_logprobs:
+            elif not sequence.wants_prompt_logprobs:
                 sequence.sources = self.tiers.sources_for(sequence, len(hits), full)
             if not (sequence.sources or self._budget):
                 return

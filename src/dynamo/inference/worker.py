@@ -272,7 +272,7 @@ class EngineWorker:
 
     def _tier_problems(self) -> str:
         engines = (engine.tiers for engine in self._own_engines)
-        problems = (tier.problem for tiers in engines if tiers for tier in tiers.tiers)
+        problems = (tier.problem for tiers in engines for tier in tiers.tiers)
         return "; ".join(filter(None, dict.fromkeys(problems)))
 
     def _event_problems(self) -> str:

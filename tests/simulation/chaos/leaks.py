@@ -65,7 +65,7 @@ def _engine_leaks(name: str, engine: BatchedEngine) -> Iterator[str]:
     scheduler = engine.scheduler
     try:
         scheduler.pool.check_invariants()
-        for tier in () if engine.tiers is None else engine.tiers.tiers:
+        for tier in engine.tiers.tiers:
             if isinstance(tier, MemoryTier):
                 tier.resident.check_invariants()
     except AssertionError as error:

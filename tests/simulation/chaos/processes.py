@@ -26,8 +26,8 @@ from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.inference.mock.runner import DIGEST_BYTES
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.kv_tiers import OpenedTiers
-from dynamo.inference.tiers.offload import TierHost
 from dynamo.inference.tiers.tier import KvTier, TierBlock
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
@@ -59,8 +59,8 @@ class FlakyTiers(SimulatedTiers):
         self._rng = rng
         self.loaded_blocks = Counter[str]()
 
-    async def open(self, host: TierHost, info: EngineInfo) -> OpenedTiers:
-        opened = await super().open(host, info)
+    async def open(self, engine: EngineCore, info: EngineInfo) -> OpenedTiers:
+        opened = await super().open(engine, info)
         for tier in opened.tiers:
             self._damage(tier)
         return opened

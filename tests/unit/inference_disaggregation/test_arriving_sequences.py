@@ -12,7 +12,7 @@ from dynamo.core.errors import WorkerFailed
 from dynamo.core.tasks import run_all
 from dynamo.core.values import RequestGroup
 from dynamo.inference.mock.timing import LinearTiming
-from dynamo.inference.prefill_calls import PrefillCall
+from dynamo.inference.requests.prefill_calls import PrefillCall
 
 SLOW = {"timing": LinearTiming(c0=2.0, c1=3.0)}
 

@@ -53,7 +53,7 @@ def test_a_token_outside_the_vocabulary_is_not_taken(monkeypatch: pytest.MonkeyP
         alone = await pair.answer(make_request(range(40), prefill=""))
         pair.d.engine.clear_prefix_cache()
         monkeypatch.setattr(
-            "dynamo.inference.prefill_calls.FirstToken",
+            "dynamo.inference.requests.prefill_calls.FirstToken",
             lambda token, *rest: FirstToken(token + 1000, *rest),
         )
         assert (await pair.answer(make_request(range(40)))).ids == alone.ids

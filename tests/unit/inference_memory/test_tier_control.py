@@ -61,7 +61,6 @@ async def engine() -> AsyncIterator[BatchedEngine]:
     for first in (0, 100, 200, 0):
         request = make_request(range(first, first + 24), prefill="", max_tokens=1)
         await engine.generate(request, Context("r"), CollectedReply())
-        assert engine.tiers is not None
         async with asyncio.timeout(5):
             while engine.tiers.storing:
                 await asyncio.sleep(0.001)
@@ -82,7 +81,7 @@ async def test_the_state_of_each_tier_is_shown(engine: BatchedEngine) -> None:
     assert (device.tier, device.capacity_blocks, host.tier) == ("device", 8, "host")
     assert device.blocks == engine.scheduler.pool.cached
     assert host.stored >= 6
-    assert host.blocks == engine.tiers.tiers[0].blocks  # type: ignore[union-attr]
+    assert host.blocks == engine.tiers.tiers[0].blocks
     assert device.evicted > 0
     assert host.load_ms > 0
 
@@ -112,7 +111,7 @@ async def test_a_pinned_prompt_stays_in_host_memory_until_its_pin_ends(
     engine: BatchedEngine,
 ) -> None:
     clock = ManualClock()
-    host = engine.tiers.tiers[0]  # type: ignore[union-attr]
+    host = engine.tiers.tiers[0]
     assert host.pins is not None
     host.pins._clock = clock
     control = KvControl([engine], SystemClock())
@@ -138,19 +137,19 @@ async def test_a_pinned_prompt_stays_in_host_memory_until_its_pin_ends(
 
 
 async def test_what_the_device_holds_goes_down_with_its_pin(engine: BatchedEngine) -> None:
-    host = engine.tiers.tiers[0]  # type: ignore[union-attr]
+    host = engine.tiers.tiers[0]
     control = KvControl([engine], SystemClock())
     await call(control, KvRequest("host"))
     answer = await call(control, pin_request(0))  # the prompt that was computed last
     async with asyncio.timeout(5):
-        while engine.tiers.storing:  # type: ignore[union-attr]
+        while engine.tiers.storing:
             await asyncio.sleep(0.001)
     assert host.blocks == (await call(control, KvRequest())).tiers[1].pins[0].held == 6
     assert answer.pin
 
 
 async def test_a_prompt_that_cannot_be_pinned_is_refused(engine: BatchedEngine) -> None:
-    control, host = KvControl([engine], SystemClock()), engine.tiers.tiers[0]  # type: ignore[union-attr]
+    control, host = KvControl([engine], SystemClock()), engine.tiers.tiers[0]
     ids = make_request(range(3), prefill="", max_tokens=1).token_ids
     with pytest.raises(InvalidRequest, match="has 3 tokens, and a block has 4"):
         await call(control, KvRequest(pin=PinRequest("host", ids)))
@@ -184,7 +183,6 @@ async def test_metrics_are_summed_over_the_ranks(engine: BatchedEngine) -> None:
     declare_tier_metrics(registry, control)
     lines = dict(line.rsplit(" ", 1) for line in registry.render().splitlines() if line[:1] != "#")
 
-    assert engine.tiers is not None
     blocks = 2 * engine.tiers.tiers[0].blocks
     assert float(lines['dynamo_worker_tier_blocks{tier="host"}']) == blocks
     assert float(lines['dynamo_worker_tier_up_ratio{tier="host"}']) == 1

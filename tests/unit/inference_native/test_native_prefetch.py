@@ -30,7 +30,6 @@ async def start(
 ) -> BatchedEngine:
     engine: BatchedEngine = make_engine(cache, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     await engine.start()
-    assert engine.tiers is not None
     engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
     engine.prefill_speed.token_s = 1.0  # so that every load is worth it
     return engine
@@ -50,7 +49,6 @@ async def disk(make_engine: Any, make_request: Any, tmp_path: Path) -> tuple[Cac
     for seed in range(3):
         other = np.random.default_rng(seed).integers(0, 320, 66).tolist()
         await answer(engine, make_request(other, 8, sampling=GREEDY))
-    assert engine.tiers is not None
     assert engine.tiers.tiers[1].blocks >= PROMPT_BLOCKS
     await engine.stop()
     return cache, expected
@@ -62,7 +60,6 @@ async def test_a_waiting_prompt_comes_nearer(
     """With one sequence at a time, the prompt waits while its blocks go from disk to host memory."""
     cache, expected = disk
     engine = await start(make_engine, cache, num_blocks=24, max_num_seqs=1)
-    assert engine.tiers is not None
     host, store = engine.tiers.tiers
     first, tasks = RecordingReply(), BackgroundTasks()
     tasks.start(engine.generate(make_request(OTHER, 60), Context("a"), first))
@@ -91,7 +88,6 @@ async def test_a_prompt_is_admitted_when_its_prefetch_has_ended(
     """The engine is idle when the slow prefetch ends or fails: the prompt is not forgotten."""
     cache, expected = disk
     engine = await start(make_engine, cache, num_blocks=24, max_num_seqs=1)
-    assert engine.tiers is not None
     host = engine.tiers.tiers[0]
     load, go_on = DiskTier.load, asyncio.Event()
 
@@ -142,7 +138,6 @@ async def test_a_preempted_sequence_loads_instead_of_computing(
     assert await run_all(*(answer(engine, request) for request in requests)) == expected
     assert engine.scheduler.preemptions == 1
     if host_blocks:
-        assert engine.tiers is not None
         assert engine.tiers.tiers[0].counters.loaded_blocks >= 25
         assert min(parked) > 0.9, "its blocks were not in host memory before"
         assert sum(computed) < 500 + 10 * 4, "the preempted prompt was computed again"
@@ -172,7 +167,7 @@ def watch_preemptions(engine: BatchedEngine) -> list[float]:
 
     def watched(sequence: Any) -> None:
         blocks = sequence.blocks[: sequence.registered_blocks]
-        if engine.tiers is not None:
+        if engine.tiers.can_load:
             held = [engine.tiers.tiers[0].holds(block.block_hash) for block in blocks]
             shares.append(sum(held) / len(held))
         preempt(sequence)

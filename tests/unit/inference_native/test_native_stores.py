@@ -41,14 +41,13 @@ def cache(
 async def start(make_engine: Any, cache: CacheSettings, num_blocks: int) -> BatchedEngine:
     engine: BatchedEngine = make_engine(cache, num_blocks=num_blocks)
     await engine.start()
-    assert engine.tiers is not None
     engine.prefill_speed.token_s = 1.0  # so that every load is worth it
     return engine
 
 
 async def stored_hashes(engine: BatchedEngine) -> set[int]:
     """Return the blocks in the last tier, when what it knows is complete."""
-    tier = engine.tiers.tiers[-1]  # type: ignore[union-attr]
+    tier = engine.tiers.tiers[-1]
     if tier.name == "shared":
         await tier._refresh()  # type: ignore[attr-defined]
     events = tier.snapshot_events()

@@ -29,7 +29,7 @@ BLOCK_BYTES = 4 * 2 * 2 * 2 * 8 * 4
 async def answer(engine: BatchedEngine, request: GenerateRequest) -> list[int]:
     reply = RecordingReply()
     await engine.generate(request, Context("r"), reply)
-    while engine.tiers is not None and engine.tiers.storing:
+    while engine.tiers.storing:
         await asyncio.sleep(0.001)
     return reply.ids
 
@@ -38,7 +38,6 @@ def check_idle(engine: BatchedEngine) -> None:
     load = engine.report_load()
     assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
     engine.scheduler.pool.check_invariants()
-    assert engine.tiers is not None
     for tier in engine.tiers.tiers:
         if isinstance(tier, MemoryTier):
             tier.resident.check_invariants()

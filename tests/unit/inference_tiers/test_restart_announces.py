@@ -42,7 +42,6 @@ def open_engine(folder: Path) -> BatchedEngine:
 async def fill_disk(folder: Path) -> None:
     engine = open_engine(folder)
     await engine.start()
-    assert engine.tiers is not None
     for prompt in PROMPTS:
         request = GenerateRequest("r", "m", prompt, SamplingParams(), StopConditions(max_tokens=2))
         await engine.generate(request, Context("r"), RecordingReply())

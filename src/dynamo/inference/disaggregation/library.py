@@ -275,7 +275,7 @@ class DecodeEngine(LibraryEngine):
         region, pool = self.engine.runner.region, self.engine.scheduler.pool
         assert region is not None  # noqa: S101 - `start` has checked it
         content = TokenContent(pack_ids(token_ids), pool.block_tokens)
-        if self.engine.tiers is not None:  # as the engine's own sequences
+        if self.engine.tiers.can_load:  # as the engine's own sequences
             content.identity = root_identity()
         content.ensure_hashes(len(token_ids) // pool.block_tokens)
         blocks = pool.match(content.hashes, content.fingerprint)

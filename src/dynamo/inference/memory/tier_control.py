@@ -13,6 +13,7 @@ from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, Protocol
 from dynamo.core.hashing import TOKEN_BYTES, root_identity
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.sequence import TokenContent
+from dynamo.inference.tiers.kv_tiers import KvTiers
 from dynamo.inference.tiers.pins import BlockPins, PinnedPrompt
 from dynamo.inference.tiers.tier import KvTier
 from dynamo.telemetry.metrics import Registry
@@ -96,7 +97,7 @@ class KvControl:
     @property
     def has_tiers(self) -> bool:
         """Whether an engine has a tier below the device."""
-        return any(engine.tiers is not None for engine in self._engines)
+        return any(engine.tiers.can_load for engine in self._engines)
 
     def sum_by_tier(self, field: str) -> Mapping[tuple[str, ...], float]:
         """Return the sum of a field of `TierStatus` by tier below the device."""
@@ -145,7 +146,7 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
     if tier == ALL_TIERS:
         return engine.clear_prefix_cache()
     names = [below.name for below in tiers_below(engine)]
-    if engine.tiers is None or tier not in names:
+    if tier not in names:
         raise NotFound(
             f"this worker has no tier {tier!r} below the device",
             hint=f"its tiers: {', '.join(names) or 'none'}; {ALL_TIERS!r} empties the device, too",
@@ -157,14 +158,14 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
 
 def tiers_below(engine: BatchedEngine) -> Sequence[KvTier]:
     """Return the tiers below the device, the fastest first."""
-    return () if engine.tiers is None else engine.tiers.tiers
+    return engine.tiers.tiers
 
 
 def pin_prompt(engine: BatchedEngine, order: PinRequest) -> str:
     """Pin the full blocks of a prompt in a tier and return the pin's name. Raises `NotFound` if the
     engine has no such tier that pins, and `InvalidRequest`."""
     pinning = {tier.name: tier for tier in tiers_below(engine) if tier.pins is not None}
-    if engine.tiers is None or order.tier not in pinning:
+    if not isinstance(engine.tiers, KvTiers) or order.tier not in pinning:
         raise NotFound(
             f"this worker pins no prompts in a tier {order.tier!r}",
             hint=f"it pins in: {', '.join(pinning) or 'none; --kv-host-size adds host memory'}",

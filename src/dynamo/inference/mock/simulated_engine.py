@@ -9,11 +9,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
-from dynamo.inference.fast_forward import (
-    FastForward,
-    SimulationHooks,
-    WaitUntilQuiescent,
-)
+from dynamo.inference.fast_forward import FastForward, WaitUntilQuiescent
 from dynamo.inference.mock.runner import MockRunner
 from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.sequence import ResolveRequest, SequenceContent
@@ -61,13 +57,15 @@ def make_simulated_engine(
     answers consist of ids of `vocabulary`. `region`: the blocks' memory that peers read. Tiers need
     it, too."""
     runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0, region=region)
-    fast_forward = FastForward(runner, clock, fast_forwarding)
+    fast_forward = FastForward(
+        runner, clock, wait_until_quiescent, resolve_request, fast_forwarding
+    )
     engine = BatchedEngine(
         runner,
         hits_from="scheduled",
         prefix_caching=prefix_caching,
         eviction=make_eviction_policy(eviction),
-        simulation=SimulationHooks(resolve_request, wait_until_quiescent, fast_forward),
+        time=fast_forward,
         open_tiers=open_tiers,
     )
     return engine, fast_forward

@@ -7,17 +7,18 @@ and a tier does becomes an arriving sequence, if loading is predicted to be quic
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, KvEvent, TierLoad
-from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.kv_source import ArrivalCounters, KvSource
 from dynamo.inference.model_runner import StepPlan
+from dynamo.inference.no_tiers import NoTiers
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.tiers.announcements import TierAnnouncements
 from dynamo.inference.tiers.memory_tier import MemoryTier
-from dynamo.inference.tiers.offload import Offload, TierHost
+from dynamo.inference.tiers.offload import Offload
 from dynamo.inference.tiers.prefetch import Prefetcher
 from dynamo.inference.tiers.tier import KvTier
 from dynamo.inference.tiers.tier_source import LoadRun, TierSource, find_runs, useful_runs
@@ -31,38 +32,37 @@ class OpenedTiers(NamedTuple):
     stores_all: bool = False
 
 
-OpenTiers = Callable[[TierHost, EngineInfo], Awaitable[OpenedTiers]]
+OpenTiers = Callable[[EngineCore, EngineInfo], Awaitable[OpenedTiers]]
 """Opens the tiers of an engine that has started."""
 
 
-class KvTiers:
+class KvTiers(NoTiers):
     """The tiers of one engine, fastest first. Used on the engine's loop."""
 
-    def __init__(self, host: TierHost, pool: BlockPool, opened: OpenedTiers) -> None:
+    tiers: Sequence[KvTier]
+    can_load = True
+
+    def __init__(self, engine: EngineCore, opened: OpenedTiers) -> None:
         self.tiers = tiers = tuple(opened.tiers)
         self.arrivals = ArrivalCounters()
-        self._host = host
-        self._pool = pool
-        self._offload = Offload(host, pool, tiers, stores_all=opened.stores_all)
-        self._announcements = TierAnnouncements(host.publish_kv_events)
+        self._engine = engine
+        self._pool = pool = engine.scheduler.pool
+        self._offload = Offload(engine, pool, tiers, stores_all=opened.stores_all)
+        self._announcements = TierAnnouncements(engine.publish_kv_events)
         self._background = BackgroundTasks()
         self._prefetcher = self._open_prefetcher()
 
     @classmethod
-    async def open(
-        cls, host: TierHost, open_tiers: OpenTiers, info: EngineInfo, pool: BlockPool
-    ) -> Self | None:
-        """Open the tiers of an engine; None if there are none. Raises `ConfigError`."""
-        opened = await open_tiers(host, info)
-        return cls(host, pool, opened) if opened.tiers else None
+    async def open(cls, engine: EngineCore, open_tiers: OpenTiers, info: EngineInfo) -> NoTiers:
+        """Open the tiers of an engine. Raises `ConfigError`."""
+        opened = await open_tiers(engine, info)
+        return cls(engine, opened) if opened.tiers else NoTiers()
 
     @property
     def storing(self) -> bool:
-        """Whether blocks are on their way down."""
         return self._offload.storing
 
     async def close(self) -> None:
-        """End the copies in flight and close the tiers."""
         await self._background.close()
         await self._offload.close()
         await self._announcements.close()
@@ -72,8 +72,6 @@ class KvTiers:
     def sources_for(
         self, sequence: EngineSequence, have_blocks: int, full: int
     ) -> Sequence[KvSource]:
-        """Return the sources of the blocks that follow the first `have_blocks` of `full` ones. A
-        tier comes before the sources that the sequence has, or replaces them."""
         self._offload.on_prompt(full - have_blocks)
         runs = self._find_useful_runs(sequence, have_blocks, full)
         own = [source for source in sequence.sources if not isinstance(source, TierSource)]
@@ -83,23 +81,18 @@ class KvTiers:
         return [source] if source.loads.stop == full else [source, *own]
 
     def on_planned(self, plan: StepPlan | None) -> None:
-        """Move blocks down, and those of waiting prompts up, while the engine computes a step."""
-        if self._prefetcher is not None and self._host.scheduler.waiting:
+        if self._prefetcher is not None and self._engine.scheduler.waiting:
             self._prefetcher.wake()
         self._offload.on_planned(plan)
 
     def take_events(self) -> list[KvEvent]:
-        """Return the changes of all tiers since the last call."""
         events = [event for tier in self.tiers for event in tier.take_events()]
         return events + self._announcements.take_events()
 
     def snapshot_events(self) -> list[KvEvent]:
-        """Return events that rebuild the present state of the tiers. Large tiers follow in later
-        events."""
         return self._announcements.snapshot_events(self.tiers)
 
     def report_load(self) -> tuple[TierLoad, ...]:
-        """Return the state of the tiers that work."""
         return tuple(
             TierLoad(
                 tier.name,
@@ -113,8 +106,6 @@ class KvTiers:
         )
 
     def clear(self, name: str = "") -> int:
-        """Empty the tier `name`, or all of them, and return how many blocks they held. If all are
-        emptied, the caller publishes an event for all tiers."""
         count = 0
         for tier in self.tiers:
             if name in {"", tier.name}:
@@ -136,7 +127,6 @@ class KvTiers:
         return pin
 
     def is_prefetching(self, sequence: EngineSequence) -> bool:
-        """Whether blocks of a waiting sequence come into host memory. Then it goes on waiting."""
         return self._prefetcher is not None and self._prefetcher.is_loading(sequence)
 
     def _find_useful_runs(
@@ -147,8 +137,8 @@ class KvTiers:
         runs = find_runs(self.tiers, sequence.content.hashes[:full], have_blocks)
         if not runs:
             return ()
-        token_s = self._host.prefill_speed.token_s
-        backlog_s = self._host.scheduler.prefill_tokens() * token_s
+        token_s = self._engine.prefill_speed.token_s
+        backlog_s = self._engine.scheduler.prefill_tokens() * token_s
         return useful_runs(runs, self._pool.block_tokens * token_s, backlog_s)
 
     def _find_waiting_runs(self, sequence: EngineSequence) -> Sequence[LoadRun]:
@@ -163,9 +153,9 @@ class KvTiers:
         target = self.tiers[0]
         if not (self.tiers[1:] and isinstance(target, MemoryTier) and target.can_receive):
             return None
-        scheduler, host = self._host.scheduler, self._host
+        scheduler, engine = self._engine.scheduler, self._engine
         prefetcher = Prefetcher(
-            target, lambda: scheduler.waiting, self._find_waiting_runs, host.replan
+            target, lambda: scheduler.waiting, self._find_waiting_runs, engine.replan
         )
         self._background.start(prefetcher.run(), "load KV blocks of waiting prompts")
         return prefetcher

@@ -9,15 +9,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from dynamo.core.hashing import IDENTITY_BYTES
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
-from dynamo.inference.model_runner import ModelRunner, PredictableModelRunner, StepPlan
-from dynamo.inference.sequence import EngineSequence
-from dynamo.inference.step_times import PrefillSpeed
+from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.tier import KvTier, TierBlock
 
@@ -40,36 +39,6 @@ GROWTH_BLOCKS = 4
 """With fewer blocks left for each running sequence, the last one is about to be preempted."""
 MIN_PREEMPTIBLE = 2
 """A sequence that runs alone is not preempted."""
-
-
-class SequenceQueues(Protocol):
-    """The queues of an engine."""
-
-    running: list[EngineSequence]
-    waiting: list[EngineSequence]
-
-    def prefill_tokens(self) -> int:
-        """Count the prompt tokens that are still to be computed."""
-
-
-class TierHost(Protocol):
-    """The engine above the tiers."""
-
-    runner: ModelRunner
-    prefill_speed: PrefillSpeed
-
-    @property
-    def scheduler(self) -> SequenceQueues:
-        """The queues of the engine."""
-
-    def catch_up(self) -> None:
-        """Bring the engine to the present time, if it skips steps of virtual time."""
-
-    def publish_kv_events(self) -> None:
-        """Publish the changes of the engine's blocks and of the tiers."""
-
-    def replan(self) -> None:
-        """Plan a step next, because the batch can change."""
 
 
 class TierWriter:
@@ -122,21 +91,21 @@ class Offload:
     """Chooses the blocks that go down, for each tier."""
 
     def __init__(
-        self, host: TierHost, pool: BlockPool, tiers: Sequence[KvTier], *, stores_all: bool
+        self, engine: EngineCore, pool: BlockPool, tiers: Sequence[KvTier], *, stores_all: bool
     ) -> None:
         """`stores_all`: every block goes down to all tiers, whether or not that saves time."""
         self._stores_all = stores_all
-        self._host = host
+        self._engine = engine
         self._pool = pool
         self._first = tiers[0]
-        self._skips_steps = isinstance(host.runner, PredictableModelRunner)
+        self._skips_steps = isinstance(engine.runner, PredictableModelRunner)
         self._min_ahead = max(MIN_AHEAD, pool.num_blocks // AHEAD_SHARE)
         self._peak = 0.0
         self._evictions = 0
         self._registered = -pool.num_blocks
         self._evictable = pool.num_blocks
         self._parked = (0, 0)
-        self._writers = [TierWriter(tier, host.publish_kv_events) for tier in tiers]
+        self._writers = [TierWriter(tier, engine.publish_kv_events) for tier in tiers]
         self._lower_writers = [writer for writer in self._writers if writer.tier.name != "host"]
         self._host_writer = next(iter(set(self._writers) - set(self._lower_writers)), None)
         self._background = BackgroundTasks()
@@ -200,7 +169,7 @@ class Offload:
     def _store_preempted(self, writers: Sequence[TierWriter]) -> None:
         """Store the blocks of the sequence that is preempted next, if few blocks are left. When the
         sequence runs again, it can load them instead of computing."""
-        running = self._host.scheduler.running
+        running = self._engine.scheduler.running
         if len(running) < MIN_PREEMPTIBLE or self._pool.available > GROWTH_BLOCKS * len(running):
             return
         last = running[-1]
@@ -231,14 +200,14 @@ class Offload:
         writer = self._host_writer
         if writer is None:
             return ()
-        compute_s = self._pool.block_tokens * self._host.prefill_speed.token_s
+        compute_s = self._pool.block_tokens * self._engine.prefill_speed.token_s
         load_s = writer.tier.predict_block_s()
         return (writer,) if load_s < MAX_LOAD_FACTOR * compute_s else ()
 
     def _running_blocks(self, count: int) -> Sequence[Block]:
         """Return cached blocks of running sequences, which can be evicted soon after their end."""
         blocks: list[Block] = []
-        for sequence in self._host.scheduler.running:
+        for sequence in self._engine.scheduler.running:
             if len(blocks) >= count:
                 break
             blocks += reversed(sequence.blocks[: sequence.registered_blocks])
@@ -270,11 +239,11 @@ class Offload:
         else:
             missing = [block for block in blocks if not tier.holds(block.block_hash)]
         if missing:
-            self._host.runner.export_cached(missing)
+            self._engine.runner.export_cached(missing)
         return [self._describe(block) for block in missing]
 
     def _describe(self, block: Block) -> TierBlock:
-        region = self._host.runner.region
+        region = self._engine.runner.region
         assert region is not None  # noqa: S101 - tiers are opened for engines with a region
         generation = region.generations[block.id]
         tokens = block.fingerprint.to_bytes(IDENTITY_BYTES)

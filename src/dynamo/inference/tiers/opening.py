@@ -10,10 +10,10 @@ from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.model_runner import ModelRunner
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.codecs import open_codec
 from dynamo.inference.tiers.kv_tiers import OpenedTiers, OpenTiers
 from dynamo.inference.tiers.memory_tier import MemoryTier
-from dynamo.inference.tiers.offload import TierHost
 from dynamo.inference.tiers.tier import KvTier
 
 
@@ -79,9 +79,9 @@ class _TierOpener:
         self._clock = clock
         self._block_bytes = block_bytes
 
-    async def open(self, host: TierHost, info: EngineInfo) -> OpenedTiers:
+    async def open(self, engine: EngineCore, info: EngineInfo) -> OpenedTiers:
         """Open the tiers, the fastest first. Raises `ConfigError`."""
-        runner = host.runner
+        runner = engine.runner
         region = runner.region
         if region is None:
             raise ConfigError(

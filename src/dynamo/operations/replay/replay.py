@@ -89,7 +89,7 @@ class Replay:
 
     def _sum_tier(self, number: int, cluster: ReplayCluster, log: ReplayLog) -> TierResult:
         """Sum up what the tier of that number did for all engines."""
-        tiers = [engine.tiers for engine in cluster.engines if engine.tiers is not None]
+        tiers = [engine.tiers for engine in cluster.engines]
         counters = [tier.tiers[number].counters for tier in tiers]
         loaded = sum(counts.loaded_blocks for counts in counters)
         return TierResult(

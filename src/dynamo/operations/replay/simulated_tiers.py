@@ -8,10 +8,10 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, Tier
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.copies import CopyLink, TimedCopies
 from dynamo.inference.tiers.kv_tiers import OpenedTiers
 from dynamo.inference.tiers.memory_tier import MemoryTier
-from dynamo.inference.tiers.offload import TierHost
 from dynamo.inference.tiers.resident_blocks import ResidentBlocks
 
 _Parts = tuple[ResidentBlocks, CopyLink, CopyLink, dict[int, bytes]]
@@ -34,10 +34,10 @@ class SimulatedTiers:
         self._clock = clock
         self._shared: _Parts | None = None
 
-    async def open(self, host: TierHost, info: EngineInfo) -> OpenedTiers:
+    async def open(self, engine: EngineCore, info: EngineInfo) -> OpenedTiers:
         """Return the tiers of one engine (an `OpenTiers`)."""
         del info
-        region = host.runner.region
+        region = engine.runner.region
         assert region is not None  # noqa: S101 - engines with simulated tiers have one
         tiers = []
         for tier in self._tiers:
@@ -45,7 +45,7 @@ class SimulatedTiers:
             tiers.append(
                 MemoryTier(
                     resident,
-                    TimedCopies(region, loads, stores, contents, host.catch_up),
+                    TimedCopies(region, loads, stores, contents, engine.catch_up),
                     block_bytes=region.slot_bytes,
                     source_generations=region.generations,
                     exclusive=tier is self._tiers[0] and tier.name != "shared",

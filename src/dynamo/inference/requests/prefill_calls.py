@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
 
+from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import Finish, Started
 from dynamo.inference.kv_source import FirstToken, PrefillSink
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence
-
-if TYPE_CHECKING:
-    from dynamo.communication.transfer import MemoryRegion
-    from dynamo.inference.model_runner import ModelRunner
-    from dynamo.inference.step_scheduler import StepScheduler
-
-
-class PrefillHost(Protocol):
-    """The engine of prefill calls."""
-
-    scheduler: StepScheduler
-    runner: ModelRunner
 
 
 class PrefillCall(Reply):
     """A prompt that is computed for another worker. As the reply of its sequence it receives the
     first token; the sequence then leaves the batch and keeps its blocks until the call ends."""
 
-    __slots__ = ("_host", "_region", "_reported_blocks", "_sink", "sequence")
+    __slots__ = ("_engine", "_region", "_reported_blocks", "_sink", "sequence")
 
     def __init__(
-        self, host: PrefillHost, region: MemoryRegion, sink: PrefillSink, have_blocks: int
+        self,
+        engine: EngineCore,
+        region: MemoryRegion,
+        sink: PrefillSink,
+        have_blocks: int,
+        sequence: EngineSequence,
     ) -> None:
-        self._host = host
+        self._engine = engine
         self._region = region
         self._sink = sink
         self._reported_blocks = have_blocks
-        self.sequence: EngineSequence
+        self.sequence = sequence
+        sequence.prefill_only = True
+        if not sequence.min_length > sequence.prompt_tokens:
+            sequence.stop_ids = frozenset()  # the other worker ends the answer
 
     @property
     def holds(self) -> bool:
@@ -45,7 +42,7 @@ class PrefillCall(Reply):
 
     def report_blocks(self) -> None:
         """Report the full blocks that were computed since the last call."""
-        block_tokens = self._host.scheduler.pool.block_tokens
+        block_tokens = self._engine.scheduler.pool.block_tokens
         self._report_up_to(self.sequence.computed_tokens // block_tokens)
 
     def begin(self, started: Started) -> None:
@@ -53,7 +50,7 @@ class PrefillCall(Reply):
 
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         sequence = self.sequence
-        self._host.scheduler.hold(sequence)
+        self._engine.scheduler.hold(sequence)
         sequence.max_length += 1  # the other worker ends the answer
         self._report_up_to(len(sequence.blocks))
         extra = None if logprobs is None else logprobs[0]
@@ -68,7 +65,7 @@ class PrefillCall(Reply):
         if first >= end:
             return
         self._reported_blocks = end
-        self._host.runner.export_blocks(self.sequence, first, end)
+        self._engine.runner.export_blocks(self.sequence, first, end)
         ids = [block.id for block in self.sequence.blocks[first:end]]
         generations = self._region.generations
         self._sink.on_blocks(first, ids, [generations[block] for block in ids])

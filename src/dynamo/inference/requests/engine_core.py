@@ -1,0 +1,139 @@
+"""`EngineCore`: what the parts of a batched engine share, and the delivery of tokens to replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from dynamo.core.reply import Engine, KvEventListener
+from dynamo.core.values import EngineTotals, TokenLogprobs
+from dynamo.inference.fast_forward import RealTime
+from dynamo.inference.kv_source import FirstToken
+from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
+from dynamo.inference.no_tiers import NoTiers
+from dynamo.inference.requests.retried import begin_reply
+from dynamo.inference.sequence import EngineSequence
+from dynamo.inference.step_scheduler import StepScheduler
+from dynamo.inference.step_times import PrefillSpeed, TokenGaps
+
+
+class EngineCore(Engine):
+    """The state of an engine that arrivals, prefill calls and tiers read and change. `scheduler`
+    exists once the engine has started. `time` skips steps where time is virtual."""
+
+    scheduler: StepScheduler
+
+    def __init__(self, runner: ModelRunner, time: RealTime) -> None:
+        self.runner = runner
+        self.tiers = NoTiers()
+        self.counters = EngineTotals()
+        self.token_gaps = TokenGaps()
+        self.prefill_speed = PrefillSpeed()
+        self._time = time
+        self._work_arrived = asyncio.Event()
+        self._kv_event_listeners: list[KvEventListener] = []
+
+    def on_kv_events(self, listener: KvEventListener) -> None:
+        self._kv_event_listeners.append(listener)
+
+    def publish_kv_events(self) -> None:
+        """Publish the changes of the prefix cache and of its tiers since the last call."""
+        events = self.scheduler.pool.take_events() + self.tiers.take_events()
+        if events:
+            for listener in self._kv_event_listeners:
+                listener(events)
+
+    def catch_up(self) -> None:
+        """Deliver every token that is computed by now, if virtual time skips steps."""
+        self._time.catch_up()
+
+    def replan(self) -> None:
+        """Plan a step next, because the batch can change."""
+        self._time.interrupt()
+        self._work_arrived.set()
+
+    def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
+        """End the request of a sequence, with `error` if there is one."""
+        self.scheduler.remove(sequence)
+        sequence.request_state.complete(error)
+
+    def on_blocks_arrived(self, sequence: EngineSequence, first: int, tokens: int) -> None:
+        """Take over blocks from `first` up to position `tokens` of an arriving sequence."""
+        self.catch_up()
+        self.runner.import_blocks(sequence, first, -(-tokens // self.scheduler.pool.block_tokens))
+        self.scheduler.on_arrived(sequence, tokens)
+        if self.scheduler.waiting:  # a sequence with these blocks may be admitted now
+            self.replan()
+        self.publish_kv_events()
+
+    def on_arrival_ended(self, sequence: EngineSequence) -> None:
+        """Let an arriving sequence run, or release its blocks if it has ended."""
+        self.replan()
+        self.scheduler.end_arrival(sequence)
+
+    def deliver_first_token(self, sequence: EngineSequence, first: FirstToken) -> None:
+        """Add the first token of an answer, which another worker has sampled, to an arriving
+        sequence and send it to the reply."""
+        self.catch_up()
+        sequence.cached_tokens = first.cached_tokens
+        self.scheduler.append_first_token(sequence, first.token)
+        self.token_gaps.on_first_token(sequence)
+        try:
+            self._deliver_token(sequence, first.token, first.logprobs)
+        except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
+            self.end_sequence(sequence, error)
+
+    def _deliver_step(self, plan: StepPlan, result: StepResult) -> None:
+        index = 0
+        tokens, logprobs = result.tokens, result.logprobs
+        for chunk in plan.chunks:
+            if not chunk.samples:
+                continue
+            sequence = chunk.sequence
+            if not sequence.ended:
+                extra = logprobs[index] if logprobs is not None else None
+                try:
+                    self._deliver_token(sequence, tokens[index], extra)
+                except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
+                    self.end_sequence(sequence, error)
+            index += 1
+        self.counters.generated_tokens += index
+
+    def _deliver_skipped_steps(
+        self, ends: Sequence[float], sampled: Sequence[Sequence[int]]
+    ) -> None:
+        """Deliver the tokens of skipped steps, which ended at these times: a list for each running
+        sequence."""
+        running = self.scheduler.running.copy()
+        for sequence, ids in zip(running, sampled, strict=True):
+            if not sequence.request_state.reply.tokens(ids):
+                self.end_sequence(sequence)
+        self.counters.steps += len(ends)
+        self.counters.generated_tokens += len(ends) * len(running)
+        if self.token_gaps.target_s:
+            self.token_gaps.on_skipped_steps(ends, len(running))
+        self.publish_kv_events()
+
+    def _deliver_token(
+        self, sequence: EngineSequence, token: int, extra: TokenLogprobs | None
+    ) -> None:
+        """Send one token to its reply and end the sequence if the answer is complete."""
+        reply = sequence.request_state.reply
+        output_tokens = sequence.length - sequence.prompt_tokens
+        if output_tokens == 1:
+            self.counters.cached_tokens += sequence.cached_tokens
+            begin_reply(sequence)
+        grammar = sequence.grammar
+        if grammar is not None and not sequence.feed_grammar():
+            self.end_sequence(sequence, grammar.failure())
+        elif token in sequence.stop_ids and sequence.length > sequence.min_length:
+            reply.finish(sequence.make_finish("stop", token))
+            self.end_sequence(sequence)
+        elif not reply.tokens((token,), None if extra is None else (extra,)):
+            self.end_sequence(sequence)
+        elif grammar is not None and grammar.finished and not sequence.prefill_only:
+            reply.finish(sequence.make_finish("stop"))
+            self.end_sequence(sequence)
+        elif sequence.length >= sequence.max_length:
+            reply.finish(sequence.make_finish("length"))
+            self.end_sequence(sequence)
