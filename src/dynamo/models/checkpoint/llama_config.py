@@ -83,7 +83,7 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """Read the configuration from a GGUF file's metadata. Raises `ModelUnavailable`."""
     kind = file.get("general.architecture", "")
     _check_architecture(kind, _GGUF_ARCHITECTURES)
-    heads = file.get(f"{kind}.attention.head_count")
+    heads = _uniform(file.get(f"{kind}.attention.head_count"))
     embedding = file.tensors.get("token_embd.weight")
     scaling = file.get(f"{kind}.rope.scaling.type", "none")
     values = {
@@ -91,7 +91,7 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
         "intermediate_size": file.get(f"{kind}.feed_forward_length"),
         "num_layers": file.get(f"{kind}.block_count"),
         "num_heads": heads,
-        "num_kv_heads": file.get(f"{kind}.attention.head_count_kv", heads),
+        "num_kv_heads": _uniform(file.get(f"{kind}.attention.head_count_kv", heads)),
         "head_dim": file.get(f"{kind}.attention.key_length"),
         "vocab_size": embedding.shape[0] if embedding else None,
         "context_tokens": file.get(f"{kind}.context_length"),
@@ -141,6 +141,11 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
         "tied": not has_output if tied is None else tied,
     }
     return _build_config(values, path)
+
+
+def _uniform(value: Any) -> Any:
+    """Return the one value of a list with an entry for each layer. Other values stay."""
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
 
 def _build_config(values: dict[str, Any], path: Path) -> LlamaConfig:
