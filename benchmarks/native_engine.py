@@ -27,7 +27,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.engine_sizing import usable_cores
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.native.thread_pool import ThreadPool
-from dynamo.models.checkpoint.llama_config import LlamaConfig
+from dynamo.models.checkpoint.decoder_config import DecoderConfig
 from dynamo.models.resolve import resolve_model_blocking
 
 rng = np.random.default_rng(int(time.time()))
@@ -92,7 +92,7 @@ def read_bandwidth(threads: int) -> float:
     return best
 
 
-def weight_bytes(config: LlamaConfig) -> int:
+def weight_bytes(config: DecoderConfig) -> int:
     """Return the bytes that a token must read: every matrix once."""
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)

@@ -14,7 +14,7 @@ from dynamo.cli.commands import COMMANDS
 from dynamo.core.errors import error_types
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 from dynamo.inference.native.kv_storage import KvShape
-from dynamo.models.checkpoint.llama_config import LlamaConfig
+from dynamo.models.checkpoint.decoder_config import DecoderConfig
 from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.operations.bench.traces import read_trace_sessions
 from dynamo.services.deployment.launch import DEFAULT_OPEN_FILES
@@ -97,7 +97,7 @@ def test_every_dependency_is_explained() -> None:
 def test_the_requirements_name_the_sizes_of_the_default_model() -> None:
     """The figures follow from the code: sizes of files and of `make setup`, weights, KV memory."""
     text = (ROOT / "docs" / "requirements.md").read_text()
-    config = LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
+    config = DecoderConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
     file_mb, fetched_mb = DEFAULT_MODEL.file_bytes / 1e6, DEFAULT_MODEL.wheel_bytes / 1e6
     weights, kv_mb = config.count_weights(), 1000 * KvShape(30, 3, 64).token_bytes / 1e6
 

@@ -13,22 +13,15 @@ import msgspec
 import numpy as np
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.checkpoint.llama_config import LlamaConfig, rope_divisors, tensor_shape
+from dynamo.models.checkpoint.decoder_config import (
+    DecoderConfig,
+    layer_parts,
+    rope_divisors,
+    tensor_shape,
+)
 from dynamo.models.checkpoint.safetensors import SINGLE_FILE
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
 from dynamo.models.metadata import ModelMetadata
-
-_LAYER_PARTS = (
-    "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
 
 
 def export_checkpoint(
@@ -41,6 +34,11 @@ def export_checkpoint(
     `ModelUnavailable` for a model whose rotary frequencies config.json cannot describe.
     """
     with open_weights(path) as weights:
+        if not _is_llama(weights.config):
+            raise ModelUnavailable(
+                f"{path} is no Llama-shaped model, and others are not exported",
+                hint="use the folder that the file was made from",
+            )
         if not np.allclose(weights.rope_divisors(), rope_divisors(weights.config)):
             raise ModelUnavailable(
                 f"{path} scales its rotary frequencies in a way that config.json has no name for"
@@ -54,16 +52,23 @@ def export_checkpoint(
     return names
 
 
-def _tensor_names(config: LlamaConfig) -> Iterator[str]:
+def _is_llama(config: DecoderConfig) -> bool:
+    """Whether a config.json of type llama describes the whole model."""
+    names = ("rope_scaling", "tied")
+    sizes = config.__struct_fields__[: config.__struct_fields__.index("rope_scaling")]
+    return config == DecoderConfig(**{name: getattr(config, name) for name in (*sizes, *names)})
+
+
+def _tensor_names(config: DecoderConfig) -> Iterator[str]:
     yield "model.embed_tokens.weight"
     for layer in range(config.num_layers):
-        yield from (f"model.layers.{layer}.{part}.weight" for part in _LAYER_PARTS)
+        yield from (f"model.layers.{layer}.{part}" for part in layer_parts(config))
     yield "model.norm.weight"
     if not config.tied:
         yield "lm_head.weight"
 
 
-def _metadata_files(config: LlamaConfig, metadata: ModelMetadata) -> dict[str, dict[str, Any]]:
+def _metadata_files(config: DecoderConfig, metadata: ModelMetadata) -> dict[str, dict[str, Any]]:
     end_ids = list(metadata.eos_token_ids)
     generation = msgspec.to_builtins(metadata.generation)
     return {
@@ -98,7 +103,7 @@ def _metadata_files(config: LlamaConfig, metadata: ModelMetadata) -> dict[str, d
     }
 
 
-def _rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
+def _rope_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None

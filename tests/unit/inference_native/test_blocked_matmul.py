@@ -71,7 +71,7 @@ def test_shards_of_a_gated_mlp_equal_the_whole(
     rows, total = random_matrix(count, 48), random_matrix(count, 48)
     gated = rows @ gate.T
     expected = total + (gated / (1 + np.exp(-gated)) * (rows @ up.T)) @ down.T
-    shards = shard_mlp(gate, up, down, thread_pool.threads, small, Arena())
+    shards = shard_mlp(gate, up, down, "silu", thread_pool.threads, small, Arena())
     add_gated_mlp(total, rows, shards, ScratchBuffers(), thread_pool)
     np.testing.assert_allclose(total, expected, atol=1e-5)
 

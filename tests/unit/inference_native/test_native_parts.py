@@ -25,7 +25,7 @@ from dynamo.inference.native.kv_storage import KvShape, KvStorage
 from dynamo.inference.native.ragged import DecodeRun, PrefillSpan, SlotChunk, make_ragged_batch
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.native.thread_pool import ThreadPool
-from dynamo.models.checkpoint.llama_config import LlamaConfig
+from dynamo.models.checkpoint.decoder_config import DecoderConfig
 from dynamo.models.checkpoint.weights import SafetensorsWeights
 
 SHAPE = KvShape(2, 3, 8)
@@ -153,7 +153,7 @@ def test_a_thread_pool_raises_a_job_s_error_and_stays_usable() -> None:
     thread_pool.stop()
 
 
-CONFIG = LlamaConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
+CONFIG = DecoderConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
 
 
 def plan(memory_bytes: int = 1 << 30, context: int = 0, **settings: Any) -> EngineInfo:
@@ -184,7 +184,7 @@ def test_blocks_take_a_share_of_the_memory_that_the_weights_leave(caplog: Any) -
 
 
 def test_too_little_memory_is_refused_with_the_sizes() -> None:
-    default_model = LlamaConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
+    default_model = DecoderConfig(576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, 1e5, tied=True)
     shape = KvShape(30, 3, 64)
     needed = 4 * default_model.count_weights() + int(
         MIN_KV_TOKENS * shape.token_bytes / KV_MEMORY_SHARE

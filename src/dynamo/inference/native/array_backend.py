@@ -21,7 +21,7 @@ class ArrayBackend(ABC):
     """The operations of one backend for one model. Only one thread may call it at a time."""
 
     @abstractmethod
-    def prepare_matrix(self, *parts: Floats) -> Array:
+    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> Array:
         """Prepare a linear layer's weights: `parts` are [out, in], stacked along out."""
 
     @abstractmethod
@@ -29,21 +29,23 @@ class ArrayBackend(ABC):
         """Start a step: the operations until the next `begin_step` belong to `batch`."""
 
     @abstractmethod
-    def embed(self, head: Array) -> Array:
-        """Return the embeddings of the step's token ids, [rows, hidden]. `head` is the result of
-        `prepare_matrix`; its column i belongs to id i."""
+    def embed(self, head: Array, scale: float) -> Array:
+        """Return the embeddings of the step's token ids times `scale`, [rows, hidden]. `head` is
+        the result of `prepare_matrix`; its column i belongs to id i."""
 
     @abstractmethod
     def rms_norm(self, rows: Array, eps: float) -> Array:
         """Divide every row by its root mean square."""
 
     @abstractmethod
-    def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> Array:
-        """Prepare a gated MLP's weights, each [out, in]."""
+    def prepare_gated_mlp(
+        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+    ) -> Array:
+        """Prepare a gated MLP's weights, each [out, in]. `activation`: silu or gelu_tanh."""
 
     @abstractmethod
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
-        """Compute rows @ weight."""
+        """Compute rows @ weight, and add the bias."""
 
     @abstractmethod
     def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
@@ -51,12 +53,21 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
-        """Compute total += (silu(rows @ gate) * (rows @ up)) @ down."""
+        """Compute total += (activation(rows @ gate) * (rows @ up)) @ down."""
 
     @abstractmethod
-    def attend(self, qkv: Array, layer: int) -> Array:
-        """Compute attention: [rows, heads * head_dim]. Queries and keys are rotated by their
-        positions. Keys and values are written into the areas of the step's sequences."""
+    def attend(self, qkv: Array, layer: int, qk_norm: Array | None = None) -> Array:
+        """Compute attention: [rows, heads * head_dim]. Queries and keys are normed, if there are
+        factors `qk_norm`, and rotated by their positions. Keys and values are written into the
+        areas of the step's sequences."""
+
+    @abstractmethod
+    def zeros(self, name: str, rows: int, width: int) -> Array:
+        """Return rows of zeros."""
+
+    @abstractmethod
+    def soften(self, rows: Array, cap: float) -> None:
+        """Replace each x in place by cap * tanh(x / cap)."""
 
     @abstractmethod
     def select_sampled_rows(self, rows: Array) -> Array:

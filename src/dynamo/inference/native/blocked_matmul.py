@@ -30,11 +30,12 @@ MIN_WEIGHTS_PER_THREAD = 600_000
 
 class BlockedMatrix(msgspec.Struct, frozen=True):
     """A linear layer's weights: [block][in][column of the block], zero beyond `width`. `tile_rows`
-    is the number of rows in a tile, or 0 for all rows at once."""
+    is the number of rows in a tile, or 0 for all rows at once. `bias` has the padded width."""
 
     blocks: Floats
     width: int
     tile_rows: int
+    bias: Floats | None = None
 
     @property
     def padded_width(self) -> int:
@@ -50,7 +51,11 @@ class BlockedMatrix(msgspec.Struct, frozen=True):
 
 
 def make_blocked_matrix(
-    parts: tuple[Floats, ...], threads: int, small_kernels: bool, arena: Arena
+    parts: tuple[Floats, ...],
+    threads: int,
+    small_kernels: bool,
+    arena: Arena,
+    bias: Floats | None = None,
 ) -> BlockedMatrix:
     """Build the matrix from weights [out, in], stacked along out."""
     width, depth = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -70,7 +75,9 @@ def make_blocked_matrix(
     for part in parts:
         _fill_columns(blocks, part, row)
         row += part.shape[0]
-    return BlockedMatrix(blocks, width, tile_rows)
+    if bias is not None:
+        bias = np.pad(bias, (0, blocks.shape[0] * size - width))
+    return BlockedMatrix(blocks, width, tile_rows, bias)
 
 
 def _fill_columns(blocks: Floats, part: Floats, row: int) -> None:
@@ -84,7 +91,7 @@ def _fill_columns(blocks: Floats, part: Floats, row: int) -> None:
 
 
 def matmul(rows: Floats, matrix: BlockedMatrix, out: Floats, thread_pool: ThreadPool) -> None:
-    """Compute out[rows, padded columns] = rows @ matrix."""
+    """Compute out[rows, padded columns] = rows @ matrix, and add the bias."""
     _, depth, size = matrix.blocks.shape
     weights = depth * size
     min_blocks = min(
@@ -93,6 +100,8 @@ def matmul(rows: Floats, matrix: BlockedMatrix, out: Floats, thread_pool: Thread
     thread_pool.split_rows(
         len(matrix.blocks), max(1, min_blocks), partial(matmul_blocks, rows, matrix, out)
     )
+    if matrix.bias is not None:
+        out += matrix.bias
 
 
 def matmul_blocks(

@@ -15,7 +15,7 @@ from dynamo.inference.native.kv_storage import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvShape
-    from dynamo.models.checkpoint.llama_config import LlamaConfig
+    from dynamo.models.checkpoint.decoder_config import DecoderConfig
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def usable_cores() -> int:
 
 def plan_engine_info(
     settings: EngineSettings,
-    config: LlamaConfig,
+    config: DecoderConfig,
     shape: KvShape,
     context_tokens: int,
     memory_bytes: int,

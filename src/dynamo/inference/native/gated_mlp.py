@@ -5,6 +5,8 @@ Each thread computes its shard from the rows to a partial sum, so the threads sy
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -31,18 +33,28 @@ The caller starts at once, while the other threads have to wake up.
 
 TILE_ROWS = 32
 """Rows of the gate in one pass, so that the data stay in the L2 cache."""
+GELU_CUBE = np.float32(0.044715)
+GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 
 
 class MlpShard(msgspec.Struct, frozen=True):
-    """Some of the inner columns: -gate and -up side by side, and the matching rows of down."""
+    """Some of the inner columns: -gate and -up side by side, and the matching rows of down.
+    `activate` computes the activation of gate times up from these two."""
 
     gate_up: BlockedMatrix
     down: BlockedMatrix
     width: int
+    activate: Callable[[Floats, Floats, Floats], None]
 
 
 def shard_mlp(
-    gate: Floats, up: Floats, down: Floats, threads: int, small_kernels: bool, arena: Arena
+    gate: Floats,
+    up: Floats,
+    down: Floats,
+    activation: str,
+    threads: int,
+    small_kernels: bool,
+    arena: Arena,
 ) -> tuple[MlpShard, ...]:
     """Split weights [out, in] into shards of like width, one a thread, the caller's first."""
     inner = len(gate)
@@ -56,6 +68,7 @@ def shard_mlp(
             make_blocked_matrix((-gate[low:high], -up[low:high]), 1, small_kernels, arena),
             make_blocked_matrix((down[:, low:high],), 1, small_kernels, arena),
             high - low,
+            ACTIVATIONS[activation],
         )
         for low, high in pairwise(borders)
     )
@@ -68,7 +81,7 @@ def add_gated_mlp(
     scratch: ScratchBuffers,
     thread_pool: ThreadPool,
 ) -> None:
-    """Compute total += (silu(rows @ gate) * (rows @ up)) @ down."""
+    """Compute total += (activation(rows @ gate) * (rows @ up)) @ down."""
     count, width = len(rows), total.shape[1]
     sums = [
         scratch(f"sum{part}", count, shard.down.padded_width) for part, shard in enumerate(shards)
@@ -101,7 +114,7 @@ def _compute_shard(
     width = shard.width
     for first_row in range(0, len(rows), TILE_ROWS):
         part = gate_up[first_row : first_row + TILE_ROWS]
-        _silu_and_mul(
+        shard.activate(
             part[:, :width], part[:, width : 2 * width], gated[first_row : first_row + TILE_ROWS]
         )
     matmul_blocks(gated, shard.down, out)
@@ -114,3 +127,22 @@ def _silu_and_mul(minus_gate: Floats, minus_up: Floats, out: Floats) -> None:
     out += 1.0
     minus_gate *= minus_up
     np.divide(minus_gate, out, out=out)
+
+
+def _gelu_and_mul(minus_gate: Floats, minus_up: Floats, out: Floats) -> None:
+    """Compute gelu(gate) * up into `out`, by the approximation with tanh. `minus_gate` is
+    changed."""
+    np.multiply(minus_gate, minus_gate, out=out)
+    out *= GELU_CUBE
+    out += 1.0
+    out *= minus_gate
+    out *= -GELU_SCALE
+    np.tanh(out, out=out)
+    out += 1.0
+    minus_gate *= minus_up
+    minus_gate *= 0.5
+    out *= minus_gate
+
+
+ACTIVATIONS = {"silu": _silu_and_mul, "gelu_tanh": _gelu_and_mul}
+"""The functions of `MlpShard.activate` by the name of the activation."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from dynamo.inference.native.array_backend import Array, ArrayBackend
-from dynamo.inference.native.attention import SlotAttention
+from dynamo.inference.native.attention import SlotAttention, soften
 from dynamo.inference.native.blas import has_small_kernels, set_blas_threads
 from dynamo.inference.native.blocked_matmul import BlockedMatrix, make_blocked_matrix, matmul
 from dynamo.inference.native.buffers import Arena, Floats, ScratchBuffers
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvStorage
     from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.inference.native.thread_pool import ThreadPool
-    from dynamo.models.checkpoint.llama_config import LlamaConfig
+    from dynamo.models.checkpoint.decoder_config import DecoderConfig, Rotary
 
 MIN_ROWS_PER_THREAD = 128
 """A further thread pays off from this many rows on."""
 
 
 class NumpyBackend(ArrayBackend):
-    """The array operations in NumPy. `kv_storage` holds the keys and values. `rope_divisors` comes
-    from `ModelWeights.rope_divisors`."""
+    """The array operations in NumPy. `kv_storage` holds the keys and values. `rotary` comes from
+    `ModelWeights.rotary`."""
 
     def __init__(
         self,
-        config: LlamaConfig,
-        rope_divisors: Floats,
+        config: DecoderConfig,
+        rotary: Rotary,
         kv_storage: KvStorage,
         thread_pool: ThreadPool,
     ) -> None:
@@ -44,14 +44,12 @@ class NumpyBackend(ArrayBackend):
         self._thread_pool = thread_pool
         set_blas_threads(1)
         self._small_kernels = has_small_kernels()
-        self._attention = SlotAttention(
-            config, rope_divisors, kv_storage, thread_pool, self._scratch
-        )
+        self._attention = SlotAttention(config, rotary, kv_storage, thread_pool, self._scratch)
         self._batch: RaggedBatch
 
-    def prepare_matrix(self, *parts: Floats) -> BlockedMatrix:
+    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> BlockedMatrix:
         return make_blocked_matrix(
-            parts, self._thread_pool.threads, self._small_kernels, self._arena
+            parts, self._thread_pool.threads, self._small_kernels, self._arena, bias
         )
 
     def prepare_vector(self, values: Floats) -> Array:
@@ -61,8 +59,11 @@ class NumpyBackend(ArrayBackend):
         self._batch = batch
         self._attention.begin_step(batch)
 
-    def embed(self, head: Array) -> Array:
-        return np.ascontiguousarray(head.columns(self._batch.token_ids))
+    def embed(self, head: Array, scale: float) -> Array:
+        rows = np.ascontiguousarray(head.columns(self._batch.token_ids))
+        if scale != 1.0:
+            rows *= np.float32(scale)
+        return rows
 
     def rms_norm(self, rows: Array, eps: float) -> Array:
         normal = self._scratch("normal", *rows.shape)
@@ -83,10 +84,11 @@ class NumpyBackend(ArrayBackend):
         self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, normalize)
         return normal
 
-    def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> tuple[MlpShard, ...]:
-        return shard_mlp(
-            gate, up, down, self._thread_pool.threads, self._small_kernels, self._arena
-        )
+    def prepare_gated_mlp(
+        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+    ) -> tuple[MlpShard, ...]:
+        threads = self._thread_pool.threads
+        return shard_mlp(gate, up, down, activation, threads, self._small_kernels, self._arena)
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         out = self._scratch(name, len(rows), weight.padded_width)
@@ -99,8 +101,16 @@ class NumpyBackend(ArrayBackend):
     def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
         add_gated_mlp(total, rows, weights, self._scratch, self._thread_pool)
 
-    def attend(self, qkv: Array, layer: int) -> Array:
-        return self._attention(qkv, layer)
+    def attend(self, qkv: Array, layer: int, qk_norm: Array | None = None) -> Array:
+        return self._attention(qkv, layer, qk_norm)
+
+    def zeros(self, name: str, rows: int, width: int) -> Array:
+        out = self._scratch(name, rows, width)
+        out.fill(0.0)
+        return out
+
+    def soften(self, rows: Array, cap: float) -> None:
+        soften(rows, cap)
 
     def select_sampled_rows(self, rows: Array) -> Array:
         return rows[self._batch.sampled_rows]

@@ -70,8 +70,8 @@ class NativeRunner(ModelRunner):
             self.region.close()
 
     def _load_model(self) -> EngineInfo:
+        from dynamo.inference.native.decoder import DecoderModel
         from dynamo.inference.native.kv_storage import KvShape, KvStorage
-        from dynamo.inference.native.llama import LlamaModel
         from dynamo.inference.native.numpy_backend import NumpyBackend
         from dynamo.inference.native.thread_pool import ThreadPool
         from dynamo.inference.native.weights_digest import DigestedWeights
@@ -102,10 +102,13 @@ class NativeRunner(ModelRunner):
                 host_blocks=host_blocks,
             )
             self._backend = NumpyBackend(
-                config, weights.rope_divisors(), self._kv_storage, ThreadPool(self._threads)
+                config,
+                weights.rotary(info.context_tokens),
+                self._kv_storage,
+                ThreadPool(self._threads),
             )
             try:
-                self._model = LlamaModel(weights, self._backend)
+                self._model = DecoderModel(weights, self._backend)
             except MemoryError as error:
                 raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         self.region = self._kv_storage.region

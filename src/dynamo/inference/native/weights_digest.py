@@ -28,14 +28,17 @@ class DigestedWeights(ModelWeights):
         """The digest of the configuration and of the tensors that were read so far."""
         return self._hash.hexdigest()
 
-    def tensor(self, name: str) -> Floats:
+    def has_tensor(self, name: str) -> bool:
+        return self._weights.has_tensor(name)
+
+    def _read(self, name: str) -> Floats:
         tensor = self._weights.tensor(name)
         values = tensor.reshape(-1)
         self._hash.update(values[:: max(1, values.size // SAMPLES_PER_TENSOR)].tobytes())
         return tensor
 
-    def rope_divisors(self) -> Floats:
-        divisors = self._weights.rope_divisors()
+    def rope_divisors(self, context_tokens: int = 0) -> Floats:
+        divisors = self._weights.rope_divisors(context_tokens)
         self._hash.update(divisors.tobytes())
         return divisors
 

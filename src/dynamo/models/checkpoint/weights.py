@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.checkpoint.gguf import GgufFile
-from dynamo.models.checkpoint.llama_config import (
-    LlamaConfig,
-    config_from_gguf,
-    config_from_json,
+from dynamo.models.checkpoint.architectures import architecture_of, read_config, read_model_type
+from dynamo.models.checkpoint.decoder_config import (
+    DecoderConfig,
+    Rotary,
+    attention_factor,
+    plain_frequencies,
     rope_divisors,
     tensor_shape,
 )
+from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.safetensors import SafetensorsFolder, weight_files
 
 if TYPE_CHECKING:
@@ -27,20 +28,63 @@ if TYPE_CHECKING:
 class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
     """The tensors of a model, read on demand. Close it after the last read."""
 
-    config: LlamaConfig
+    config: DecoderConfig
 
-    @abstractmethod
     def tensor(self, name: str) -> Floats:
         """Return a tensor by its Hugging Face name, `model.layers.0.self_attn.q_proj.weight`.
 
         The array is a float32 copy in C order. Projections are [out, in], with the rows of q and k
-        in rotate_half order. Raises `ModelUnavailable` if the tensor is absent, damaged, or has
-        another shape than `config` requires.
+        in rotate_half order; a part of a fused projection has a name of its own, too. Raises
+        `ModelUnavailable` if the tensor is absent, damaged, or has another shape than `config`
+        requires.
         """
+        whole, part = self._find_fused(name)
+        stored = self._read(whole)
+        expected = tensor_shape(whole, self.config)
+        if stored.shape != expected:
+            raise ModelUnavailable(
+                f"{whole} has shape {stored.shape} instead of {expected}, which the model's "
+                "configuration requires",
+                hint="fetch the model again",
+            )
+        return stored[part]
 
-    def rope_divisors(self) -> Floats:
-        """Return the divisors of rotary frequencies, [head_dim / 2] float32; ones: no scaling."""
-        return rope_divisors(self.config)
+    @abstractmethod
+    def has_tensor(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+
+    @abstractmethod
+    def _read(self, name: str) -> Floats:
+        """Return a tensor as it is stored, in the order of rotate_half."""
+
+    def rope_divisors(self, context_tokens: int = 0) -> Floats:
+        """Return the divisors of rotary frequencies, [rotary_dim / 2] float32, for an engine of
+        this context (0: the model's)."""
+        return rope_divisors(self.config, context_tokens)
+
+    def rotary(self, context_tokens: int = 0) -> Rotary:
+        """Return the rotary embedding of the layers that attend to all positions."""
+        base = plain_frequencies(self.config, self.config.rope_theta)
+        divisors = self.rope_divisors(context_tokens)
+        return Rotary(base / divisors, attention_factor(self.config))
+
+    def _find_fused(self, name: str) -> tuple[str, slice]:
+        """Return the name of the stored tensor and the rows of it that `name` is."""
+        path, _, kind = name.rpartition(".")
+        layer, _, part = path.rpartition(".")
+        fused = _FUSED.get(part)
+        if fused is None or self.has_tensor(name):
+            return name, slice(None)
+        whole, place = fused
+        if not self.has_tensor(f"{layer}.{whole}.{kind}"):
+            return name, slice(None)
+        config = self.config
+        if whole == "gate_up_proj":
+            ends = [0, config.intermediate_size, 2 * config.intermediate_size]
+        else:
+            queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+            ends = [0, queries, queries + keys, queries + 2 * keys]
+        return f"{layer}.{whole}.{kind}", slice(ends[place], ends[place + 1])
 
     @abstractmethod
     def close(self) -> None: ...
@@ -49,8 +93,15 @@ class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
         self.close()
 
 
+_FUSED = {
+    "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
+}  # fmt: skip
+"""The projections that may be stored as a part of one tensor, and their place in it."""
+
+
 class SafetensorsWeights(ModelWeights):
-    """Weights in a Hugging Face folder."""
+    """Weights in a Hugging Face folder. The tensors of a model of text and images have a prefix."""
 
     def __init__(self, folder: Path) -> None:
         if not weight_files(folder):
@@ -59,38 +110,56 @@ class SafetensorsWeights(ModelWeights):
                 hint="the mock and echo engines need no weights; native needs model.safetensors",
             )
         self._files = SafetensorsFolder(folder)
-        names = self._files.tensors
-        _reject_biases(names)
-        self.config = config_from_json(folder / "config.json", "lm_head.weight" in names)
+        self._stored_names = {_plain_name(name): name for name in self._files.tensors}
+        names = frozenset(name for name in self._stored_names if name.startswith(_TEXT_PARTS))
+        path = folder / "config.json"
+        self.config = read_config(path, names)
+        self._norm_offset = architecture_of(read_model_type(path)).norm_offset
 
-    def tensor(self, name: str) -> Floats:
-        return _check_shape(self._files.tensor(name), name, self.config)
+    def _read(self, name: str) -> Floats:
+        stored = self._files.tensor(self._stored_names.get(name, name))
+        if self._norm_offset and name.endswith("norm.weight"):
+            stored += self._norm_offset
+        return stored
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self._stored_names
 
     def close(self) -> None:
         self._files.close()
 
 
 class GgufWeights(ModelWeights):
-    """Weights in a GGUF file of the llama architecture."""
+    """Weights in a GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
         self._file.check_tensors()
-        _reject_biases(self._file.tensors)
-        self.config = config_from_gguf(self._file)
+        kind = self._file.get("general.architecture", "")
+        self._has_pairs = architecture_of(kind).gguf_pairs
+        self._stored_names = {hugging_face_name(name, kind): name for name in self._file.tensors}
+        self.config = read_config(self._file, frozenset(self._stored_names))
 
-    def tensor(self, name: str) -> Floats:
-        stored = _check_shape(self._file.tensor(gguf_tensor_name(name)), name, self.config)
-        if ".self_attn.q_proj." in name:
+    def _read(self, name: str) -> Floats:
+        stored = self._file.tensor(self._stored_names.get(name, name))
+        if self._has_pairs and ".self_attn.q_proj." in name:
             return _undo_rotary_permutation(stored, self.config.num_heads)
-        if ".self_attn.k_proj." in name:
+        if self._has_pairs and ".self_attn.k_proj." in name:
             return _undo_rotary_permutation(stored, self.config.num_kv_heads)
         return stored
 
-    def rope_divisors(self) -> Floats:
-        if "rope_freqs.weight" in self._file.tensors:
+    def has_tensor(self, name: str) -> bool:
+        return name in self._stored_names
+
+    def rope_divisors(self, context_tokens: int = 0) -> Floats:
+        if self.has_tensor("rope_freqs.weight"):
             return self.tensor("rope_freqs.weight")
-        return super().rope_divisors()
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            context = context_tokens or self.config.context_tokens
+            length = "long" if context > scaling.original_context else "short"
+            return self._read(f"rope_factors_{length}.weight")
+        return super().rope_divisors(context_tokens)
 
     def close(self) -> None:
         self._file.close()
@@ -101,52 +170,57 @@ def open_weights(path: Path) -> ModelWeights:
     return GgufWeights(path) if path.is_file() else SafetensorsWeights(path)
 
 
-def _reject_biases(names: Iterable[str]) -> None:
-    biases = [name for name in names if name.endswith(".bias")]
-    if biases:
-        raise ModelUnavailable(
-            f"the native engine does not support biases, and the model has {biases[0]}"
-        )
-
-
-def _check_shape(tensor: Floats, name: str, config: LlamaConfig) -> Floats:
-    expected = tensor_shape(name, config)
-    if tensor.shape != expected:
-        raise ModelUnavailable(
-            f"{name} has shape {tensor.shape} instead of {expected}, which the model's "
-            "configuration requires",
-            hint="fetch the model again",
-        )
-    return tensor
-
-
 _GGUF_TOP_LEVEL = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
 _GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_GGUF_NAMES_BY_TYPE = {
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
+_TEXT_PARTS = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
-def gguf_tensor_name(name: str) -> str:
-    """Return GGUF's name for a Hugging Face tensor name. Unknown names are returned unchanged."""
-    if name in _GGUF_TOP_LEVEL:
-        return _GGUF_TOP_LEVEL[name]
+def _plain_name(name: str) -> str:
+    """Return the name that a tensor has in a model of text alone."""
+    for prefix in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.startswith("lm_head.") else f"model.{rest}"
+    return name
+
+
+def hugging_face_name(name: str, kind: str) -> str:
+    """Return Hugging Face's name for the tensor of a GGUF file of this type. Unknown names are
+    returned unchanged."""
+    part, _, suffix = name.rpartition(".")
+    if part in _GGUF_TOP_LEVEL:
+        return f"{_GGUF_TOP_LEVEL[part]}.{suffix}"
     match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _GGUF_LAYER:
+    names = _GGUF_LAYER | _GGUF_NAMES_BY_TYPE.get(kind, {})
+    if match is None or match[2] not in names:
         return name
-    return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.weight"
+    return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
 
 
 def _undo_rotary_permutation(stored: Floats, heads: int) -> Floats:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dynamo.inference.native import ragged
+from dynamo.inference.native.decoder import DecoderModel
 from dynamo.inference.native.kv_storage import KvShape, KvStorage
-from dynamo.inference.native.llama import LlamaModel
 from dynamo.inference.native.numpy_backend import NumpyBackend
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
 from dynamo.inference.native.thread_pool import ThreadPool
@@ -33,9 +33,9 @@ class ForwardHarness:
             )
             self.threads = threads
             self.backend = NumpyBackend(
-                config, weights.rope_divisors(), self.kv_storage, ThreadPool(threads)
+                config, weights.rotary(), self.kv_storage, ThreadPool(threads)
             )
-            self.model = LlamaModel(weights, self.backend)
+            self.model = DecoderModel(weights, self.backend)
 
     def step(self, *parts: tuple[int, int, list[int]]) -> np.ndarray[Any, Any]:
         """Return the logits of the last position of every part."""

@@ -1,0 +1,200 @@
+"""The forward pass of decoder-only transformers over a ragged batch.
+
+The factors of norms before a matrix are folded into it, and the scale of scores into the queries.
+The rotary pairs of a head are neighbours, so that rotation is one complex multiplication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynamo.inference.native.array_backend import Array, ArrayBackend
+from dynamo.models.checkpoint.decoder_config import norm_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynamo.inference.native.buffers import Floats
+    from dynamo.inference.native.ragged import RaggedBatch
+    from dynamo.models.checkpoint.decoder_config import DecoderConfig
+    from dynamo.models.checkpoint.weights import ModelWeights
+
+
+class DecoderLayer(msgspec.Struct, frozen=True):
+    """The weights of one layer. `qk_norm`: the factors of the norm of queries and keys,
+    [heads, head_dim]. `attention_norm` and `mlp_norm` are those of norms after the matrices."""
+
+    qkv: Array
+    out: Array
+    mlp: Array
+    qk_norm: Array | None = None
+    attention_norm: Array | None = None
+    mlp_norm: Array | None = None
+
+
+class DecoderModel:
+    """A model's weights, prepared for a backend."""
+
+    def __init__(self, weights: ModelWeights, backend: ArrayBackend) -> None:
+        self._config = config = weights.config
+        self._backend = backend
+        embedding = weights.tensor("model.embed_tokens.weight")
+        self._embedding = backend.prepare_matrix(embedding)
+        self._lm_head = (
+            self._embedding
+            if config.tied
+            else backend.prepare_matrix(weights.tensor("lm_head.weight"))
+        )
+        final_norm = weights.tensor("model.norm.weight")
+        final_norm *= config.logit_scale
+        self._final_norm = backend.prepare_vector(final_norm)
+        self._layers = [
+            _prepare_layer(weights, backend, index) for index in range(config.num_layers)
+        ]
+        self._add_layer = self._add_plain if config.norms == "before" else self._add_normed
+
+    def forward(
+        self, batch: RaggedBatch, read_rows: Callable[[Array], None] | None = None
+    ) -> Floats:
+        """Return the logits of the sampled rows, [samples, vocabulary]. The next call overwrites
+        them. `read_rows` may read all rows of the last layer, [rows, hidden], by `project`."""
+        backend = self._backend
+        backend.begin_step(batch)
+        rows = backend.embed(self._embedding, self._config.embedding_scale)
+        for index, layer in enumerate(self._layers):
+            self._add_layer(rows, layer, index)
+        if read_rows is not None:
+            read_rows(rows)
+        if not len(batch.sampled_rows):
+            return backend.to_numpy(rows[:0])
+        return self.project(backend.select_sampled_rows(rows))
+
+    def project(self, rows: Array) -> Floats:
+        """Return the logits of rows of the last layer. The next call overwrites them."""
+        backend = self._backend
+        last = backend.rms_norm(rows, self._config.norm_eps)
+        backend.scale(last, self._final_norm)
+        logits = backend.linear(last, self._lm_head, "logits")
+        if self._config.logit_softcap:
+            backend.soften(logits, self._config.logit_softcap)
+        return backend.to_numpy(logits)
+
+    def _add_plain(self, rows: Array, layer: DecoderLayer, index: int) -> None:
+        """Add a layer with norms before its matrices, as Llama's."""
+        backend, eps = self._backend, self._config.norm_eps
+        qkv = backend.linear(backend.rms_norm(rows, eps), layer.qkv, "qkv")
+        backend.add_linear(rows, backend.attend(qkv, index, layer.qk_norm), layer.out)
+        backend.add_gated_mlp(rows, backend.rms_norm(rows, eps), layer.mlp)
+
+    def _add_normed(self, rows: Array, layer: DecoderLayer, index: int) -> None:
+        """Add a layer whose results are normed before they are added (Gemma, OLMo-2)."""
+        backend, eps = self._backend, self._config.norm_eps
+        normed_input = self._config.norms == "around"
+        qkv = backend.linear(
+            backend.rms_norm(rows, eps) if normed_input else rows, layer.qkv, "qkv"
+        )
+        attended = backend.attend(qkv, index, layer.qk_norm)
+        added = backend.rms_norm(backend.linear(attended, layer.out, "attention"), eps)
+        backend.scale(added, layer.attention_norm)
+        rows += added
+        mlp = backend.zeros("mlp", len(rows), self._config.hidden_size)
+        backend.add_gated_mlp(mlp, backend.rms_norm(rows, eps) if normed_input else rows, layer.mlp)
+        added = backend.rms_norm(mlp, eps)
+        backend.scale(added, layer.mlp_norm)
+        rows += added
+
+
+def _prepare_layer(weights: ModelWeights, backend: ArrayBackend, index: int) -> DecoderLayer:
+    import numpy as np
+
+    config = weights.config
+    rotary_dim = config.rotary_dim or config.head_dim
+
+    def tensor(part: str, kind: str = "weight") -> Floats:
+        return weights.tensor(f"model.layers.{index}.{part}.{kind}")
+
+    def project(part: str, heads: int) -> tuple[Floats, Floats | None]:
+        """Return a projection and its bias, with the rows of the rotary pairs of `heads` heads side
+        by side."""
+        matrix = tensor(f"self_attn.{part}")
+        bias = tensor(f"self_attn.{part}", "bias") if part in config.biases else None
+        if heads:
+            matrix = interleave_rotary_pairs(matrix, heads, rotary_dim)
+        if heads and bias is not None:
+            bias = interleave_rotary_pairs(bias[:, None], heads, rotary_dim)[:, 0]
+        return matrix, bias
+
+    query, query_bias = project("q_proj", config.num_heads)
+    key, key_bias = project("k_proj", config.num_kv_heads)
+    value, value_bias = project("v_proj", 0)
+    qk_norm = _read_qk_norm(tensor, config)
+    if qk_norm is None:
+        query *= config.scores_scale
+        if query_bias is not None:
+            query_bias = query_bias * config.scores_scale
+    gate, up = tensor("mlp.gate_proj"), tensor("mlp.up_proj")
+    out, out_bias = project("o_proj", 0)
+    down = tensor("mlp.down_proj")
+    if config.residual_scale != 1.0:
+        out *= config.residual_scale
+        down *= config.residual_scale
+    before, after = norm_names(config)
+    for names, matrices in zip(before, ((query, key, value), (gate, up)), strict=True):
+        for matrix in matrices if names else ():
+            np.multiply(matrix, tensor(names), out=matrix)
+    biases = (query_bias, key_bias, value_bias)
+    sizes = (len(query), len(key), len(value))
+    return DecoderLayer(
+        qkv=backend.prepare_matrix(query, key, value, bias=_join_biases(biases, sizes)),
+        out=backend.prepare_matrix(out, bias=out_bias),
+        mlp=backend.prepare_gated_mlp(gate, up, down, config.activation),
+        qk_norm=None if qk_norm is None else backend.prepare_vector(qk_norm),
+        attention_norm=backend.prepare_vector(tensor(after[0])) if after[0] else None,
+        mlp_norm=backend.prepare_vector(tensor(after[1])) if after[1] else None,
+    )
+
+
+def _read_qk_norm(tensor: Callable[[str], Floats], config: DecoderConfig) -> Floats | None:
+    """Return the factors of the norm of queries and keys, [heads, head_dim], with the scale of
+    scores."""
+    import numpy as np
+
+    if not config.qk_norm:
+        return None
+    rotary_dim = config.rotary_dim or config.head_dim
+    factors = []
+    for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+        values = tensor(f"self_attn.{part}").reshape(-1, config.head_dim)
+        column = np.broadcast_to(values, (heads, config.head_dim)).reshape(-1, 1)
+        ordered = interleave_rotary_pairs(column, heads, rotary_dim)
+        factors.append(ordered.reshape(heads, config.head_dim))
+    factors[0] = factors[0] * np.float32(config.scores_scale)
+    return np.concatenate(factors)
+
+
+def _join_biases(biases: tuple[Floats | None, ...], sizes: tuple[int, ...]) -> Floats | None:
+    import numpy as np
+
+    if all(bias is None for bias in biases):
+        return None
+    parts = [
+        np.zeros(size, np.float32) if bias is None else bias
+        for bias, size in zip(biases, sizes, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def interleave_rotary_pairs(projection: Floats, heads: int, rotary_dim: int) -> Floats:
+    """Reorder the first `rotary_dim` rows of each head from rotate_half order (two halves) so that
+    rotary pairs are neighbours."""
+    import numpy as np
+
+    rows, width = projection.shape
+    by_head = projection.reshape(heads, rows // heads, width)
+    rotated = by_head[:, :rotary_dim].reshape(heads, 2, rotary_dim // 2, width).swapaxes(1, 2)
+    ordered = np.concatenate(
+        (rotated.reshape(heads, rotary_dim, width), by_head[:, rotary_dim:]), axis=1
+    )
+    return ordered.reshape(rows, width)
