@@ -114,6 +114,7 @@ oracle:  ## make the native engine's reference answers anew (torch and transform
 	test -x $(VENV)-oracle/bin/python || $(PYTHON) -m venv $(VENV)-oracle
 	$(VENV)-oracle/bin/python -m pip install --quiet --editable '.[oracle]'
 	$(VENV)-oracle/bin/python scripts/template_oracle.py
+	$(VENV)-oracle/bin/python scripts/shapes_oracle.py
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv

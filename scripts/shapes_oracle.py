@@ -2,9 +2,9 @@
 
     python scripts/shapes_oracle.py [--out tests/data/oracle/shapes.json] [NAME ...]
 
-Needs torch and transformers (the `oracle` extra). Each case is a small random model: a config.json
-of its type, and weights that follow from the names and shapes of its tensors (`random_tensor`), so
-that no weights are committed. transformers computes greedy answers to random prompts in float32.
+Needs torch and transformers (the `oracle` extra). Each case is a small random model of some type.
+Its weights follow from the names and shapes of its tensors (`random_tensor`), so that none are
+committed. transformers computes greedy answers to random prompts in float32.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class SlotAttention:
 
     def _mask(self, run: DecodeRun, window: int) -> Floats:
         """Return [rows, 1, 1, positions]: minus infinity at positions beyond a row's sequence, and
-        before its window. They begin with `_first_position`."""
+        before its window. The first column is `_first_position`."""
         ends = self._batch.positions[run.low : run.high, None] + 1
         positions = np.arange(self._first_position(run, window), run.length)
         hidden = positions >= ends

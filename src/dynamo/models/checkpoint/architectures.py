@@ -25,7 +25,7 @@ _ACTIVATIONS = {
 
 
 class Architecture(NamedTuple):
-    """What a model type fixes. `fields`: those of `DecoderConfig`. `norm_offset`: what norm factors
+    """The parts of a model that its type fixes. `fields`: those of `DecoderConfig`. `norm_offset`: what norm factors
     in safetensors lack. `gguf_pairs`: GGUF files have rotary pairs side by side. `window_period`:
     every layer of that number attends to all positions, the others to a window; 0: no such rule."""
 
