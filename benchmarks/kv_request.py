@@ -40,15 +40,15 @@ from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Decision, Policy
-from dynamo.scheduling.router.prompt import make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import WorkerRouter
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.prompt import make_prompt_reader
+from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256

@@ -23,7 +23,6 @@ from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
@@ -33,7 +32,6 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
@@ -43,8 +41,9 @@ from dynamo.scheduling.router.replicas.routing_events import (
     encode_routing_events,
 )
 from dynamo.scheduling.router.replicas.sync import routed_event
-from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest, Placement
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.telemetry import Registry
 
 WORKERS = {

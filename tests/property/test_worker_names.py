@@ -40,7 +40,6 @@ from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.factory import PolicyInputs, connect_replicas, open_policy
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import (
     QUERY_ACCEPTED,
@@ -49,9 +48,10 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 
 BLOCK = 64
 LIMIT_S = 2.0

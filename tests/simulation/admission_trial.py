@@ -23,7 +23,7 @@ from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.telemetry import Registry
 
 BLOCK, PROMPT, ANSWER = 64, 256, 60

@@ -12,7 +12,7 @@ from tests.simulation.conftest import chats, cluster, same, unique
 from dynamo.core.values import Load
 from dynamo.operations.replay.cluster import ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.workers import WorkerStates
 
 
 def test_kv_routing_reuses_more_than_round_robin(replay):

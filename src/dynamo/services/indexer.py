@@ -22,7 +22,7 @@ from dynamo.scheduling.index.remote_index import (
 )
 from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.services.cache_views import create_cache_view, follow_kv_events
 from dynamo.services.index_file import IndexFile
 from dynamo.services.model_pipeline import WORKER_COMPONENT

@@ -32,14 +32,14 @@ from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs, chain
 from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.factory import KV, PolicyInputs, connect_replicas, open_policy
-from dynamo.scheduling.router.load_view import LoadListener, LoadView
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
-from dynamo.scheduling.router.prompt import make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.scheduling.workers.load_view import LoadListener, LoadView
+from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.sdk.decorators import spec_of
 from dynamo.services.cache_views import open_cache_view
 from dynamo.services.catalogue import CardCompatibility

@@ -28,7 +28,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     encode_reply,
     request_from_query,
 )
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue

@@ -16,10 +16,10 @@ from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
 from dynamo.scheduling.router.factory import KV
 from dynamo.scheduling.router.harm_steering import HarmSteering, declare_harm_metrics
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.selectors import make_selector
+from dynamo.scheduling.workers.load_view import LoadView
 
 EXPLAINABLE_MODES = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""

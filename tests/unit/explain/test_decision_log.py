@@ -11,8 +11,8 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.explain.decision_log import DecisionLog, Explanation
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
+from dynamo.scheduling.workers.placed_request import Placement
 
 
 def request(name: str, choice: int = 0) -> GenerateRequest:

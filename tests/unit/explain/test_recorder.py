@@ -11,7 +11,6 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.explain.recorder import PrefixHistory, RoutingRecorder
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
@@ -21,7 +20,8 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Decision, Outcome
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 
 

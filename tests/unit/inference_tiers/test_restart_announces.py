@@ -23,7 +23,7 @@ from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.workers.load_view import LoadView
 
 PROMPTS = [pack_ids(range(first, first + 330)) for first in (100, 430, 100, 430, 100, 430)]
 HASHES = block_hashes(PROMPTS[0], 16)

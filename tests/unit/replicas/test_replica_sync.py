@@ -20,11 +20,11 @@ from dynamo.scheduling.router.costs.block_cost import BlockCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 
 SUBJECT = "dynamo.router/tiny"
 WORKERS = {

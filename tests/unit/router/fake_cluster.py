@@ -14,9 +14,9 @@ from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 
 BLOCK = 16
 ENGINE = {

@@ -20,9 +20,9 @@ from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 
 CONTEXT = Context("r")
 

@@ -19,7 +19,8 @@ from dynamo.scheduling.router.factory import make_cost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import LARGE_FLEET
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 HASHES = list(range(1, 101))
 WRONG = (nan, -inf, inf, "7", None, 1j, [1.0], 10**400, ZeroDivisionError("a bug"))

@@ -17,7 +17,7 @@ from dynamo.scheduling.router.costs.composite import CompositeCost
 from dynamo.scheduling.router.costs.interface import Cost, lowest_indices
 from dynamo.scheduling.router.costs.predicted import PredictedCost, TtftCost
 from dynamo.scheduling.router.factory import make_cost
-from dynamo.scheduling.router.prompt import common_prefix_blocks
+from dynamo.scheduling.workers.prompt import common_prefix_blocks
 
 STEP, PROMPT = 8_192, 4_096
 HASHES = list(range(1, PROMPT // BLOCK + 1))

@@ -54,9 +54,9 @@ from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.library import kv_router
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.workers.load_view import LoadView
 
 ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))

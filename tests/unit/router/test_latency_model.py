@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
-from dynamo.scheduling.router.latency_model import LatencyRegression, WorkerSlowdown
+from dynamo.scheduling.workers.latency_model import LatencyRegression, WorkerSlowdown
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 200.0])

@@ -13,7 +13,7 @@ from dynamo.scheduling.router.costs.interface import TABLE_ROWS
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.placement import regret, solver
 from dynamo.scheduling.router.placement.shortlist import ShortlistCandidates
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 
 WORKERS = 120
 BOTH, PREFILL, DECODE = ["prefill", "decode"], ["prefill"], ["decode"]

@@ -13,7 +13,7 @@ from dynamo.scheduling.router.costs.affinity import AffinityCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost, PredictedCostMatrix, TtftCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import HoldLimits
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 HASHES = list(range(1, 501))
 

@@ -15,8 +15,8 @@ from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import HoldLimits, PlacementSolver
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 
 BUDGET = 1000
 INSTANCES = {

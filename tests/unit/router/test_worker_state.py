@@ -8,13 +8,9 @@ import pytest
 from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import (
-    REFRESH_INTERVAL_S,
-    STALL_HALVING_TOKENS,
-    PlacedRequest,
-    WorkerState,
-)
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import REFRESH_INTERVAL_S, STALL_HALVING_TOKENS, WorkerState
 
 CAPACITY = int(str(ENGINE["num_blocks"])) * int(str(ENGINE["block_tokens"]))
 
@@ -187,7 +183,8 @@ def test_a_peers_request_counts_and_does_not_update_the_model(
         worker.latency_model.decode.observation_count,
     )
     foreign = PlacedRequest("foreign", worker, Prompt(100, ()), 100, cluster.now)
-    worker.add_decoding(foreign, 40, cluster.now)
+    foreign.emitted = 40
+    worker.add_decoding(foreign, cluster.now)
     worker.refresh(cluster.now)
     assert (worker.decode_context_tokens, worker.pending_prefills) == (140, 0)
     foreign.emitted = 100

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from dynamo.core.values import EngineInfo, Load, sum_loads
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
-from dynamo.scheduling.admission.durations import DequeueRate, DurationHistogram, DurationModel
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.durations import DequeueRate, DurationHistogram, DurationModel
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.slots import ClusterCapacity, Reservation
+from dynamo.scheduling.workers.workers import WorkerStates
 
 
 def test_the_remaining_duration_by_age() -> None:

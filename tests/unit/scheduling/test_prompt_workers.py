@@ -10,9 +10,9 @@ from tests.unit.router.fake_cluster import ENGINE, instance
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.router.costs.pair import PairCost
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import PlacedRequest
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import WorkerStates
 
 NOW = 100.0
 

@@ -25,7 +25,7 @@ from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
 from dynamo.scheduling.router.attempt import Attempt, RankBalancer
-from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.workers.placed_request import Placement
 from dynamo.telemetry import Registry
 
 ENDPOINT = "dynamo.worker.generate"

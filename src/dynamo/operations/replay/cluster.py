@@ -47,10 +47,10 @@ from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.attempt import ListenerFactory
 from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
-from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.roles import decodes, only_prefills
+from dynamo.scheduling.workers.load_view import LOAD_METRICS_SUFFIX, LoadView
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"

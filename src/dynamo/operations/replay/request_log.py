@@ -19,7 +19,7 @@ from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.workers.prompt import Prompt
 
 FIRST_UNIQUE_BLOCK = 1 << 62
 NO_OBJECTIVES = LatencyObjectives()

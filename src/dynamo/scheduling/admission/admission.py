@@ -22,8 +22,6 @@ from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSet
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.capacity import ClusterCapacity
-from dynamo.scheduling.admission.durations import DequeueRate
 from dynamo.scheduling.admission.in_flight import InFlight
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
@@ -31,6 +29,8 @@ from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.workers.durations import DequeueRate
+from dynamo.scheduling.workers.slots import ClusterCapacity
 from dynamo.telemetry import Registry
 
 MAX_CHECKED_TTFT_S = 30.0

@@ -12,13 +12,13 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.admission.label_queues import QueuedRequest
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.router.attempt import AttemptListener
-from dynamo.scheduling.router.latency_model import FORGETTING_FACTOR
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.workers.latency_model import FORGETTING_FACTOR
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.slots import ClusterCapacity, Reservation
 
 MIN_FIRST_TOKENS = 4
 """Prefill times are predicted after this many first tokens."""

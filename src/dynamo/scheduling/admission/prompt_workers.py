@@ -9,8 +9,8 @@ from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.costs.pair_price import PairRules
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 ROUNDING_MS = 1e-6
 

@@ -12,7 +12,6 @@ from dynamo.scheduling.router.library.kv_router import (
     WorkerSelectionResult,
     WorkerStatus,
 )
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     AdaptiveLoadBalancer,
     Capacity,
@@ -37,6 +36,7 @@ from dynamo.scheduling.router.selectors import (
     WorkerScore,
     WorkerSelector,
 )
+from dynamo.scheduling.workers.placed_request import Placement
 
 __all__ = [
     "AdaptiveLoadBalancer",

@@ -17,9 +17,9 @@ from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.data_parallel import NO_RANKS, data_parallel_ranks
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Outcome
+from dynamo.scheduling.workers.data_parallel import NO_RANKS, data_parallel_ranks
+from dynamo.scheduling.workers.placed_request import Placement
 
 
 class AttemptListener:

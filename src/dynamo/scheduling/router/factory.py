@@ -16,7 +16,6 @@ from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.pair import PairCost
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
@@ -24,11 +23,12 @@ from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policies.prefill import PrefillPolicy
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
-from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.prompt import PromptReader, make_prompt_reader
+from dynamo.scheduling.workers.workers import WorkerStates
 
 KV = "kv"
 KV_EVENTS_SUFFIX = ".kv_events"

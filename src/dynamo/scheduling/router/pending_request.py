@@ -8,11 +8,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from dynamo.scheduling.router.labels import NO_CONSTRAINTS
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.workers.prompt import Prompt
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.policy import Decision
-    from dynamo.scheduling.router.tier_queues import BlockLoad
+    from dynamo.scheduling.workers.tier_queues import BlockLoad
 
 
 class PendingRequest:

@@ -18,9 +18,9 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.placement_handle import Placement
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 
 def no_workers_error(client: Client) -> NoWorkers:

@@ -25,10 +25,10 @@ from dynamo.scheduling.router.attempt import (
     ListenerFactory,
     RankBalancer,
 )
-from dynamo.scheduling.router.data_parallel import NO_RANKS, data_parallel_ranks
 from dynamo.scheduling.router.features import FeatureFilter
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
+from dynamo.scheduling.workers.data_parallel import NO_RANKS, data_parallel_ranks
+from dynamo.scheduling.workers.placed_request import Placement
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from dynamo.scheduling.router.costs.interface import lowest_indices
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import SelectWorker
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.tiered_index import ANY_WORKER, TierRun, TierRuns, skip_blocks
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 
 def plan_loads(request: PendingRequest, view: CacheView, states: WorkerStates, now: float) -> None:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.tier_loads import load_delay_ms
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 MAX_BACKLOG_MS = 500.0
 AFFINITY_BONUS_MS = 1e6

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 
 class BlockCost(Cost):

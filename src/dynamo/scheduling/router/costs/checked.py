@@ -13,11 +13,12 @@ from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays
-    from dynamo.scheduling.router.worker_states import WorkerStates
+    from dynamo.scheduling.workers.workers import WorkerStates
 
 log = logging.getLogger(__name__)
 

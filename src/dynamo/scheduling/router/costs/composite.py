@@ -9,7 +9,7 @@ import msgspec
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 MAX_LATENCY_MS = 2_000.0
 """Latency that scores 0 when a request names no limit."""

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Self
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
-    from dynamo.scheduling.router.worker_states import WorkerStates
+    from dynamo.scheduling.workers.workers import WorkerStates
 
 TIE_TOLERANCE = 1e-3
 """Share of the best cost within which costs count as equal and the choice is random. Predictions

@@ -42,12 +42,13 @@ from dynamo.scheduling.router.costs.shared_prompts import SharedPrompts
 from dynamo.scheduling.router.harm_steering import START_WEIGHT, HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
-    from dynamo.scheduling.router.worker_states import WorkerStates
+    from dynamo.scheduling.workers.workers import WorkerStates
 
 CostAt = tuple[float, int]
 """A cost and the index of its worker."""

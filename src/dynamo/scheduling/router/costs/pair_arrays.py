@@ -27,8 +27,8 @@ from dynamo.scheduling.router.costs.pair_price import (
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
-from dynamo.scheduling.router.worker_state import PREFILL_SHARE_S, WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import PREFILL_SHARE_S, WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 DECODERS = REGRET_WINDOW + 1
 """Decode workers in a shortlist. The placements of a window use up at most REGRET_WINDOW - 1 of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.roles import DisaggregationRouter
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats

@@ -10,7 +10,7 @@ from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatri
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.tier_loads import load_delay_ms
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays

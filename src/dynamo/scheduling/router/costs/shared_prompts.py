@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 
 class SharedPrompts:

@@ -8,7 +8,7 @@ from typing import Self
 from dynamo.communication.events import Event
 from dynamo.core.values import Load, sum_loads
 from dynamo.runtime.component import Component
-from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.workers.load_view import LoadView
 
 
 class KvMetricsAggregator:

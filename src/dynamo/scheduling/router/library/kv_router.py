@@ -21,15 +21,16 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.composite import CostWeights, composite_terms, latency_score
-from dynamo.scheduling.router.load_view import LoadView
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
     WorkerSelector,
 )
-from dynamo.scheduling.router.worker_state import DEFAULT_MAX_SEQUENCES, PlacedRequest, WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_UNREPORTED_REQUESTS = 1024
 """So many requests are counted at a worker since its last load report."""

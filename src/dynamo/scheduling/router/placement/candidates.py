@@ -8,8 +8,8 @@ from math import inf
 
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 STEP_FILL_SHARE = 0.25
 """Share of a worker's step that pending prompts may fill before further prompts are held."""

@@ -9,8 +9,9 @@ from random import Random
 
 from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.prompt import common_prefix_blocks
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import common_prefix_blocks
+from dynamo.scheduling.workers.worker import WorkerState
 
 
 class RegretRow:

@@ -16,8 +16,8 @@ from dynamo.scheduling.router.placement.candidates import (
     Candidates,
 )
 from dynamo.scheduling.router.worker_arrays import Floats, Indices
-from dynamo.scheduling.router.worker_state import WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 SHORTLIST = TABLE_ROWS + REGRET_WINDOW
 """Workers in a shortlist. The placements of a window use up at most REGRET_WINDOW - 1 of them, so

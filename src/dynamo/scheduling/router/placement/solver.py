@@ -30,8 +30,9 @@ from dynamo.scheduling.router.placement.regret import (
 )
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_PAIRS_PER_SLICE = 4_096
 """(Request, worker) pairs that one slice of a round evaluates one by one."""
@@ -41,8 +42,7 @@ LARGE_FLEET = 192
 
 UNBOUND = 1 << 30
 RECHECK_INTERVAL_S = 0.05
-"""Time to the next round after an overdue request was not placed. Freed workers start a round
-earlier."""
+"""Time to the next round after an overdue request was not placed, unless a worker gets free."""
 
 
 class HoldLimits(msgspec.Struct, frozen=True):

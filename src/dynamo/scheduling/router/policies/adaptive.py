@@ -12,7 +12,6 @@ from dynamo.core.context import Context
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     DEFAULT_TOKENS_PER_S,
     AdaptiveLoadBalancer,
@@ -21,9 +20,11 @@ from dynamo.scheduling.router.policies.adaptive_balancer import (
     count_prompt_tokens,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Policy, no_workers_error
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.worker_state import DEFAULT_MAX_SEQUENCES, PlacedRequest, WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 ADAPTIVE = "adaptive"
 DEFAULT_CAPACITY_TOKENS = 65_536.0

@@ -18,10 +18,11 @@ from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constrain
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
-from dynamo.scheduling.router.prompt import PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import PromptReader
+from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_TURN_S = 0.002
 """Time after which a round of placements lets the event loop run other callbacks."""

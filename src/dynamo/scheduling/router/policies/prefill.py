@@ -17,7 +17,7 @@ from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.roles import DisaggregationRouter
-from dynamo.scheduling.router.worker_states import WorkerStates
+from dynamo.scheduling.workers.workers import WorkerStates
 
 FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""

@@ -23,7 +23,6 @@ from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     QUERY_ACCEPTED,
     RouteReply,
@@ -31,8 +30,9 @@ from dynamo.scheduling.router.policies.remote_messages import (
     encode_query,
 )
 from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy
-from dynamo.scheduling.router.prompt import Prompt, PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
+from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.prompt import Prompt, PromptReader
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

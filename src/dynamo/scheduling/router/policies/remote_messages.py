@@ -9,7 +9,7 @@ import msgspec
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.scheduling.router.policy import Decision
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.workers.prompt import Prompt
 
 CHOOSE_ENDPOINT = "choose"
 """The endpoint of router processes."""

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dynamo.core.clock import Clock
 from dynamo.core.hashing import unpack_hashes
 from dynamo.scheduling.router.placement.solver import PlacementSolver
-from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.routing_events import RequestRouted
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import WorkerState
 
 
 class PeerRequests:
@@ -66,7 +67,8 @@ class PeerRequests:
         placed.load_ms = event.load_ms
         self._active[peer][event.request_key] = placed
         if event.first_token_emitted:
-            worker.add_decoding(placed, event.emitted, now)
+            placed.emitted = event.emitted
+            worker.add_decoding(placed, now)
         else:
             self._place(placed, self._solver.worker_states.get(event.prefill), now)
         self._solver.cost.on_placed(placed)

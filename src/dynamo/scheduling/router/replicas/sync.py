@@ -15,7 +15,6 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.hashing import pack_hashes
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
@@ -27,6 +26,7 @@ from dynamo.scheduling.router.replicas.routing_events import (
     decode_routing_events,
     encode_routing_events,
 )
+from dynamo.scheduling.workers.placed_request import Placement
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from dynamo.core.values import Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.data_parallel import engine_info, list_workers, split_load
-from dynamo.scheduling.router.latency_model import WorkerLatencyModel
-from dynamo.scheduling.router.tier_queues import TierQueues
-from dynamo.scheduling.router.worker_state import WorkerState
+from dynamo.scheduling.workers.data_parallel import engine_info, list_workers, split_load
+from dynamo.scheduling.workers.latency_model import WorkerLatencyModel
+from dynamo.scheduling.workers.tier_queues import TierQueues
+from dynamo.scheduling.workers.worker import WorkerState
 
 REFRESHES_PER_CALL = 16
 """Workers refreshed by one call, so that a decision over hundreds of workers stays fast."""

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.durations import DurationModel
-from dynamo.scheduling.router.data_parallel import (
+from dynamo.scheduling.workers.data_parallel import (
     data_parallel_ranks,
     engine_info,
     list_workers,
     split_load,
 )
-from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
+from dynamo.scheduling.workers.durations import DurationModel
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.worker import WorkerState
 
 DEFAULT_MAX_REQUESTS = 1 << 20
 """Slots of a worker that announces no engine."""

@@ -1,10 +1,11 @@
-"""The handle of a placed request."""
+"""A request on its worker, and the handle by which its progress is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import WorkerState
 
 EMPTY_PROMPT = Prompt(0, ())
 
@@ -59,3 +60,46 @@ class Placement:
 
     def end(self) -> None:
         """Called once, when the request has left its worker for any reason."""
+
+
+class PlacedRequest(Placement):
+    """A request on its worker, until it ends. `counted`: whether it is part of its worker's sums.
+    `updates_model`: whether measured times update the latency model. `decode_worker`: the worker to
+    which the request moves with its first token, if that is another one. The callbacks receive this
+    object."""
+
+    __slots__ = (
+        "counted",
+        "decode_worker",
+        "end_callback",
+        "expected_first_token_s",
+        "first_token_callback",
+        "placed_s",
+        "prefill_ms_at_first_token",
+        "updates_model",
+        "worker",
+    )
+
+    def __init__(
+        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
+    ) -> None:
+        super().__init__(request_key, prompt, new_tokens)
+        self.worker = worker
+        self.counted = False
+        self.decode_worker: WorkerState | None = None
+        self.placed_s = now
+        self.expected_first_token_s = now
+        self.prefill_ms_at_first_token = 0.0
+        self.updates_model = True
+        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
+        self.end_callback: Callable[[PlacedRequest], None] = _ignore
+
+    def on_first_token(self) -> None:
+        self.first_token_callback(self)
+
+    def end(self) -> None:
+        self.end_callback(self)
+
+
+def _ignore(placed: PlacedRequest) -> None:
+    del placed

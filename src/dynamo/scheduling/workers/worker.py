@@ -3,21 +3,19 @@ the worker will be free. Worker reports are not needed, since they always arrive
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import exp, inf
+from typing import Protocol
 
 from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.data_parallel import engine_info, predict_token_transfer_ms
-from dynamo.scheduling.router.latency_model import (
+from dynamo.scheduling.workers.data_parallel import engine_info, predict_token_transfer_ms
+from dynamo.scheduling.workers.latency_model import (
     OUTLIER_RATIO,
     PrefillGroup,
     WorkerLatencyModel,
     WorkerSlowdown,
 )
-from dynamo.scheduling.router.placement_handle import Placement
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.tier_queues import TierQueues
+from dynamo.scheduling.workers.tier_queues import TierQueues
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
@@ -33,50 +31,27 @@ STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
 
 
-class PlacedRequest(Placement):
-    """A request on its worker, until it ends. `counted`: whether it is part of its worker's sums.
-    `updates_model`: whether measured times update the latency model. `decode_worker`: the worker to
-    which the request moves with its first token, if that is another one. The callbacks receive this
-    object."""
+class RequestAtWorker(Protocol):
+    """The part of a `PlacedRequest` that the model of its worker reads and writes."""
 
-    __slots__ = (
-        "counted",
-        "decode_worker",
-        "end_callback",
-        "expected_first_token_s",
-        "first_token_callback",
-        "placed_s",
-        "prefill_ms_at_first_token",
-        "updates_model",
-        "worker",
-    )
+    id: str
+    prompt_tokens: int
+    new_tokens: int
+    load_ms: float
+    placed_s: float
+    expected_first_token_s: float
+    first_token_s: float | None
+    prefill_ms_at_first_token: float
+    counted: bool
+    updates_model: bool
+    worker: WorkerState
+    decode_worker: WorkerState | None
 
-    def __init__(
-        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
-    ) -> None:
-        super().__init__(request_key, prompt, new_tokens)
-        self.worker = worker
-        self.counted = False
-        self.decode_worker: WorkerState | None = None
-        self.placed_s = now
-        self.expected_first_token_s = now
-        self.prefill_ms_at_first_token = 0.0
-        self.updates_model = True
-        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
-        self.end_callback: Callable[[PlacedRequest], None] = _ignore
-
-    def on_first_token(self) -> None:
-        self.first_token_callback(self)
-
-    def end(self) -> None:
-        self.end_callback(self)
+    @property
+    def emitted(self) -> int: ...
 
 
-def _ignore(placed: PlacedRequest) -> None:
-    del placed
-
-
-def _discard(requests: dict[str, PlacedRequest], placed: PlacedRequest) -> None:
+def _discard(requests: dict[str, RequestAtWorker], placed: RequestAtWorker) -> None:
     """Remove a request, unless a later one with its id is there."""
     if requests.get(placed.id) is placed:
         del requests[placed.id]
@@ -145,12 +120,12 @@ class WorkerState:
         self.rank = rank
         self.latency_model = model
         self.slowdown = WorkerSlowdown()
-        self.active: dict[str, PlacedRequest] = {}
+        self.active: dict[str, RequestAtWorker] = {}
         self.pending_prefill_tokens = 0
         self.pending_prefills = 0
         self.prefill_free_s = 0.0
         self.total_prefill_ms = 0.0
-        self.arriving: dict[str, PlacedRequest] = {}
+        self.arriving: dict[str, RequestAtWorker] = {}
         self.arriving_tokens = 0
         self.decode_context_tokens = self.shared_tokens = 0
         self.stall_sensitivity = 0.0
@@ -239,7 +214,7 @@ class WorkerState:
         load = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / slots)
         return min(load, 1.0)
 
-    def place(self, placed: PlacedRequest, now: float) -> None:
+    def place(self, placed: RequestAtWorker, now: float) -> None:
         """Add a request that is sent to the worker now."""
         prefill_ms = self.predict_prefill_ms(placed.new_tokens)
         backlog_ms = shared_ms = self.backlog_ms(now)
@@ -256,16 +231,15 @@ class WorkerState:
         self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
         self._changed.add(self)
 
-    def add_decoding(self, placed: PlacedRequest, emitted: int, now: float) -> None:
+    def add_decoding(self, placed: RequestAtWorker, now: float) -> None:
         """Add a request of another router that already decodes."""
         placed.updates_model = False
-        placed.emitted = emitted
         placed.first_token_s = now
         placed.counted, self.active[placed.id] = True, placed
         self._refreshed_s = float("-inf")
         self._changed.add(self)
 
-    def expect_answer(self, placed: PlacedRequest, decode_worker: WorkerState) -> None:
+    def expect_answer(self, placed: RequestAtWorker, decode_worker: WorkerState) -> None:
         """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
         would delay it, and prompts here would not."""
         placed.decode_worker = decode_worker
@@ -273,7 +247,7 @@ class WorkerState:
         decode_worker.arriving_tokens += placed.prompt_tokens
         self.move_sensitivity(decode_worker)
 
-    def hand_over(self, placed: PlacedRequest) -> None:
+    def hand_over(self, placed: RequestAtWorker) -> None:
         """Move a request with its first token to the worker that decodes it."""
         target = placed.decode_worker
         if target is None or not placed.counted:
@@ -295,7 +269,7 @@ class WorkerState:
         target.stall_sensitivity += share
         self._changed.update((self, target))
 
-    def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
+    def on_cached_tokens(self, placed: RequestAtWorker, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
         if placed.first_token_s is None and placed.counted:
             saved = min(tokens, placed.new_tokens - 1)
@@ -303,7 +277,7 @@ class WorkerState:
             self.pending_prefill_tokens -= saved
             self._changed.add(self)
 
-    def on_first_token(self, placed: PlacedRequest, now: float) -> None:
+    def on_first_token(self, placed: RequestAtWorker, now: float) -> None:
         """Note that the prefill is done. Later calls and unknown requests are ignored."""
         if placed.first_token_s is not None or not placed.counted:
             return
@@ -314,7 +288,7 @@ class WorkerState:
         self.decode_context_tokens += placed.prompt_tokens
         placed.prefill_ms_at_first_token = self.total_prefill_ms
 
-    def remove(self, placed: PlacedRequest, now: float) -> None:
+    def remove(self, placed: RequestAtWorker, now: float) -> None:
         """Remove a request that left the worker; unknown requests are ignored."""
         if not placed.counted:
             return
@@ -335,7 +309,7 @@ class WorkerState:
         self.decode_context_tokens = max(0, self.decode_context_tokens - context)
         self._update_step_times()
 
-    def _finish_prefill(self, placed: PlacedRequest, now: float) -> None:
+    def _finish_prefill(self, placed: RequestAtWorker, now: float) -> None:
         self.pending_prefills -= 1
         self.pending_prefill_tokens -= placed.new_tokens
         if self.pending_prefills == 0:
@@ -353,7 +327,7 @@ class WorkerState:
         self.token_ms = factor * model.prefill.slope
         self._changed.add(self)
 
-    def _observe_prefill(self, placed: PlacedRequest, now: float) -> None:
+    def _observe_prefill(self, placed: RequestAtWorker, now: float) -> None:
         """Add a prompt to the current group, or start a new group. Prompts whose first tokens come
         together are one observation. The observation is made when the next first token comes or no
         prefill is pending. Its duration counts from the step before, or from the placement if the
@@ -388,7 +362,7 @@ class WorkerState:
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
             self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 
-    def _observe_decode(self, placed: PlacedRequest, now: float) -> None:
+    def _observe_decode(self, placed: RequestAtWorker, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
         if placed.first_token_s is None or placed.emitted < 8:
             return

@@ -1,0 +1,1 @@
+"""The workers of a model, and the requests that are at them."""
