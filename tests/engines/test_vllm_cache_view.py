@@ -27,7 +27,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.engine_registry import EngineInputs
-from dynamo.inference.external import EngineKvView
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.models.resolve import resolve_model
 from dynamo.testing.conformance.engines import assert_idle, generate_reply, make_request

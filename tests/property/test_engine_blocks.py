@@ -10,7 +10,8 @@ from tests.support.engine_cache import STYLES, UNSALTED_STYLES, FakeEngineCache,
 from dynamo.core.codec import pack_ids
 from dynamo.core.hashing import block_hashes, root_hash
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
-from dynamo.inference.external import EngineBlocks, decode_batch
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_events import decode_batch
 
 SALTS = ("", "tenant-a", "tenant-b")
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=6)

@@ -17,9 +17,9 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.inference.external import EngineKvView
-from dynamo.inference.external.engine import NEUTRAL_SAMPLING
-from dynamo.inference.external.engine_events import decode_batch
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
+from dynamo.inference.engines.engine_events import decode_batch
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
 from dynamo.testing.conformance.engines import ENGINE_CONTEXT, make_request

@@ -25,9 +25,9 @@ from dynamo.core.values import (
     Started,
     TokenLogprobs,
 )
-from dynamo.inference.external import EngineKvView
-from dynamo.inference.external.engine import EngineAnswer
-from dynamo.inference.external.startup import without_collections
+from dynamo.inference.engines.engine import EngineAnswer
+from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.startup import without_collections
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank

@@ -31,9 +31,10 @@ from dynamo.core.redaction import redact
 from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, KvEvent, Load
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
+from dynamo.inference.engines.event_reader import KvEventEndpoint
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.prompt_check import check_prompt
-from dynamo.inference.external import EngineKvView, KvEventEndpoint
-from dynamo.inference.external.engine import NEUTRAL_SAMPLING
 from dynamo.inference.openai_server.completion import (
     FEATURES,
     GIVES_IDS,

@@ -12,7 +12,7 @@ from dynamo.communication.options import TlsFiles
 from dynamo.communication.tls import client_tls_context
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
-from dynamo.inference.external import KvEventEndpoint
+from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.openai_server.engine import OpenAIServerEngine
 from dynamo.models.card import ModelCard
 

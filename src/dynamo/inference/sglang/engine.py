@@ -21,17 +21,18 @@ from dynamo.core.errors import (
 )
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.packages import argument_names
-from dynamo.inference.engines.processes import EngineProcesses
-from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
-from dynamo.inference.external.engine import (
+from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
     EngineAnswer,
     ExternalEngine,
 )
-from dynamo.inference.external.engine_thread import EngineThread, ThreadStream
-from dynamo.inference.external.startup import starting
+from dynamo.inference.engines.engine_thread import EngineThread, ThreadStream
+from dynamo.inference.engines.event_reader import KvEventEndpoint, find_loopback_ports
+from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.packages import argument_names
+from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.engines.startup import starting
 from dynamo.inference.sglang.requests import (
     BootstrapRoom,
     decode_room,

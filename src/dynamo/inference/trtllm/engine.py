@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.processes import EngineProcesses
-from dynamo.inference.external import EngineKvView, PolledEventReader
-from dynamo.inference.external.engine import (
+from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
     EngineAnswer,
     ExternalEngine,
 )
-from dynamo.inference.external.startup import starting
+from dynamo.inference.engines.engine_events import PolledEventReader
+from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.processes import EngineProcesses
+from dynamo.inference.engines.startup import starting
 from dynamo.inference.probe import CANARY_REQUEST
 from dynamo.inference.trtllm.requests import (
     TrtllmTranslator,

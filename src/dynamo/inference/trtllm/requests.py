@@ -13,7 +13,7 @@ import msgspec
 from dynamo.core.errors import InvalidRequest, WorkerFailed
 from dynamo.core.reply import LogprobsPerToken
 from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
-from dynamo.inference.external.engine import GREEDY, EngineAnswer
+from dynamo.inference.engines.engine import GREEDY, EngineAnswer
 
 
 class TrtllmTranslator:

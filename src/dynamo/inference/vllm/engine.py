@@ -13,13 +13,14 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
-from dynamo.inference.external import EngineKvView, KvEventEndpoint, find_loopback_ports
-from dynamo.inference.external.engine import (
+from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
     EngineAnswer,
     ExternalEngine,
 )
+from dynamo.inference.engines.event_reader import KvEventEndpoint, find_loopback_ports
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,

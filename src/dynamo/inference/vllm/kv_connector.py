@@ -16,7 +16,7 @@ from dynamo.core.errors import DECODE_ERRORS, ProtocolError, WorkerFailed
 from dynamo.core.reply import KvConnector, LogprobsPerToken, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
-from dynamo.inference.external import find_loopback_ports
+from dynamo.inference.engines.event_reader import find_loopback_ports
 
 if TYPE_CHECKING:
     from dynamo.core.context import Context

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo.core.values import Load
-from dynamo.inference.external import EngineKvView
-from dynamo.inference.external.engine import ExternalRank
+from dynamo.inference.engines.engine import ExternalRank
+from dynamo.inference.engines.kv_view import EngineKvView
 
 HUNG_S = 300.0
 """A rank hangs if it makes no step for this time after a request. Routers avoid it long before."""

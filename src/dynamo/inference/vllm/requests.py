@@ -18,7 +18,7 @@ from dynamo.core.values import (
     StructuredOutput,
     TokenLogprobs,
 )
-from dynamo.inference.external.engine import EngineAnswer
+from dynamo.inference.engines.engine import EngineAnswer
 from dynamo.inference.vllm.kv_connector import decode_params, encode_params
 
 

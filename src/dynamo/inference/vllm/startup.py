@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.inference.engines.processes import EngineProcesses
-from dynamo.inference.external.startup import without_collections
+from dynamo.inference.engines.startup import without_collections
 from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
 
 ENVIRONMENT = {

@@ -9,10 +9,10 @@ from tests.support.engine_cache import STYLES, FakeEngineCache
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.values import BlocksCleared, KvEvent
-from dynamo.inference.external import EngineKvView
-from dynamo.inference.external.drift_check import MAX_REPAIRS, MAX_WRONG
-from dynamo.inference.external.engine import ExternalRank
-from dynamo.inference.external.engine_events import decode_batch
+from dynamo.inference.engines.drift_check import MAX_REPAIRS, MAX_WRONG
+from dynamo.inference.engines.engine import ExternalRank
+from dynamo.inference.engines.engine_events import decode_batch
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.worker_metrics import declare_kv_view_metrics
 from dynamo.telemetry.metrics import Registry
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dynamo.core.reply import EngineRank, KvEventListener
 from dynamo.core.values import KvEvent
-from dynamo.inference.external.drift_check import DriftCheck
-from dynamo.inference.external.engine_blocks import EngineBlocks
-from dynamo.inference.external.engine_events import EventBatch
-from dynamo.inference.external.event_reader import KvEventEndpoint, KvEventReader
+from dynamo.inference.engines.drift_check import DriftCheck
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_events import EventBatch
+from dynamo.inference.engines.event_reader import KvEventEndpoint, KvEventReader
 
 
 class EngineKvView:

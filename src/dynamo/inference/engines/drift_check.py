@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from dynamo.core.values import KvEvent
-from dynamo.inference.external.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_blocks import EngineBlocks
 
 log = logging.getLogger(__name__)
 

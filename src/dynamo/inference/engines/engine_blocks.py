@@ -9,7 +9,7 @@ from typing import Final
 from dynamo.core.hashing import TOKEN_BYTES, block_hashes, root_hash
 from dynamo.core.values import KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
-from dynamo.inference.external.engine_events import (
+from dynamo.inference.engines.engine_events import (
     BlockKey,
     EngineBlocksCleared,
     EngineBlocksRemoved,

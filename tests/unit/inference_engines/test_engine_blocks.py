@@ -9,8 +9,8 @@ import msgspec
 
 from dynamo.core.hashing import block_hashes, root_hash
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored
-from dynamo.inference.external import EngineBlocks, PolledEventReader, decode_batch
-from dynamo.inference.external.engine_events import EventBatch
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_events import EventBatch, PolledEventReader, decode_batch
 
 
 def ids(start: int, count: int = 32) -> list[int]:

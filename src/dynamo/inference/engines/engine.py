@@ -27,9 +27,9 @@ from dynamo.core.values import (
     Started,
     sum_loads,
 )
+from dynamo.inference.engines.kv_view import EngineKvView, ViewedRank
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.prompt_check import check_prompt
-from dynamo.inference.external.kv_view import EngineKvView, ViewedRank
 from dynamo.runtime.calls.interruptible import Interruptible
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from tests.support.kv_event_publisher import KvEventPublisher
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import ConfigError
 from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
-from dynamo.inference.external import (
-    EngineBlocks,
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.event_reader import (
     KvEventEndpoint,
     KvEventReader,
     find_loopback_ports,

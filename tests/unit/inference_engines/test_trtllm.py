@@ -25,7 +25,7 @@ from dynamo.core.values import (
     StopConditions,
     StructuredOutput,
 )
-from dynamo.inference.external.engine import NEUTRAL_SAMPLING
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.trtllm import engine as trtllm_engine
 from dynamo.inference.trtllm.engine import TrtllmEngine
 from dynamo.testing.conformance.engines import (

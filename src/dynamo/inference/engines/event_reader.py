@@ -22,8 +22,8 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import checksum
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import KvEvent
-from dynamo.inference.external.engine_blocks import EngineBlocks
-from dynamo.inference.external.engine_events import decode_batch
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_events import decode_batch
 
 if TYPE_CHECKING:
     from zmq import Socket as SyncSocket
