@@ -81,7 +81,6 @@ class FakeSglang:
             "max_running_requests": None,
             "chunked_prefill_size": None,
             "disable_radix_cache": False,
-            "disaggregation_bootstrap_port": 8998,
             "incremental_streaming_output": False,
         }
         self.server_args = FakeServerArgs(**{**defaults, **arguments})

@@ -12,7 +12,6 @@ import asyncio
 import subprocess
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,6 @@ import pytest
 from tests.support.engine_cache import FakeEngineCache, Style
 from tests.support.external_inputs import install_module
 from tests.support.fake_sglang import next_token
-
-
-@dataclass
-class DisaggregatedParams:
-    request_type: str | None = None
-    first_gen_tokens: list[int] | None = None
-    ctx_request_id: int | None = None
-    opaque_state: bytes | None = None
-    draft_tokens: list[int] | None = None
 
 
 class SamplingParams:
@@ -79,7 +69,6 @@ class FakeResult:
                 logprobs=[],
                 finish_reason=None,
                 stop_reason=None,
-                disaggregated_params=None,
             )
         ]
         self.finished = False
@@ -132,11 +121,6 @@ class FakeResult:
             output.finish_reason = "length"
         else:
             self.finished = False
-        params = self._options.get("disaggregated_params")
-        if self.finished and params is not None and params.request_type == "context_only":
-            output.disaggregated_params = DisaggregatedParams(
-                "context_only", [token], 17, b"\x00opaque\xff"
-            )
 
 
 class FakeLlm:
@@ -222,12 +206,7 @@ class FakeLlm:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let imports of `tensorrt_llm` find the fake."""
     install_module(monkeypatch, "tensorrt_llm", LLM=FakeLlm, SamplingParams=SamplingParams)
-    install_module(
-        monkeypatch,
-        "tensorrt_llm.llmapi",
-        DisaggregatedParams=DisaggregatedParams,
-        KvCacheConfig=SimpleNamespace,
-    )
+    install_module(monkeypatch, "tensorrt_llm.llmapi", KvCacheConfig=SimpleNamespace)
     for name, members in {
         "sampling_params": {"GuidedDecodingParams": SimpleNamespace},
         "scheduling_params": {"SchedulingParams": SimpleNamespace},

@@ -201,6 +201,7 @@ def test_mappings_are_merged_and_the_settings_stay_as_they_are() -> None:
         ("trtllm", "kv_cache_config.dtype: fp8, kv_cache_config: x", "kv_cache_config is 'x'"),
         ("vllm", "kv_events_config: {}", "kv_events_config of engine vllm is set by dynamo"),
         ("sglang", "kv_events_config.topic: a", "kv_events_config of engine sglang is set"),
+        ("sglang", "disaggregation_mode: decode", "disaggregation_mode of engine sglang is set"),
     ],
 )
 def test_arguments_that_cannot_be_set(kind: str, args: str, message: str) -> None:

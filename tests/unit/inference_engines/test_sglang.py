@@ -1,4 +1,4 @@
-"""The adapter of SGLang: arguments, translation, faults, disaggregation."""
+"""The adapter of SGLang: arguments, translation, faults."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.support.external_inputs import install_module, make_inputs
-from tests.support.fake_sglang import FakeSglang, next_token
+from tests.support.fake_sglang import FakeSglang
 
 from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Finish, SamplingParams, StopConditions, StructuredOutput
 from dynamo.inference.sglang.engine import SglangEngine, effective_arguments
-from dynamo.inference.sglang.requests import decode_room
 from dynamo.testing.conformance.engines import (
     ENGINE_CONTEXT,
-    PROMPT,
     OrderCheckingReply,
     assert_idle,
     generate_reply,
@@ -36,7 +34,7 @@ Start = Callable[..., Awaitable[tuple[SglangEngine, FakeSglang]]]
 
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """`await start(role=..., args={...})` returns a started engine and its fake."""
+    """`await start(max_num_seqs=..., args={...})` returns a started engine and its fake."""
     install_module(monkeypatch, "sglang", Engine=FakeSglang)
     engines = []
 
@@ -60,7 +58,7 @@ async def test_arguments(start: Start, tmp_path: Path) -> None:
     engine, fake = await start(max_num_seqs=7, args={"enable_lora": True})
     arguments = fake.arguments
     assert arguments["model_path"] == str(tmp_path)
-    assert (arguments["page_size"], arguments["disaggregation_mode"]) == (4, "null")
+    assert arguments["page_size"] == 4
     events = json.loads(arguments["kv_events_config"])
     assert events["publisher"] == "zmq"
     assert events["endpoint"].startswith("tcp://127.0.0.1:")
@@ -70,7 +68,7 @@ async def test_arguments(start: Start, tmp_path: Path) -> None:
 
 
 async def test_limits_are_those_in_effect(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided = {"disable_radix_cache": True, "disaggregation_bootstrap_port": 9111}
+    decided = {"disable_radix_cache": True}
     monkeypatch.setattr(FakeSglang, "resolution", decided)
     engine, fake = await start()
     info = engine._info
@@ -259,24 +257,3 @@ async def test_requests_of_ranks_name_their_rank(start: Start) -> None:
     await generate_reply(engine, replace(make_request(), rank=1))
     assert fake.requests[0]["routed_dp_rank"] == 1
     assert engine.ranks[1].kv_problem == ""
-
-
-async def test_prefill_and_decode_meet_in_a_room(start: Start) -> None:
-    prefill, prefill_fake = await start(role="prefill")
-    decode, decode_fake = await start(role="decode")
-    reply = await generate_reply(prefill, make_request())
-    assert reply.end is not None
-    room = decode_room(reply.end.kv)
-    answer = await generate_reply(decode, replace(make_request(), kv=reply.end.kv))
-    assert answer.ids[0] == next_token(list(PROMPT))
-    await wait_until(lambda: bool(prefill_fake.requests))
-    for fake in (prefill_fake, decode_fake):
-        sent = fake.requests[0]
-        assert (sent["bootstrap_host"], sent["bootstrap_port"]) == (room.host, 8998)
-        assert sent["bootstrap_room"] == room.room
-    assert prefill_fake.requests[0]["sampling_params"]["max_new_tokens"] == 1
-    assert decode.ranks[0].view.drift.counts == {}
-    with pytest.raises(WorkerFailed, match="needs a prompt from a prefill worker"):
-        await generate_reply(decode, make_request())
-    with pytest.raises(InvalidRequest, match="not SGLang's"):
-        await generate_reply(decode, replace(make_request(), kv=b"{}"))

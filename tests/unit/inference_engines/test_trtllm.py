@@ -1,4 +1,4 @@
-"""The adapter of TensorRT-LLM: arguments, translation, faults, hand-overs."""
+"""The adapter of TensorRT-LLM: arguments, translation, faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.support import fake_trtllm
@@ -41,7 +40,7 @@ Start = Callable[..., Awaitable[tuple[TrtllmEngine, FakeLlm]]]
 
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """`await start(role=..., args={...})` returns a started engine and its fake."""
+    """`await start(max_num_seqs=..., args={...})` returns a started engine and its fake."""
     fake_trtllm.install(monkeypatch)
     engines = []
 
@@ -242,21 +241,3 @@ async def test_attention_ranks(start: Start) -> None:
 async def test_attention_ranks_without_a_size_are_one(start: Start) -> None:
     engine, _ = await start(args={"enable_attention_dp": True})
     assert len(engine.ranks) == 1
-
-
-async def test_hand_over_from_prefill_to_decode(start: Start) -> None:
-    prefill, prefill_fake = await start(role="prefill")
-    decode, decode_fake = await start(role="decode")
-    reply = await generate_reply(prefill, make_request())
-    assert reply.end is not None
-    assert msgspec.json.decode(reply.end.kv)["opaque_state"] == "AG9wYXF1Zf8="
-    sent = prefill_fake.requests[0]
-    assert (sent["streaming"], sent["sampling"].max_tokens) == (False, 1)
-    assert sent["disaggregated_params"].request_type == "context_only"
-    await generate_reply(decode, replace(make_request(), kv=reply.end.kv))
-    params = decode_fake.requests[0]["disaggregated_params"]
-    assert (params.request_type, params.opaque_state) == ("generation_only", b"\x00opaque\xff")
-    assert (params.ctx_request_id, len(params.first_gen_tokens)) == (17, 1)
-    assert decode.ranks[0].view.drift.counts == {}
-    with pytest.raises(InvalidRequest, match="not TensorRT-LLM's"):
-        await generate_reply(decode, replace(make_request(), kv=b"\x93"))

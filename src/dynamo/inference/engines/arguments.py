@@ -23,7 +23,7 @@ LLAMACPP_SLOTS = 8
 ENGINE_ARGS_KEY = "engine.args"
 OWNED_ARGUMENTS: Mapping[str, Sequence[str]] = {
     "vllm": ("kv_events_config", "kv_transfer_config"),
-    "sglang": ("kv_events_config",),
+    "sglang": ("kv_events_config", "disaggregation_mode"),
 }
 """Arguments that an adapter computes."""
 ENGINES_WITH_ROLES = ("native", "mock")

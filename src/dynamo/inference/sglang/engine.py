@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from random import getrandbits
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -33,13 +32,7 @@ from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.packages import argument_names
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
-from dynamo.inference.sglang.requests import (
-    BootstrapRoom,
-    decode_room,
-    encode_room,
-    forward_output,
-    sampling_params,
-)
+from dynamo.inference.sglang.requests import forward_output, sampling_params
 from dynamo.runtime.pids import start_ticks
 
 if TYPE_CHECKING:
@@ -47,7 +40,6 @@ if TYPE_CHECKING:
 
 CHECK_INTERVAL_S: Final = 0.2
 DEFAULT_MAX_NUM_SEQS: Final = 256
-MODES: Final = {"prefill": "prefill", "decode": "decode", "both": "null"}
 STREAM_ARGUMENTS: Final = ("incremental_streaming_output", "stream_output")
 """Names, by version, of the argument that makes outputs hold new ids only."""
 NO_RANK_EVENTS: Final = (
@@ -67,11 +59,9 @@ class SglangEngine(ExternalEngine):
         self._thread = EngineThread("sglang")
         self._llm: Any = None
         self._effective: Mapping[str, Any] = {}
-        self._mode = MODES[inputs.settings.engine.role]
 
     async def open_engine(self) -> EngineInfo:
         arguments = engine_arguments(self.inputs.settings)
-        self._mode = arguments.setdefault("disaggregation_mode", self._mode)
         arguments.setdefault("page_size", self.inputs.card.block_tokens)
         known = argument_names("sglang")
         arguments |= {name: True for name in STREAM_ARGUMENTS if name in known}
@@ -146,13 +136,7 @@ class SglangEngine(ExternalEngine):
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
         request, _, ids, rank, number = computation
         rid = f"{request.request_id}/{number}"
-        if self._mode == "prefill":
-            self._prefill(request, ids, rank, rid, answer)
-            return
-        room = decode_room(request.kv) if request.kv else None
-        if self._mode == "decode" and room is None:
-            raise WorkerFailed("a decode engine of SGLang needs a prompt from a prefill worker")
-        stream = self._stream(request, ids, rank, rid, room)
+        stream = self._stream(request, ids, rank, rid)
         ended = False
         try:
             while not ended:
@@ -167,26 +151,8 @@ class SglangEngine(ExternalEngine):
             if not ended:
                 stream.abort()
 
-    def _prefill(
-        self, request: GenerateRequest, ids: list[int], rank: int, rid: str, answer: EngineAnswer
-    ) -> None:
-        """Let the prompt be computed, and answer at once with the room in which the decode engine
-        meets it: both engines must have the request at the same time."""
-        host = self.inputs.settings.runtime.public_host or self.inputs.settings.runtime.plane_host
-        port = self._effective["disaggregation_bootstrap_port"]
-        room = BootstrapRoom(host, port, getrandbits(63))
-        stops = msgspec.structs.replace(request.stops, max_tokens=1)
-        once = msgspec.structs.replace(request, stops=stops)
-        self.tasks.start(_drain(self._stream(once, ids, rank, rid, room)), "prefill of SGLang")
-        answer.finish("length", kv=encode_room(room))
-
     def _stream(
-        self,
-        request: GenerateRequest,
-        ids: list[int],
-        rank: int,
-        rid: str,
-        room: BootstrapRoom | None,
+        self, request: GenerateRequest, ids: list[int], rank: int, rid: str
     ) -> ThreadStream:
         llm, effective = self._llm, self._effective
         seeded = bool(effective.get("enable_deterministic_inference"))
@@ -206,12 +172,6 @@ class SglangEngine(ExternalEngine):
             options["priority"] = request.priority
         if len(self.ranks) > 1:
             options["routed_dp_rank"] = rank
-        if room is not None:
-            options |= {
-                "bootstrap_host": room.host,
-                "bootstrap_port": room.port,
-                "bootstrap_room": room.room,
-            }
         return self._thread.stream(
             lambda: llm.async_generate(**options), lambda: llm.tokenizer_manager.abort_request(rid)
         )
@@ -273,12 +233,6 @@ async def _next_output(stream: ThreadStream) -> Any:
         raise InvalidRequest(f"SGLang refuses the request: {error}") from error
     except Exception as error:
         raise WorkerFailed(f"SGLang failed: {error!r}") from error
-
-
-async def _drain(stream: ThreadStream) -> None:
-    with suppress(StopAsyncIteration):
-        while True:
-            await stream.next()
 
 
 async def open_engine(inputs: EngineInputs) -> SglangEngine:

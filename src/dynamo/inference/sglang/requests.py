@@ -13,26 +13,6 @@ from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
 from dynamo.inference.engines.engine import GREEDY, EngineAnswer
 
 
-class BootstrapRoom(msgspec.Struct, frozen=True):
-    """The meeting point of the prefill and the decode engine of one request."""
-
-    host: str
-    port: int
-    room: int
-
-
-encode_room = msgspec.msgpack.Encoder().encode
-_decode_room = msgspec.msgpack.Decoder(BootstrapRoom).decode
-
-
-def decode_room(kv: bytes) -> BootstrapRoom:
-    """Read a hand-over. Raises `InvalidRequest` for one of another engine."""
-    try:
-        return _decode_room(kv)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the hand-over of the KV is not SGLang's: {error}") from error
-
-
 def sampling_params(request: GenerateRequest, max_tokens: int, seeded: bool) -> dict[str, Any]:
     """Return SGLang's sampling parameters."""
     sampling, stops = request.sampling, request.stops

@@ -23,12 +23,7 @@ from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
 from dynamo.inference.probe import CANARY_REQUEST
-from dynamo.inference.trtllm.requests import (
-    TrtllmTranslator,
-    context_params,
-    decode_handover,
-    encode_handover,
-)
+from dynamo.inference.trtllm.requests import TrtllmTranslator
 from dynamo.runtime.pids import start_ticks
 
 if TYPE_CHECKING:
@@ -54,7 +49,6 @@ class TrtllmEngine(ExternalEngine):
     def __init__(self, inputs: EngineInputs) -> None:
         super().__init__(inputs)
         self._llm: Any = None
-        self._role = inputs.settings.engine.role
         self._translator = TrtllmTranslator(inputs.card.eos_token_ids)
 
     async def open_engine(self) -> EngineInfo:
@@ -114,22 +108,15 @@ class TrtllmEngine(ExternalEngine):
 
     async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
         request, _, ids, rank, number = computation
-        prefills = self._role == "prefill"
-        params = self._translator.sampling_params(
-            request, 1 if prefills else self.max_tokens(request, len(ids))
-        )
+        params = self._translator.sampling_params(request, self.max_tokens(request, len(ids)))
         options = self._options(request, rank)
         with _request_errors():
-            result = self._llm.generate_async(ids, params, streaming=not prefills, **options)
+            result = self._llm.generate_async(ids, params, streaming=True, **options)
         ended, sent = False, 0
         try:
             while not ended:
                 await _next_result(result)
                 before, ended = sent, bool(result.finished)
-                if prefills and ended:
-                    handover = result.outputs[0].disaggregated_params
-                    answer.finish("length", kv=encode_handover(handover))
-                    return
                 sent, goes_on = self._translator.forward(result, answer, sent, request)
                 if sent > before:
                     self.ranks[rank].on_tokens(number, sent - before)
@@ -152,10 +139,6 @@ class TrtllmEngine(ExternalEngine):
             options["scheduling_params"] = scheduling(
                 attention_dp_rank=rank, attention_dp_relax=False
             )
-        if self._role == "prefill":
-            options["disaggregated_params"] = context_params()
-        elif request.kv:
-            options["disaggregated_params"] = decode_handover(request.kv)
         return options
 
     async def empty_cache(self) -> None:

@@ -1,9 +1,7 @@
-"""Translation of requests into TensorRT-LLM's, and of its outputs and hand-overs."""
+"""Translation of requests into TensorRT-LLM's, and of its outputs."""
 
 from __future__ import annotations
 
-import dataclasses
-from base64 import b64decode, b64encode
 from collections.abc import Collection
 from importlib import import_module
 from typing import Any
@@ -17,7 +15,7 @@ from dynamo.inference.engines.engine import GREEDY, EngineAnswer
 
 
 class TrtllmTranslator:
-    """Makes TensorRT-LLM's SamplingParams and DisaggregatedParams."""
+    """Makes TensorRT-LLM's SamplingParams."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = list(eos_token_ids)
@@ -76,39 +74,6 @@ class TrtllmTranslator:
             answer.cached_tokens = cached_tokens
         answer.finish(reason, stop_token)
         return sent + len(ids), False
-
-
-def context_params() -> Any:
-    """Return the parameters of a prompt that another engine goes on from."""
-    return _disaggregated_params_class()(request_type="context_only")
-
-
-def encode_handover(params: Any) -> bytes:
-    """Return DisaggregatedParams as JSON. The opaque state is bytes."""
-    fields = {
-        field.name: value
-        for field in dataclasses.fields(params)
-        if (value := getattr(params, field.name)) is not None
-    }
-    if "opaque_state" in fields:
-        fields["opaque_state"] = b64encode(fields["opaque_state"]).decode()
-    return msgspec.json.encode(fields)
-
-
-def decode_handover(kv: bytes) -> Any:
-    """Return the parameters for the engine that goes on. Raises `InvalidRequest` for a hand-over of
-    another engine."""
-    try:
-        fields = msgspec.json.decode(kv, type=dict[str, Any])
-        if "opaque_state" in fields:
-            fields["opaque_state"] = b64decode(fields["opaque_state"])
-        return _disaggregated_params_class()(**fields | {"request_type": "generation_only"})
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the hand-over of the KV is not TensorRT-LLM's: {error}") from error
-
-
-def _disaggregated_params_class() -> Any:
-    return import_module("tensorrt_llm.llmapi").DisaggregatedParams
 
 
 def _structure(structured: StructuredOutput) -> Any:
