@@ -22,11 +22,12 @@ from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, Protocol
 from dynamo.core.features import required_features
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
-from dynamo.core.reply import Engine, EngineRank, LoraAdapters, SendRequest
+from dynamo.core.reply import Engine, EngineRank, LoraAdapters
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import ROLES_BY_NAME, BlocksCleared, EngineInfo, KvEvent, worker_role
 from dynamo.inference.data_parallel import batched_engines
 from dynamo.inference.disaggregation.connector_prefill import ConnectorPrefill
+from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
 from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
 from dynamo.inference.engines.adapter_endpoint import AdapterEndpoint, load_peer_adapters
 from dynamo.inference.engines.arguments import ENGINES_WITH_CONNECTORS, check_role
@@ -84,8 +85,7 @@ class EngineWorker:
         self._card = card
         self._component = component
         self._tasks = BackgroundTasks()
-        self._prefill: WorkerPrefill | ConnectorPrefill
-        self._answer: SendRequest
+        self._prefill: RemotePrefill
         self._endpoints: list[ServedEndpoint] = []
         self._event_sources: list[EventSource | KVPublisher] = []
         self._is_announced = False
@@ -168,13 +168,12 @@ class EngineWorker:
         await load_peer_adapters(adapters, self._runtime, cards_prefix)
 
     async def _open_prefill(self, component: Component) -> None:
-        connector = self._engine.kv_connector
-        self._answer = self._engine.generate
-        if connector is None:
-            self._prefill = await WorkerPrefill.open(self._runtime, component, self._own_engines)
+        runtime, engine = self._runtime, self._engine
+        if engine.kv_connector is None:
+            own = self._own_engines
+            self._prefill = await WorkerPrefill.open(runtime, component, engine, own)
         else:
-            self._prefill = ConnectorPrefill(self._runtime, component, self._engine, connector)
-            self._answer = self._prefill.generate
+            self._prefill = ConnectorPrefill(runtime, component, engine, engine.kv_connector)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
@@ -208,7 +207,7 @@ class EngineWorker:
         reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
         outgoing.is_alive = partial(self._engine.has_request, reply)
         try:
-            await self._answer(request, outgoing.context, reply)
+            await self._prefill.generate(request, outgoing.context, reply)
         except CancelledError:
             self._prefill.on_request_cancelled(request)
             raise

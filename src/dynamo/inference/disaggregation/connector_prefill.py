@@ -17,18 +17,16 @@ from msgspec.structs import replace
 from dynamo.core.errors import DECODE_ERRORS, DynamoError, ProtocolError, TransferFailed
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.kv_events import split_worker_name
-from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.disaggregation.messages import (
-    PREFILL_ENDPOINT,
     PrefillRequest,
     decode_prefill_request,
     encode_prefill_request,
 )
 from dynamo.inference.disaggregation.peer_prefill import PromptTime
+from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
 from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.inference.worker_metrics import declare_remote_prompt_metrics
 from dynamo.models.card import BlockIdentity
-from dynamo.runtime.calls.failure_detector import FailureDetector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +60,7 @@ _encode_prompt = msgspec.msgpack.Encoder().encode
 _decode_prompt = msgspec.msgpack.Decoder(ComputedPrompt).decode
 
 
-class ConnectorPrefill:
+class ConnectorPrefill(RemotePrefill):
     """Computes prompts for other workers of the component, and answers requests whose prompts they
     have computed. Whatever fails on the way, this worker computes the prompt itself."""
 
@@ -73,25 +71,21 @@ class ConnectorPrefill:
         engine: Engine,
         connector: KvConnector,
     ) -> None:
-        self._runtime = runtime
-        self._component = component
+        super().__init__(runtime, component)
         self._engine = engine
         self._connector = connector
-        self._tasks = BackgroundTasks()
         self._counters = ArrivalCounters()
         self._prompt_time = PromptTime()
         self._client: Client
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
-        """The part of the instance record that other workers need."""
         return {CONNECTOR_KEY: self._connector.kind}
 
     async def serve(
         self, capabilities: Mapping[str, Any], on_load_changed: Callable[[], None]
     ) -> Sequence[ServedEndpoint]:
-        """Follow the other workers of the model, then serve the endpoint `prefill`."""
-        runtime, endpoint = self._runtime, self._component.endpoint(PREFILL_ENDPOINT)
+        runtime = self._runtime
         blocks = msgspec.convert(capabilities["blocks"], BlockIdentity)
 
         def is_candidate(instance: Instance) -> bool:
@@ -105,9 +99,7 @@ class ConnectorPrefill:
                 )
             )
 
-        self._client = await endpoint.client(is_candidate)
-        detector = FailureDetector(runtime.requests, runtime.clock, self._tasks, runtime.metrics)
-        detector.watch(self._client, spares_last=False)
+        self._client = await self._follow(is_candidate)
         declare_remote_prompt_metrics(runtime.metrics, self._read_counters)
 
         async def handle(payload: bytes, outgoing: ResponseWriter) -> None:
@@ -117,29 +109,16 @@ class ConnectorPrefill:
             finally:
                 on_load_changed()
 
-        return (await endpoint.serve(handle, capabilities=capabilities),)
+        return (await self._endpoint.serve(handle, capabilities=capabilities),)
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Answer a request as `Engine.generate` does, with the prompt of its prefill worker."""
+        """Answer a request with the prompt of its prefill worker."""
         kv = b""
         worker = split_worker_name(request.prefill)[0] if request.prefill else ""
         remote = worker and worker != self._runtime.instance_id
         if remote and request.prompt_logprobs is None:  # KV of others has no logits
             kv = await self._fetch(request, context)
         await self._engine.generate(replace(request, kv=kv) if kv else request, context, reply)
-
-    def set_roles(self, roles: Sequence[str]) -> None:
-        """Take over changed roles of the worker, which change nothing here."""
-
-    def withdraw_after(self, generate_endpoint: ServedEndpoint) -> None:
-        """Do nothing: the engine itself keeps the KV of prompts for other workers."""
-
-    def on_request_cancelled(self, request: GenerateRequest) -> None:
-        """Do nothing: the KV of a request that moves is not handed over."""
-
-    async def close(self) -> None:
-        """Leave the other workers."""
-        await self._tasks.close()
 
     async def _compute(self, payload: bytes, outgoing: ResponseWriter) -> None:
         try:

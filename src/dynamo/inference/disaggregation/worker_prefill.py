@@ -10,36 +10,36 @@ import msgspec
 
 from dynamo.communication.transfer import RegionDescriptor, TransferPlane
 from dynamo.core.kv_events import worker_name
-from dynamo.core.tasks import BackgroundTasks, wait_at_most
+from dynamo.core.tasks import wait_at_most
 from dynamo.core.values import ROLES_BY_NAME, GenerateRequest
 from dynamo.inference.disaggregation.handover import Handover
-from dynamo.inference.disaggregation.messages import PREFILL_ENDPOINT, TRANSFER_KEY
+from dynamo.inference.disaggregation.messages import TRANSFER_KEY
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill
 from dynamo.inference.disaggregation.prefill_endpoint import PrefillEndpoint
 from dynamo.inference.disaggregation.prefill_peers import PeerCheck, PrefillPeers
+from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
 from dynamo.inference.worker_metrics import declare_disaggregation_metrics
-from dynamo.runtime.calls.failure_detector import FailureDetector
 
 if TYPE_CHECKING:
+    from dynamo.core.reply import Engine
     from dynamo.inference.engine import BatchedEngine
     from dynamo.runtime.component import Component, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
 
 
-class WorkerPrefill:
+class WorkerPrefill(RemotePrefill):
     """Exposes the KV memory of the engines, one for each data-parallel rank, and connects them to
     the other workers of the component. Open it after the engines have started."""
 
-    def __init__(self, runtime: DistributedRuntime, component: Component) -> None:
-        self._runtime = runtime
-        self._component = component
+    def __init__(self, runtime: DistributedRuntime, component: Component, engine: Engine) -> None:
+        super().__init__(runtime, component)
+        self.generate = engine.generate
         self._engines: Sequence[BatchedEngine] = ()
         self._planes: list[TransferPlane] = []
         self._regions: list[RegionDescriptor] = []
         self._peers: list[PrefillPeers] = []
         self._sources: list[PeerPrefill] = []
         self._only_decodes = runtime.settings.engine.role == "decode"
-        self._tasks = BackgroundTasks()
         self._handover = Handover(runtime.clock)
         self._prefill_endpoint: ServedEndpoint | None = None
         self._generate_endpoint: ServedEndpoint | None = None
@@ -49,10 +49,12 @@ class WorkerPrefill:
         cls,
         runtime: DistributedRuntime,
         component: Component,
+        engine: Engine,
         engines: Sequence[BatchedEngine],
     ) -> Self:
-        """Expose the engines' memory. Engines without a region take no part."""
-        worker_prefill = cls(runtime, component)
+        """Expose the memory of the `engines` that `engine` consists of. Engines without a region
+        take no part."""
+        worker_prefill = cls(runtime, component, engine)
         if engines and all(engine.runner.region is not None for engine in engines):
             worker_prefill._engines = engines
             for engine in engines:
@@ -61,30 +63,25 @@ class WorkerPrefill:
 
     @property
     def capabilities(self) -> Mapping[str, Any]:
-        """The part of the instance record that other workers need."""
         return {TRANSFER_KEY: msgspec.to_builtins(self._regions)} if self._regions else {}
 
     async def serve(
         self, capabilities: Mapping[str, Any], on_load_changed: Callable[[], None]
     ) -> Sequence[ServedEndpoint]:
-        """Follow the other workers with these `blocks`, then serve the endpoint `prefill`."""
         if not self._regions:
             return ()
         await self._follow_peers(capabilities)
         handler = PrefillEndpoint(self._engines, self._handover, on_load_changed).handle
-        endpoint = self._component.endpoint(PREFILL_ENDPOINT)
-        self._prefill_endpoint = await endpoint.serve(handler, capabilities=capabilities)
+        self._prefill_endpoint = await self._endpoint.serve(handler, capabilities=capabilities)
         return (self._prefill_endpoint,)
 
     def withdraw_after(self, generate_endpoint: ServedEndpoint) -> None:
-        """Let a draining worker serve prompts and blocks until the requests of `generate_endpoint`
-        have moved to other workers. No router chooses this worker for new prompts then."""
+        """As in the interface. No router chooses the draining worker for new prompts."""
         self._generate_endpoint = generate_endpoint
         if self._prefill_endpoint is not None:
             self._prefill_endpoint.before_withdrawal = self._hand_over
 
     def on_request_cancelled(self, request: GenerateRequest) -> None:
-        """Expect another worker to ask for the blocks of `request`, if this worker drains."""
         generate_endpoint = self._generate_endpoint
         if generate_endpoint is not None and generate_endpoint.lifecycle.stopping:
             self._handover.on_request_left(request)
@@ -98,17 +95,15 @@ class WorkerPrefill:
         await wait_at_most(wait(), drain_s)
 
     def set_roles(self, roles: Sequence[str]) -> None:
-        """Take over changed roles of the worker."""
         self._only_decodes = tuple(roles) == ROLES_BY_NAME["decode"]
         for source in self._sources:
             source.only_decodes = self._only_decodes
 
     async def close(self) -> None:
-        """Leave the other workers. A second call does nothing."""
         left, self._peers = self._peers, []
         for peers in left:
             await peers.close()
-        await self._tasks.close()
+        await super().close()
 
     async def _expose(self, engine: BatchedEngine) -> None:
         region = engine.runner.region
@@ -120,10 +115,8 @@ class WorkerPrefill:
     async def _follow_peers(self, capabilities: Mapping[str, Any]) -> None:
         runtime = self._runtime
         check = PeerCheck(runtime.instance_id, capabilities, self._regions[0])
-        client = await self._component.endpoint(PREFILL_ENDPOINT).client(check.is_candidate)
+        client = await self._follow(check.is_candidate)
         runtime.health.add_limitation("kv_peers", self._describe_refused)
-        detector = FailureDetector(runtime.requests, runtime.clock, self._tasks, runtime.metrics)
-        detector.watch(client, spares_last=False)
         declare_disaggregation_metrics(runtime.metrics, self._engines, self._regions[0].slot_bytes)
         runtime.metrics.counter(
             "dynamo_worker_peer_bytes_total",
