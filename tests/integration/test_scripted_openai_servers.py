@@ -66,7 +66,8 @@ async def test_kv_events_of_a_server_are_told(tiny_model: Path) -> None:
         engine = make_engine(fake.url, tiny_model, kv_events=endpoint)
         info = await engine.start()
         stored = asyncio.Event()
-        engine.on_kv_events(lambda _: stored.set())
+        (rank,) = engine.ranks
+        rank.on_kv_events(lambda _: stored.set())
         block = {
             "type": "BlockStored",
             "block_hashes": [1, 2],
@@ -76,7 +77,7 @@ async def test_kv_events_of_a_server_are_told(tiny_model: Path) -> None:
         }
         publisher.publish(msgspec.msgpack.encode([0.0, [block], None]))
         await stored.wait()
-        (event,) = engine.snapshot_kv_events()
+        (event,) = rank.snapshot_kv_events()
         assert info.kv_events
         assert len(event.hashes) == 2
         await engine.stop()

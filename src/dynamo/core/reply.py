@@ -170,8 +170,8 @@ class LoraAdapters(ABC):
 class Engine(EngineRank):
     """Computes tokens. A constructor does no I/O.
 
-    An engine with a single rank is that rank. Others report the sum of the loads of their `ranks`,
-    with `Load.ranks`, and no events of their own.
+    An engine may be its only rank. Others report the load of their rank, or the sum of those of
+    several `ranks` with `Load.ranks`, and no events of their own.
     """
 
     failure: DynamoError | None = None

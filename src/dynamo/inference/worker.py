@@ -262,8 +262,9 @@ class EngineWorker:
     async def _dump_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Send the content of the prefix cache as payloads of `kv_events`."""
         del payload
-        for part in encode_kv_event_payloads(self._engine.snapshot_kv_events()):
-            outgoing.send(part)
+        for rank in self._engine.ranks:
+            for part in encode_kv_event_payloads(rank.snapshot_kv_events()):
+                outgoing.send(part)
 
     def _on_engine_failed(self) -> None:
         """Leave discovery after a failure of the engine, so that other workers get its requests."""

@@ -10,9 +10,9 @@ from tests.support.engine_cache import STYLES, FakeEngineCache
 from dynamo.core.codec import pack_ids
 from dynamo.core.values import BlocksCleared, KvEvent
 from dynamo.inference.engines.drift_check import MAX_REPAIRS, MAX_WRONG
-from dynamo.inference.engines.engine import ExternalRank
 from dynamo.inference.engines.engine_events import decode_batch
 from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.rank import ViewedRank
 from dynamo.inference.worker_metrics import declare_kv_view_metrics
 from dynamo.telemetry.metrics import Registry
 
@@ -120,7 +120,7 @@ def test_a_rebuild_during_a_reset_ends_no_events() -> None:
 
 
 def test_metrics_add_up_the_ranks() -> None:
-    ranks = [ExternalRank(make_view()[0]) for _ in range(2)]
+    ranks = [ViewedRank(make_view()[0]) for _ in range(2)]
     for rank in ranks:
         answer(rank.view, 64)
     registry = Registry()

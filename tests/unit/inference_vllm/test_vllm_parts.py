@@ -18,6 +18,7 @@ from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
+    EngineTotals,
     Finish,
     GenerateRequest,
     PromptTokenLogprob,
@@ -25,16 +26,20 @@ from dynamo.core.values import (
     Started,
     TokenLogprobs,
 )
-from dynamo.inference.engines.engine import EngineAnswer
+from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.kv_view import EngineKvView
-from dynamo.inference.engines.startup import without_collections
+from dynamo.inference.engines.startup import start_error, without_collections
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
-from dynamo.inference.vllm.requests import forward_output, make_seed
-from dynamo.inference.vllm.startup import start_error
+from dynamo.inference.vllm.requests import PARAMETERS, forward_output
+from dynamo.inference.vllm.startup import ADVICE
 from dynamo.testing.conformance.engines import make_request
 from dynamo.testing.fakes import CollectedReply
+
+
+def foreign_answer(reply: Reply, prompt_tokens: int) -> ForeignAnswer:
+    return ForeignAnswer(reply, EngineTotals(), prompt_tokens)
 
 
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> Any:
@@ -44,7 +49,7 @@ def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> A
 
 def test_a_stop_token_is_reported_and_not_sent() -> None:
     reply = CollectedReply()
-    answer = EngineAnswer(reply, 40)
+    answer = foreign_answer(reply, 40)
     assert forward_output(output([5, 6]), answer, make_request())
     assert not forward_output(output([7, 2], "stop"), answer, make_request())
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
@@ -54,7 +59,7 @@ def test_a_stop_token_is_reported_and_not_sent() -> None:
 
 def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
     reply = CollectedReply()
-    assert not forward_output(output([2], "stop"), EngineAnswer(reply, 40), make_request())
+    assert not forward_output(output([2], "stop"), foreign_answer(reply, 40), make_request())
     assert (reply.ids, reply.end) == ([], Finish("stop", 1, 2))
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
 
@@ -62,7 +67,7 @@ def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_gives_up_fails(reason: str) -> None:
     with pytest.raises(WorkerFailed, match=reason):
-        forward_output(output([5], reason), EngineAnswer(CollectedReply(), 40), make_request())
+        forward_output(output([5], reason), foreign_answer(CollectedReply(), 40), make_request())
 
 
 def test_logprobs_are_sorted_by_rank_and_cut() -> None:
@@ -73,7 +78,7 @@ def test_logprobs_are_sorted_by_rank_and_cut() -> None:
     }
     reply = CollectedReply()
     request = replace(make_request(), top_logprobs=2)
-    forward_output(output([8], None, [position]), EngineAnswer(reply, 40), request)
+    forward_output(output([8], None, [position]), foreign_answer(reply, 40), request)
     assert reply.extras == [[TokenLogprobs(8, -3.0, ((5, -0.5), (6, -1.0)))]]
 
 
@@ -92,7 +97,7 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
     last = output([2], "stop")
     last.prompt_logprobs = []
     request, reply = replace(make_request(), prompt_logprobs=1, resumed=resumed), CollectedReply()
-    answer = EngineAnswer(reply, 3)
+    answer = foreign_answer(reply, 3)
     assert forward_output(first, answer, request)
     assert not forward_output(last, answer, request)
     whole = (
@@ -103,19 +108,25 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
     assert reply.end.prompt_logprobs == whole[: 2 - resumed]
 
 
+def enter(rank: VllmRank) -> ForeignAnswer:
+    """Return the answer to a request that the rank gets."""
+    answer = foreign_answer(CollectedReply(), 40)
+    rank.enter(answer, make_request())
+    return answer
+
+
 def test_an_idle_rank_is_idle_whatever_its_last_statistics_said() -> None:
     rank = VllmRank(EngineKvView(16, 32))
     rank.total_blocks = 100
-    for number in range(2):
-        rank.on_request(number, 40)
+    answers = [enter(rank) for _ in range(2)]
     statistics = SimpleNamespace(num_running_reqs=1, kv_cache_usage=0.25)
     rank.on_statistics(statistics, None)
-    rank.on_first_token(0)
+    assert answers[0].send([5])
     load = rank.report_load()
     assert (load.running, load.waiting, load.prefill_tokens) == (1, 1, 40)
     assert (load.active_blocks, load.steps) == (25, 1)
-    for number in range(2):
-        rank.on_request_ended(number)
+    for answer in answers:
+        rank.leave(answer, make_request())
     load = rank.report_load()
     assert (load.running, load.waiting, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
 
@@ -124,7 +135,7 @@ def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
     rank = VllmRank(EngineKvView(16, 32))
     assert not rank.hangs(0.0)
     assert not rank.hangs(1000.0)
-    rank.on_request(0, 40)
+    enter(rank)
     assert not rank.hangs(1000.0)
     assert not rank.hangs(1000.0 + HUNG_S)
     assert rank.hangs(1001.0 + HUNG_S)
@@ -134,14 +145,13 @@ def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
 
 
 def test_a_rank_hangs_if_only_probes_come_and_go_without_a_step() -> None:
-    rank, now, probes = VllmRank(EngineKvView(16, 32)), 0.0, 0
+    rank, now = VllmRank(EngineKvView(16, 32)), 0.0
     while not rank.hangs(now):
-        probes += 1
-        rank.on_request(probes, 40)
+        answer = enter(rank)
         for _ in range(5):
             now += 1.0
             assert not rank.hangs(now) or now > HUNG_S
-        rank.on_request_ended(probes)
+        rank.leave(answer, make_request())
         now += 25.0
     assert HUNG_S < now < HUNG_S + 60
 
@@ -151,34 +161,39 @@ def test_a_rank_does_not_hang_since_clients_cancel_before_the_first_step() -> No
     for number in range(3):
         now = number * 2 * HUNG_S
         assert not rank.hangs(now)
-        rank.on_request(number, 40)
+        answer = enter(rank)
         assert not rank.hangs(now + 0.5)
-        rank.on_request_ended(number)
+        rank.leave(answer, make_request())
         assert not rank.hangs(now + 1.0)
 
 
 def test_a_failed_start_names_the_setting_with_its_value() -> None:
     reason = "ValueError: To serve at least one request, estimated maximum model length is 96."
-    error = start_error(reason)
+    error = start_error("vLLM", reason, ADVICE)
     assert isinstance(error, ConfigError)
     assert error.hint == "use --max-model-len 96"
-    assert isinstance(start_error("KeyError: 'model.layers.0'"), ModelUnavailable)
+    assert isinstance(start_error("vLLM", "KeyError: 'x'", ADVICE), ModelUnavailable)
 
 
 SEEDED = replace(make_request(), sampling=SamplingParams(temperature=1.0, seed=3))
 
 
+def told_seed(request: GenerateRequest) -> int | None:
+    seed: int | None = PARAMETERS.translate(request).get("seed")
+    return seed
+
+
 def test_seeds_differ_by_choice_and_position() -> None:
     others = [replace(SEEDED, choice=1), replace(SEEDED, resumed=1, token_ids=pack_ids([3]))]
-    seeds = {make_seed(SEEDED), *map(make_seed, others)}
+    seeds = {told_seed(request) for request in (SEEDED, *others)}
     assert len(seeds) == 3
     assert None not in seeds
 
 
 def test_vllm_gets_only_seeds_that_a_client_asked_for() -> None:
     sampling = replace(SEEDED.sampling, random_seed=True)
-    assert make_seed(replace(SEEDED, sampling=sampling)) is None
-    assert make_seed(make_request()) is None  # is greedy
+    assert told_seed(replace(SEEDED, sampling=sampling)) is None
+    assert told_seed(make_request()) is None  # is greedy
 
 
 async def test_an_engine_argument_sets_the_number_of_ranks(

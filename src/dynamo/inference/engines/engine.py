@@ -1,4 +1,4 @@
-"""`ExternalEngine`: what adapters of foreign engines in this process share."""
+"""`MultiprocessEngine`: what adapters of engines with processes of their own share."""
 
 from __future__ import annotations
 
@@ -7,39 +7,28 @@ from abc import abstractmethod
 from asyncio import to_thread
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
-from dynamo.core.errors import ModelUnavailable, WorkerFailed
-from dynamo.core.reply import Engine, LogprobsPerToken, Reply
+from dynamo.core.errors import DynamoError, InvalidRequest, ModelUnavailable, WorkerFailed
+from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import (
-    EngineInfo,
-    EngineTotals,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    Load,
-    PromptTokenLogprob,
-    Started,
-    sum_loads,
-)
-from dynamo.inference.engines.kv_view import EngineKvView, ViewedRank
+from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load, sum_loads
+from dynamo.inference.engines.answer import ForeignAnswer
+from dynamo.inference.engines.event_reader import KvEventEndpoint
+from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.inference.engines.rank import ViewedRank
 from dynamo.runtime.calls.interruptible import Interruptible
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
 
 log = logging.getLogger(__name__)
-
-GREEDY: Final = 1e-6
-"""Temperatures below this choose the most probable token."""
-
 
 NEUTRAL_SAMPLING: Final[Mapping[str, float]] = {
     "temperature": 1.0,
@@ -53,87 +42,6 @@ NEUTRAL_SAMPLING: Final[Mapping[str, float]] = {
 """Sampling from all tokens as the model weighs them, which these engines do by default."""
 
 
-class EngineAnswer:
-    """Passes the answer to one request on. `tokens`: ids that the engine has generated so far.
-    `cached_tokens`: those of the prompt that it had cached, None before the first token.
-    `prompt_logprobs`: those of the second prompt token and on, where the request wants them."""
-
-    def __init__(self, reply: Reply, prompt_tokens: int) -> None:
-        self._reply = reply
-        self._prompt_tokens = prompt_tokens
-        self._begun = False
-        self.tokens = 0
-        self.cached_tokens: int | None = None
-        self.prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
-
-    def begin(self, cached_tokens: int = 0) -> None:
-        """Begin the reply, unless it has begun."""
-        if not self._begun:
-            self._begun = True
-            self._reply.begin(
-                Started(cached_tokens=cached_tokens, prompt_tokens=self._prompt_tokens)
-            )
-
-    def send(
-        self, ids: Sequence[int], logprobs: LogprobsPerToken | None, cached_tokens: int
-    ) -> bool:
-        """Pass the next ids on. False: no more is wanted."""
-        if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
-            self.begin(cached_tokens)
-        self.tokens += len(ids)
-        return self._reply.tokens(ids, logprobs)
-
-    def finish(self, reason: FinishReason, stop_token: int | None = None, kv: bytes = b"") -> None:
-        """End the answer. The `stop_token` is counted and was not sent."""
-        self.begin()
-        self.tokens += stop_token is not None
-        end = Finish(reason, self.tokens, stop_token, kv, prompt_logprobs=self.prompt_logprobs)
-        self._reply.finish(end)
-
-
-class ExternalRank(ViewedRank):
-    """A data-parallel rank, whose load is known by the requests that it was given."""
-
-    def __init__(self, view: EngineKvView) -> None:
-        super().__init__(view)
-        self._prompts: dict[int, int] = {}
-        self._lengths: dict[int, int] = {}
-
-    @property
-    def requests(self) -> int:
-        """The number of requests in the rank."""
-        return len(self._lengths)
-
-    def on_request(self, number: int, prompt_tokens: int) -> None:
-        """Count a request by a number of its own."""
-        self._prompts[number] = self._lengths[number] = prompt_tokens
-
-    def on_tokens(self, number: int, tokens: int) -> None:
-        """Count new tokens of a request. Its prompt is computed now."""
-        self.steps += 1
-        self._prompts.pop(number, None)
-        self._lengths[number] += tokens
-
-    def on_request_ended(self, number: int) -> None:
-        """Forget a request."""
-        self._prompts.pop(number, None)
-        del self._lengths[number]
-
-    def report_load(self) -> Load:
-        size = self.view.blocks.block_tokens
-        active = sum(-(-length // size) for length in self._lengths.values())
-        return Load(
-            running=len(self._lengths) - len(self._prompts),
-            waiting=len(self._prompts),
-            prefill_tokens=sum(self._prompts.values()),
-            active_blocks=min(active, self.total_blocks),
-            total_blocks=self.total_blocks,
-            steps=self.steps,
-            cached_blocks=self.cached_blocks,
-        )
-
-
 class Computation(NamedTuple):
     """A request with its prompt `ids` and its context, on the rank with this index. `number`: its
     own in the engine."""
@@ -145,18 +53,24 @@ class Computation(NamedTuple):
     number: int
 
 
-class ExternalEngine(Engine):
-    """A foreign engine in this process, with its workers in others. A subclass starts it, has it
-    compute single requests, and stops it. `title` is its name in messages."""
+class MultiprocessEngine(Engine):
+    """A foreign engine in this process, with its workers in others. A subclass starts it, gives it
+    single requests, reads its outputs, and stops it.
+
+    `title` is its name in messages. `refusals` are its errors for a wrong request.
+    `steps_per_output`: 0 for an engine that reports its steps.
+    """
 
     title: str
-    rank_type: type[ExternalRank] = ExternalRank
+    rank_type: type[ViewedRank] = ViewedRank
+    refusals: tuple[type[Exception], ...] = (ValueError,)
+    steps_per_output = 1
 
     def __init__(self, inputs: EngineInputs) -> None:
         self.inputs = inputs
         self.tasks = BackgroundTasks()
         self.processes = EngineProcesses()
-        self._ranks: tuple[ExternalRank, ...] = ()
+        self._ranks: tuple[ViewedRank, ...] = ()
         self._info: EngineInfo | None = None
         self._failure_listeners: list[Callable[[], None]] = []
         self._calls: set[Interruptible] = set()
@@ -169,9 +83,17 @@ class ExternalEngine(Engine):
         """Start the engine and set its ranks. Raises `ModelUnavailable` or `ConfigError`."""
 
     @abstractmethod
-    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
-        """Compute one request. A cancellation aborts it. Raises `InvalidRequest` or
-        `WorkerFailed`."""
+    def open_stream(self, computation: Computation) -> Any:
+        """Give a request to the engine, and return the iterator of its outputs."""
+
+    @abstractmethod
+    def forward(self, output: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+        """Pass an output on. False: the answer is complete, or the reply has enough. Raises the
+        error by which the engine ended the request."""
+
+    @abstractmethod
+    async def close_stream(self, stream: Any, *, ended: bool) -> None:
+        """Abort a request, unless its answer has `ended`."""
 
     @abstractmethod
     async def empty_cache(self) -> None:
@@ -181,6 +103,10 @@ class ExternalEngine(Engine):
     @abstractmethod
     async def close_engine(self) -> None:
         """Stop the engine and its processes."""
+
+    def failure_by(self, error: Exception) -> DynamoError:
+        """Return the error of a request that failed by `error`."""
+        return WorkerFailed(f"{self.title} failed: {error!r}")
 
     async def start(self) -> EngineInfo:
         path = self.inputs.files.path
@@ -200,9 +126,19 @@ class ExternalEngine(Engine):
         self.failure = None
         return info
 
-    def set_ranks(self, views: Sequence[EngineKvView]) -> None:
-        """Set one rank for each view."""
+    def set_ranks(
+        self, count: int, endpoint: KvEventEndpoint | None = None, block_tokens: int = 0
+    ) -> Sequence[EngineKvView]:
+        """Set so many ranks, and return their views, which are still to be opened. `endpoint`:
+        where the first one publishes. `block_tokens`: size of the engine's blocks, if known."""
+        views = [
+            EngineKvView(
+                self.inputs.card.block_tokens, block_tokens, endpoint and endpoint.of_rank(rank)
+            )
+            for rank in range(count)
+        ]
         self._ranks = tuple(map(self.rank_type, views))
+        return views
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
@@ -211,24 +147,63 @@ class ExternalEngine(Engine):
         assert info is not None  # noqa: S101 - the engine has started
         ids = list(unpack_ids(request.token_ids))
         check_prompt(ids, info.context_tokens, info.vocab_size)
+        request = _limit_tokens(request, info.context_tokens - len(ids))
         index, number = self._choose_rank(request), next(self._numbers)
-        rank, answer = self._ranks[index], EngineAnswer(reply, len(ids))
-        rank.on_request(number, len(ids))
-        prediction = rank.view.drift.on_submitted(request.token_ids, request.salt)
-        self._totals.requests += 1
-        self._totals.prompt_tokens += len(ids)
-        if context.attempt:
-            answer.begin()
+        rank, answer = self._ranks[index], ForeignAnswer(reply, self._totals, len(ids))
+        rank.enter(answer, request)
         try:
+            if context.attempt:
+                answer.begin()
             with Interruptible(self._calls):
-                await self.compute(Computation(request, context, ids, index, number), answer)
+                await self._compute(Computation(request, context, ids, index, number), answer)
         finally:
-            rank.on_request_ended(number)
-            self._totals.generated_tokens += answer.tokens
-            self._totals.cached_tokens += answer.cached_tokens or 0
-            computed = request.kv or request.prompt_logprobs is not None  # whatever is cached
-            cached_tokens = None if computed else answer.cached_tokens
-            rank.view.drift.on_ended(prediction, cached_tokens)
+            rank.leave(answer, request)
+
+    async def _compute(self, computation: Computation, answer: ForeignAnswer) -> None:
+        """Pass all outputs on. Longer times between two of them than the target are slow. A
+        cancellation aborts the request."""
+        request, rank = computation.request, self._ranks[computation.rank]
+        target_s, last_s = request.itl_slo_ms * 1e-3, 0.0
+        stream = self.begin_stream(computation)
+        try:
+            while (output := await self.next_output(stream)) is not None:
+                rank.steps += self.steps_per_output
+                if target_s:
+                    now = self.inputs.clock.now()
+                    if last_s:
+                        rank.on_gap(slow=now - last_s > target_s)
+                    last_s = now
+                if not self.forward(output, answer, request):
+                    return
+            raise WorkerFailed(f"{self.title} ended the answer without a reason")
+        finally:
+            await self.close_stream(stream, ended=answer.ended)
+
+    def begin_stream(self, computation: Computation) -> Any:
+        """Return what `open_stream` does. Raises `InvalidRequest` or `failure_by`."""
+        try:
+            return self.open_stream(computation)
+        except DynamoError:
+            raise
+        except Exception as error:
+            raise self._request_error(error, (TypeError, *self.refusals)) from error
+
+    async def next_output(self, stream: Any) -> Any:
+        """Return the next output, or None at the end. Raises `InvalidRequest` or `failure_by`."""
+        try:
+            return await anext(stream, None)
+        except DynamoError:
+            raise
+        except Exception as error:
+            raise self._request_error(error, self.refusals) from error
+
+    def _request_error(
+        self, error: Exception, refusals: tuple[type[Exception], ...]
+    ) -> DynamoError:
+        """Return what an error of the engine means for the request."""
+        if isinstance(error, refusals):
+            return InvalidRequest(f"{self.title} refuses the request: {error}")
+        return self.failure_by(error)
 
     async def clear_blocks(self) -> int:
         if self.failure is not None:
@@ -241,20 +216,14 @@ class ExternalEngine(Engine):
             rank.view.clear(clears_before)
         return count
 
-    def max_tokens(self, request: GenerateRequest, prompt_tokens: int) -> int:
-        """Return how many tokens the answer may have."""
-        info = self._info
-        assert info is not None  # noqa: S101 - the engine has started
-        return min(request.stops.max_tokens, info.context_tokens - prompt_tokens)
-
     def _choose_rank(self, request: GenerateRequest) -> int:
         ranks = range(len(self._ranks))
         if request.rank is not None and request.rank in ranks:
             return request.rank
-        return min(ranks, key=lambda index: self._ranks[index].requests)
+        return min(ranks, key=lambda index: len(self._ranks[index].answers))
 
     @property
-    def ranks(self) -> Sequence[ExternalRank]:
+    def ranks(self) -> Sequence[ViewedRank]:
         return self._ranks
 
     def report_load(self) -> Load:
@@ -293,3 +262,13 @@ class ExternalEngine(Engine):
         self.failure = failure
         for call in tuple(self._calls):
             call.interrupt(WorkerFailed(failure.message))
+
+
+def _limit_tokens(request: GenerateRequest, room: int) -> GenerateRequest:
+    """Return a request whose answer has at most `room` tokens, and at least no more than that."""
+    stops = request.stops
+    most = min(stops.max_tokens, room)
+    least = min(stops.min_tokens, most)
+    if (most, least) == (stops.max_tokens, stops.min_tokens):
+        return request
+    return replace(request, stops=replace(stops, max_tokens=most, min_tokens=least))

@@ -97,11 +97,14 @@ class ThreadStream:
                         self._abort()
                         break
             self._put((None, StopAsyncIteration()))
-        except Exception as error:  # noqa: BLE001 - is raised by next
+        except Exception as error:  # noqa: BLE001 - is raised by `__anext__`
             self._put((None, error))
 
-    async def next(self) -> Any:
-        """Return the next item. Raises `StopAsyncIteration` or the engine's error."""
+    def __aiter__(self) -> ThreadStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next item. Raises the engine's error."""
         item, error = await self._items.get()
         if error is not None:
             raise error

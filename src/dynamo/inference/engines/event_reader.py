@@ -54,6 +54,19 @@ class KvEventEndpoint(msgspec.Struct, frozen=True):
         replay = _add_to_port(self.replay, rank) if self.replay else ""
         return KvEventEndpoint(_add_to_port(self.address, rank), replay, self.bind)
 
+    def publisher_config(self) -> dict[str, Any]:
+        """Return the fields by which vLLM and SGLang publish here."""
+        addresses = {"endpoint": self.address, "replay_endpoint": self.replay}
+        return {"publisher": "zmq", "topic": "kv", **addresses}
+
+
+def choose_loopback_endpoint(ranks: int) -> KvEventEndpoint:
+    """Return an endpoint for an engine that is still to start. The publisher connects to this
+    process: one that binds listens on every interface."""
+    port = find_loopback_ports(2 * ranks)
+    host = "tcp://127.0.0.1"
+    return KvEventEndpoint(f"{host}:{port}", f"{host}:{port + ranks}", bind=True)
+
 
 class _Message(NamedTuple):
     number: int

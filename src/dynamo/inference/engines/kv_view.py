@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dynamo.core.reply import EngineRank, KvEventListener
 from dynamo.core.values import KvEvent
 from dynamo.inference.engines.drift_check import DriftCheck
 from dynamo.inference.engines.engine_blocks import EngineBlocks
@@ -97,33 +96,3 @@ class EngineKvView:
         if changes:
             for listener in self._listeners:
                 listener(changes)
-
-
-class ViewedRank(EngineRank):
-    """A data-parallel rank whose cached blocks are those of a view. `total_blocks` have the card's
-    size."""
-
-    def __init__(self, view: EngineKvView) -> None:
-        self.view = view
-        self.total_blocks = 0
-        self.steps = 0
-
-    @property
-    def cached_blocks(self) -> int:
-        """The number of cached blocks of the card's size."""
-        blocks = self.view.blocks
-        return len(blocks) * blocks.engine_block_tokens // blocks.block_tokens
-
-    def on_kv_events(self, listener: KvEventListener) -> None:
-        self.view.on_kv_events(listener)
-
-    def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        return self.view.snapshot()
-
-    @property
-    def kv_problem(self) -> str:
-        return self.view.problem
-
-    @property
-    def kv_counts(self) -> Mapping[tuple[str, str], int]:
-        return self.view.counts

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
+
+MAX_REASON_CHARS = 500
 
 
 @contextmanager
@@ -28,11 +32,17 @@ def without_collections() -> Iterator[None]:
 
 
 @contextmanager
-def starting(title: str, logger: str, processes: EngineProcesses) -> Iterator[None]:
+def starting(
+    title: str,
+    logger: str,
+    processes: EngineProcesses,
+    advice: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """Own the processes that are started in the `with` statement, and log what they print.
 
-    A failure is raised as `ConfigError` if the engine does not know an argument, else as
-    `ModelUnavailable`. The reason is what the engine's processes have printed, if they have.
+    A failure is raised as `ConfigError` if the engine does not know an argument or `advice` has a
+    regular expression of its reason, else as `ModelUnavailable`. The reason is what the engine's
+    processes have printed, if they have.
     """
     output = EngineOutput(f"dynamo.engines.{logger}")
     output.open()
@@ -44,8 +54,16 @@ def starting(title: str, logger: str, processes: EngineProcesses) -> Iterator[No
     except TypeError as error:
         raise ConfigError(f"{title} refuses its arguments: {error}") from error
     except Exception as error:
-        reason = output.failure_reason() or str(error).strip() or repr(error)
-        raise ModelUnavailable(f"{title} cannot start: {reason.splitlines()[0]}") from error
+        text = " ".join(str(error).split())[:MAX_REASON_CHARS] or repr(error)
+        raise start_error(title, output.failure_reason() or text, advice) from error
     finally:
         output.close()
         use_own_handlers(logger)
+
+
+def start_error(title: str, reason: str, advice: Mapping[str, str]) -> DynamoError:
+    """Return the error for a start that failed by `reason`, with what a user can do."""
+    for pattern, hint in advice.items():
+        if match := re.search(pattern, reason):
+            return ConfigError(f"{title} cannot start: {reason}", hint=hint.format(*match.groups()))
+    return ModelUnavailable(f"{title} cannot start: {reason}")

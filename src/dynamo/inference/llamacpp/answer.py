@@ -7,59 +7,36 @@ from typing import Any
 
 from dynamo.core.errors import ContextLengthExceeded, DynamoError, InvalidRequest, WorkerFailed
 from dynamo.core.reply import Reply
-from dynamo.core.values import EngineTotals, Finish, GenerateRequest, Started, TokenLogprobs
+from dynamo.core.values import EngineTotals, FinishReason, GenerateRequest, TokenLogprobs
+from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.llamacpp.slots import Slot
 
 
-class ChunkAnswer:
-    """Delivers the chunks of one request to a `Reply`. `slot` keeps the tokens that the server has
-    computed for it."""
+class ChunkReader:
+    """Reads the chunks of one request into its `answer`. `slot` keeps the tokens that the server
+    has computed for it."""
 
     def __init__(
         self,
+        answer: ForeignAnswer,
         prompt: tuple[int, ...],
         slot: Slot,
         request: GenerateRequest,
-        reply: Reply,
         eos_token_ids: frozenset[int],
-        totals: EngineTotals,
     ) -> None:
-        self.prefill_tokens = len(prompt)
-        self.ended = False
-        """Whether the reply is finished, or has enough."""
-        self.tokens_delivered = 0
-        """Tokens that have come so far."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens from the server's cache; None until it says so."""
+        self._answer = answer
         self._prompt = prompt
         self._slot = slot
         self._top_logprobs = request.top_logprobs
-        self._reply = reply
         stops = request.stops
         self._stop_ids = frozenset(stops.stop_token_ids)
         if not stops.ignore_eos:
             self._stop_ids |= eos_token_ids
-        self._totals = totals
-        totals.requests += 1
-        totals.prompt_tokens += len(prompt)
         self._held: dict[str, Any] | None = None
-        self._begun = False
 
     def handle(self, chunk: dict[str, Any]) -> bool:
         """Deliver a chunk. False: the answer is complete, or the reply has enough. Raises the error
         that the chunk has."""
-        self._totals.steps += 1
-        self.ended = not self._handle(chunk)
-        return not self.ended
-
-    def begin(self, cached_tokens: int) -> None:
-        """Begin the reply, unless it has begun."""
-        if not self._begun:
-            self._begun = True
-            self._reply.begin(Started(cached_tokens=cached_tokens, prompt_tokens=len(self._prompt)))
-
-    def _handle(self, chunk: dict[str, Any]) -> bool:
-        """Deliver a chunk. False: the answer is complete, or the reply has enough."""
         if error := chunk.get("error"):
             raise map_error(error)
         if progress := chunk.get("prompt_progress"):
@@ -67,30 +44,35 @@ class ChunkAnswer:
             return True
         choice = chunk["choices"][0]
         if reason := choice["finish_reason"]:
-            return self._finish(reason)
-        entries = (choice["logprobs"] or {}).get("content", ())
-        return all(self._on_token(entry) for entry in entries)
+            self.finish("stop" if reason == "stop" else "length")
+            return False
+        for entry in (choice["logprobs"] or {}).get("content", ()):  # noqa: SIM110 - is faster
+            if not self._on_token(entry):
+                return False
+        return True
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the answer. A token that is held back is the stop token, or the last one."""
+        held, self._held = self._held, None
+        if reason == "stop":
+            self._answer.finish("stop", held["id"] if held else None)
+        elif held is None or self._send(held):
+            self._answer.finish("length")
 
     def _on_progress(self, progress: dict[str, Any]) -> None:
         """Begin the answer with the first report: the server has then chosen what it reuses."""
-        self.prefill_tokens = len(self._prompt) - progress["processed"]
         self._slot.tokens = list(self._prompt[: progress["processed"]])
-        if self.cached_tokens is None:
-            self.cached_tokens = progress["cache"]
-            self._totals.cached_tokens += self.cached_tokens
-        self.begin(progress["cache"])
+        self._answer.begin(progress["cache"])
+        self._answer.prefill_tokens = len(self._prompt) - progress["processed"]
 
     def _on_token(self, entry: dict[str, Any]) -> bool:
         """Deliver a token. A token without text is held back: it may be the end of the answer."""
-        self.prefill_tokens = 0
         held, self._held = self._held, None
         if held is not None and not self._send(held):
             return False
         token = entry["id"]
-        self.tokens_delivered += 1
-        self._totals.generated_tokens += 1
         if token in self._stop_ids:
-            self._reply.finish(Finish("stop", self.tokens_delivered, token))
+            self._answer.finish("stop", token)
             return False
         if not entry["bytes"]:
             self._held = entry
@@ -101,21 +83,13 @@ class ChunkAnswer:
         token = entry["id"]
         self._slot.tokens.append(token)
         if self._top_logprobs is None:
-            return self._reply.tokens((token,))
+            return self._answer.send((token,))
         best = entry["top_logprobs"][: self._top_logprobs]
         top = tuple((other["id"], other["logprob"]) for other in best)
-        return self._reply.tokens((token,), [TokenLogprobs(token, entry["logprob"], top)])
-
-    def _finish(self, reason: str) -> bool:
-        held, self._held = self._held, None
-        if reason == "stop":
-            self._reply.finish(Finish("stop", self.tokens_delivered, held["id"] if held else None))
-        elif held is None or self._send(held):
-            self._reply.finish(Finish("length", self.tokens_delivered))
-        return False
+        return self._answer.send((token,), [TokenLogprobs(token, entry["logprob"], top)])
 
 
-class SlotAnswer(ChunkAnswer):
+class SlotAnswer(ForeignAnswer):
     """An answer of the server in this process. `done` is set at its end.
 
     The server calls `on_chunk` in the request's thread. All else runs on the event loop.
@@ -130,7 +104,8 @@ class SlotAnswer(ChunkAnswer):
         eos_token_ids: frozenset[int],
         totals: EngineTotals,
     ) -> None:
-        super().__init__(prompt, slot, request, reply, eos_token_ids, totals)
+        super().__init__(reply, totals, len(prompt))
+        self._chunks = ChunkReader(self, prompt, slot, request, eos_token_ids)
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.stopped = False
@@ -150,8 +125,9 @@ class SlotAnswer(ChunkAnswer):
     def _deliver(self, chunk: dict[str, Any]) -> None:
         if self.done.done():
             return
+        self._totals.steps += 1
         try:
-            if self.handle(chunk):
+            if self._chunks.handle(chunk):
                 return
         except Exception as error:  # noqa: BLE001 - the awaited call raises it
             self.done.set_exception(error)

@@ -108,7 +108,7 @@ class LlamaCppEngine(Engine):
         call.add_done_callback(lambda ended: self._on_call_ended(ended, slot, answer))
         try:
             if context.attempt:
-                answer.begin(cached_tokens=0)
+                answer.begin()
             await answer.done
         finally:
             answer.stopped = True

@@ -6,19 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, cast
 
-import msgspec
-
 from dynamo.core.clock import Clock
-from dynamo.core.errors import MalformedAnswer, Unsupported
+from dynamo.core.errors import MalformedAnswer
 from dynamo.core.reply import Reply
 from dynamo.core.text import split_cut_character
 from dynamo.core.values import (
     EngineTotals,
     Feature,
-    Finish,
     FinishReason,
     GenerateRequest,
     TokenLogprobs,
+)
+from dynamo.inference.engines.parameters import (
+    FormTable,
+    Parameter,
+    ParameterTable,
+    Seed,
+    minus_one_for_none,
+    raw_json,
+    same,
+    text_keys,
+    yes,
 )
 from dynamo.inference.openai_server.foreign_chunk import ForeignChoice
 from dynamo.inference.openai_server.foreign_values import (
@@ -28,7 +36,7 @@ from dynamo.inference.openai_server.foreign_values import (
     read_word,
 )
 from dynamo.inference.openai_server.server_facts import Kind, ServerFacts
-from dynamo.inference.openai_server.streamed_answer import StreamedAnswer
+from dynamo.inference.openai_server.streamed_answer import ChoiceAnswer
 
 ID_PREFIX = "token_id:"
 """vLLM's logprobs name tokens so, if asked."""
@@ -41,54 +49,64 @@ FEATURES: dict[Kind, tuple[Feature, ...]] = {
 }
 GIVES_IDS: frozenset[Kind] = frozenset({"vllm", "sglang"})
 EncodeText = Callable[[str], Sequence[int]]
+TITLE = "the model's server"
+_OPENAI = (
+    *same("sampling.temperature", "sampling.top_p", "sampling.presence_penalty"),
+    *same("sampling.frequency_penalty", "stops.max_tokens"),
+    Parameter("sampling.logit_bias", "logit_bias", text_keys, absent={}),
+)
+_SEED = Seed("seed", 1 << 63, if_random=False)
+OPENAI_PARAMETERS = ParameterTable(
+    TITLE,
+    *_OPENAI,
+    Parameter("stops.min_tokens", refused="leave min_tokens out"),
+    Parameter("stops.ignore_eos", refused="leave ignore_eos out"),
+    seed=_SEED,
+)
+PARAMETERS = ParameterTable(
+    TITLE,
+    *_OPENAI,
+    Parameter("sampling.top_k", "top_k", minus_one_for_none),
+    *same("sampling.min_p", "sampling.repetition_penalty"),
+    *same("stops.min_tokens", "stops.stop_token_ids", "stops.ignore_eos"),
+    Parameter("salt", "cache_salt", absent=""),
+    Parameter("top_logprobs", "logprobs", absent=None),
+    Parameter("top_logprobs", "return_tokens_as_token_ids", yes, absent=None),
+    seed=_SEED,
+)
+"""The parameters of vLLM and of servers that take its names."""
+FORMS = FormTable(
+    TITLE,
+    {
+        "json_schema": ("json", raw_json),
+        "json_object": ("json_object", yes),
+        "regex": ("regex", str),
+        "choice": ("choice", raw_json),
+        "grammar": ("grammar", str),
+    },
+)
 
 
 def completion_body(
     request: GenerateRequest, prompt: Sequence[int], facts: ServerFacts
 ) -> dict[str, Any]:
     """Return the body for a server that is not llama.cpp."""
-    sampling, stops, kind = request.sampling, request.stops, facts.kind
-    body: dict[str, Any] = {
+    kind = facts.kind
+    body = (OPENAI_PARAMETERS if kind == "openai" else PARAMETERS).translate(request)
+    body |= {
         "model": facts.model.id,
         "prompt": prompt,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": stops.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
     }
-    if not sampling.random_seed:
-        body["seed"] = (sampling.seed + request.choice) & ((1 << 63) - 1)
-    if sampling.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    if kind == "openai":
-        if stops.ignore_eos or stops.min_tokens:
-            raise Unsupported(f"{facts.model.id}'s server has no ignore_eos and no min_tokens")
-        return body
-    body |= {
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": stops.min_tokens,
-        "stop_token_ids": stops.stop_token_ids,
-        "ignore_eos": stops.ignore_eos,
-    }
-    if request.salt:
-        body["cache_salt"] = request.salt
     if kind in GIVES_IDS:
         body["return_token_ids"] = True
-    if request.top_logprobs is not None:
-        body |= {"logprobs": request.top_logprobs, "return_tokens_as_token_ids": True}
     if request.structured is not None:
-        name, value = request.structured.kind.removesuffix("_schema"), request.structured.value
-        parsed = value if name in {"regex", "grammar"} else msgspec.json.decode(value or "true")
-        body["structured_outputs"] = {name: parsed}
+        body["structured_outputs"] = FORMS.translate(request.structured)
     return body
 
 
-class CompletionAnswer(StreamedAnswer):
+class CompletionAnswer(ChoiceAnswer):
     """Delivers the tokens of one answer. With `encode`, the server sends text, which is tokenised
     here: the text stands, and `completion_tokens` is the server's count."""
 
@@ -103,7 +121,7 @@ class CompletionAnswer(StreamedAnswer):
         vocab_size: int,
         encode: EncodeText | None,
     ) -> None:
-        super().__init__(prompt_tokens, request.stops.max_tokens, reply, totals, clock)
+        super().__init__(reply, totals, prompt_tokens, request.stops.max_tokens, clock)
         self._top_logprobs = request.top_logprobs
         self._stop_ids = frozenset(request.stops.stop_token_ids)
         self._vocab_size = vocab_size or MAX_COUNT
@@ -114,13 +132,13 @@ class CompletionAnswer(StreamedAnswer):
         self._held = ""
 
     def _deliver_choice(self, choice: ForeignChoice) -> bool:
-        text = read_word(choice.text)
+        ids: Sequence[int]
         if self._encode is not None:
-            whole, self._held = split_cut_character(self._held + text)
-            ids: Sequence[int] = self._encode(whole) if whole else ()
+            text, self._held = split_cut_character(self._held + read_word(choice.text))
+            ids = self._encode(text) if text else ()
         else:
             ids = self._read_ids(choice.token_ids)
-            if text and not ids:
+            if not ids and read_word(choice.text):
                 raise MalformedAnswer("the server sent text without token ids")
         logprobs: list[TokenLogprobs] | None = None
         if self._top_logprobs is not None and ids:
@@ -129,19 +147,11 @@ class CompletionAnswer(StreamedAnswer):
             last = ids[-1]
             if last in self._stop_ids or last == choice.stop_reason:
                 ids, self._stop_token = ids[:-1], last
-                self.tokens_delivered += 1
-        if not ids:
-            return True
-        room = self._max_parts - self.tokens_delivered
-        self.tokens_delivered += len(ids)
-        if len(ids) > room:
-            ids, logprobs = ids[:room], logprobs and logprobs[:room]
-        self._totals.generated_tokens += len(ids)
-        if not ids:
-            return True
-        if logprobs is None:
-            return self._reply.tokens(ids)
-        return self._reply.tokens(ids, logprobs[: len(ids)])
+        room = self._max_parts - self.tokens
+        sent = ids[:room]
+        if sent and not self.send(sent, logprobs and logprobs[: len(sent)]):
+            return False
+        return len(ids) <= room or self._cut()
 
     def _read_ids(self, ids: Any) -> Sequence[int]:
         """Return the ids of tokens. Raises `MalformedAnswer` for what is none of the model."""
@@ -161,10 +171,12 @@ class CompletionAnswer(StreamedAnswer):
     def _finish(self, reason: FinishReason) -> None:
         if self._held and self._encode is not None and reason == "stop":
             self._reply.tokens(self._encode(self._held))
-        count = self.tokens_delivered if self._encode is None else self._usage.completion_tokens
-        count = min(count or self.tokens_delivered, self._max_tokens)
-        end = Finish(reason, count, self._stop_token, cached_tokens=self.cached_tokens)
-        self._reply.finish(end)
+        count = self.tokens + (self._stop_token is not None)
+        if self._encode is not None:
+            count = self._usage.completion_tokens or count
+        count = min(count, self._max_tokens)
+        cached_tokens = self._read_cached_tokens()
+        self.finish(reason, self._stop_token, cached_tokens, completion_tokens=count)
 
 
 def _logprobs(logprobs: Mapping[str, Any], ids: Sequence[int]) -> list[TokenLogprobs]:

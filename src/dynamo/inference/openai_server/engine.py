@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -28,13 +28,14 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.redaction import redact
-from dynamo.core.reply import Engine, KvEventListener, Reply
+from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, KvEvent, Load
+from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.inference.engines.rank import ForeignRank, ViewedRank
 from dynamo.inference.openai_server.completion import (
     FEATURES,
     GIVES_IDS,
@@ -51,6 +52,7 @@ from dynamo.inference.openai_server.server_facts import (
     read_facts,
     read_model,
 )
+from dynamo.inference.openai_server.streamed_answer import StreamedAnswer
 from dynamo.inference.openai_server.text_answer import (
     COMPLETION_PATH,
     TextAnswer,
@@ -75,8 +77,6 @@ FIRST_PART_TIMEOUT_S = 600.0
 """An answer of a healthy server may begin so late."""
 LOADING_TIMEOUT_S = 120.0
 """A server without a list of models may be loading its model for so long."""
-
-Answer = CompletionAnswer | LlamaCppAnswer | TextAnswer
 
 
 class OpenAIServerEngine(Engine):
@@ -114,9 +114,8 @@ class OpenAIServerEngine(Engine):
         self._vocab_size = vocab_size
         self._generation = generation
         self._view = EngineKvView(block_tokens, endpoint=kv_events) if kv_events else None
+        self._rank = ForeignRank() if self._view is None else ViewedRank(self._view)
         self._tasks = BackgroundTasks()
-        self._answers: dict[Answer, float] = {}
-        """The answers in flight, and when their requests were sent."""
         self._listeners: list[Callable[[], None]] = []
         self._totals = EngineTotals()
         self._facts: ServerFacts | None = None
@@ -164,12 +163,10 @@ class OpenAIServerEngine(Engine):
         if self.failure is not None or self._facts is None:
             raise self._failure_or("the engine is not started")
         path, body, answer = self._open_answer(request, reply, self._facts)
-        self._answers[answer] = self._clock.now()
-        drift = self._view.drift if self._view is not None else None
-        prediction = drift.on_submitted(request.token_ids, request.salt) if drift else None
+        self._rank.enter(answer, request)
         try:
             if context.attempt:
-                answer.begin(cached_tokens=0)
+                answer.begin()
             async with asyncio.timeout(None) as time_limit:
                 answer.time_limit = time_limit
                 check_answer(
@@ -193,9 +190,7 @@ class OpenAIServerEngine(Engine):
                 text = str(error) or f"no answer in {CONNECT_TIMEOUT_S:g} s"
                 raise self._failure_or(f"{self._http.url}: {text}") from error
         finally:
-            del self._answers[answer]
-            if drift is not None and prediction is not None:
-                drift.on_ended(prediction, answer.cached_tokens)
+            self._rank.leave(answer, request)
 
     async def prove_progress(self, canary: GenerateRequest, context: Context, reply: Reply) -> None:
         """Ask the server for its health, where a token costs money or cannot be asked for. A server
@@ -212,28 +207,12 @@ class OpenAIServerEngine(Engine):
                 raise self._failure_or(f"{self._http.url}: {error}") from error
 
     def report_load(self) -> Load:
-        waiting = sum(not answer.tokens_delivered for answer in self._answers)
-        return Load(
-            running=len(self._answers) - waiting,
-            waiting=waiting,
-            prefill_tokens=sum(answer.prefill_tokens for answer in self._answers),
-            steps=self._totals.steps,
-        )
-
-    def on_kv_events(self, listener: KvEventListener) -> None:
-        if self._view is not None:
-            self._view.on_kv_events(listener)
-
-    def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        return () if self._view is None else self._view.snapshot()
+        self._rank.steps = self._totals.steps
+        return self._rank.report_load()
 
     @property
-    def kv_problem(self) -> str:
-        return "" if self._view is None else self._view.problem
-
-    @property
-    def kv_counts(self) -> Mapping[tuple[str, str], int]:
-        return {} if self._view is None else self._view.counts
+    def ranks(self) -> Sequence[ForeignRank]:
+        return (self._rank,)
 
     def on_failure(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
@@ -250,10 +229,10 @@ class OpenAIServerEngine(Engine):
 
     def _open_answer(
         self, request: GenerateRequest, reply: Reply, facts: ServerFacts
-    ) -> tuple[str, bytes, Answer]:
+    ) -> tuple[str, bytes, StreamedAnswer]:
         """Return path and body of a request, and its answer. Raises `InvalidRequest` and
         `Unsupported`."""
-        answer: Answer
+        answer: StreamedAnswer
         if request.text is not None:
             body = text_body(request, facts)
             answer = TextAnswer(request, self._context_tokens, reply, self._totals, self._clock)
@@ -330,10 +309,8 @@ class OpenAIServerEngine(Engine):
     def _count_silent_step(self) -> None:
         """Count the health of a server as progress while an answer may not have begun: the server
         may load its model, or compute a long prompt."""
-        newest_s = max(
-            (s for answer, s in self._answers.items() if not answer.tokens_delivered),
-            default=-math.inf,
-        )
+        answers = cast("Iterable[StreamedAnswer]", self._rank.answers)
+        newest_s = max((each.sent_s for each in answers if not each.tokens), default=-math.inf)
         if self._clock.now() - newest_s < FIRST_PART_TIMEOUT_S:
             self._totals.steps += 1
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.communication.http.event_stream import DONE, EventStream, ServerEvent
+import msgspec
+
 from dynamo.core.clock import Clock
 from dynamo.core.errors import MalformedAnswer
 from dynamo.core.reply import Reply
-from dynamo.core.values import EngineTotals, GenerateRequest
-from dynamo.inference.llamacpp.answer import ChunkAnswer
+from dynamo.core.values import EngineTotals, FinishReason, GenerateRequest
+from dynamo.inference.llamacpp.answer import ChunkReader
 from dynamo.inference.llamacpp.request import make_body
 from dynamo.inference.llamacpp.slots import Slot
-from dynamo.inference.openai_server.foreign_values import decode_value, excerpt
+from dynamo.inference.openai_server.foreign_values import decode_value
 from dynamo.inference.openai_server.server_errors import event_error, find_error
 from dynamo.inference.openai_server.server_facts import ServerFacts
-from dynamo.inference.openai_server.streamed_answer import MAX_SILENT_BYTES, expect_end
+from dynamo.inference.openai_server.streamed_answer import StreamedAnswer, no_completion
 
 
 def llamacpp_body(
@@ -29,8 +29,8 @@ def llamacpp_body(
     return body | {"model": facts.model.id, "cache_prompt": not request.salt}
 
 
-class LlamaCppAnswer(ChunkAnswer):
-    """Delivers the events of one answer."""
+class LlamaCppAnswer(StreamedAnswer):
+    """Delivers the chunks of one answer."""
 
     def __init__(
         self,
@@ -40,56 +40,29 @@ class LlamaCppAnswer(ChunkAnswer):
         totals: EngineTotals,
         clock: Clock,
     ) -> None:
-        super().__init__(tuple(prompt), Slot(0), request, reply, frozenset(), totals)
-        self._max_tokens = request.stops.max_tokens
-        self._events = EventStream(clock)
-        self._silent_bytes = 0
-        self.time_limit: asyncio.Timeout | None = None
-        """The limit of the exchange, which has none until the answer is complete."""
+        super().__init__(reply, totals, len(prompt), request.stops.max_tokens, clock)
+        self._chunks = ChunkReader(self, tuple(prompt), Slot(0), request, frozenset())
 
-    def on_data(self, part: bytes) -> bool:
-        """Deliver a part of the body. False: the reply has enough, or the answer has ended. Raises
-        `MalformedAnswer`, and the error of an event as `event_error` returns it."""
-        self._silent_bytes += len(part)
-        delivered = self.tokens_delivered
-        for event in self._events.feed(part):
-            if not self._on_event(event):
-                return False
-        if self.tokens_delivered > delivered:
-            self._silent_bytes = 0
-        elif self._silent_bytes > MAX_SILENT_BYTES:
-            raise MalformedAnswer(f"the server sent {MAX_SILENT_BYTES} bytes without a token")
-        return True
-
-    def end(self) -> None:
-        """Take the end of the body. Raises `MalformedAnswer` before that of the answer."""
-        for event in () if self.ended else self._events.end():
-            self._on_event(event)
-        if not self.ended:
-            raise MalformedAnswer("the server ended an answer before it was complete")
-
-    def end_if_complete(self) -> bool:
-        """Return whether the answer is complete."""
-        return self.ended
-
-    def _on_event(self, event: ServerEvent) -> bool:
-        """Deliver an event. False: the reply has enough."""
-        kind, data = event
-        if self.ended or not data or data == DONE:
-            return True
-        try:
-            chunk = decode_value(data)
-            error = find_error(chunk, kind)
-            if error is None:
-                has_more = self.handle(chunk)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
-            text = f"the server sent no completion: {excerpt(data)}"
-            raise MalformedAnswer(text) from None
+    @staticmethod
+    def _decode(data: bytes, kind: bytes) -> Any:
+        chunk = decode_value(data)
+        error = find_error(chunk, kind)
         if error is not None:
             raise event_error(error)
-        if not has_more:
-            expect_end(self.time_limit)
-        elif self.tokens_delivered > self._max_tokens:
-            raise MalformedAnswer(f"the server sent more than {self._max_tokens} tokens")
+        return chunk
+
+    def _deliver(self, chunk: Any) -> bool:
+        try:
+            has_more = self._chunks.handle(chunk)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+            raise no_completion(msgspec.json.encode(chunk)) from None
+        if has_more:
+            if self.tokens > self._max_tokens:
+                raise MalformedAnswer(f"the server sent more than {self._max_tokens} tokens")
+            return True
+        self._expect_end()
         choices = chunk.get("choices")
-        return has_more or bool(choices and choices[0].get("finish_reason"))
+        return bool(choices and choices[0].get("finish_reason"))
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._chunks.finish(reason)

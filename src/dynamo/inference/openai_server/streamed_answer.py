@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +12,8 @@ from dynamo.communication.http.event_stream import DONE, EventStream, ServerEven
 from dynamo.core.clock import Clock
 from dynamo.core.errors import MalformedAnswer, UpstreamFailed
 from dynamo.core.reply import Reply
-from dynamo.core.values import EngineTotals, FinishReason, Started
+from dynamo.core.values import EngineTotals, FinishReason
+from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.openai_server.foreign_chunk import (
     ForeignChoice,
     ForeignChunk,
@@ -70,42 +71,24 @@ class Usage:
             self.cached_tokens = count
 
 
-class StreamedAnswer:
-    """Delivers the events of one answer to `reply`, and counts them in `totals`."""
+class StreamedAnswer(ForeignAnswer, ABC):
+    """Delivers the events of one answer."""
 
     def __init__(
-        self,
-        prompt_tokens: int,
-        max_tokens: int,
-        reply: Reply,
-        totals: EngineTotals,
-        clock: Clock,
+        self, reply: Reply, totals: EngineTotals, prompt_tokens: int, max_tokens: int, clock: Clock
     ) -> None:
         """`max_tokens`: the length that the server was asked for."""
-        self._prompt_tokens = prompt_tokens
+        super().__init__(reply, totals, prompt_tokens)
+        self.sent_s = clock.now()
+        """When the request was sent."""
         self._max_tokens = max_tokens
         self._max_parts = PARTS_PER_TOKEN * max_tokens + PART_SLACK
-        self._reply = reply
-        self._totals = totals
-        totals.requests += 1
-        totals.prompt_tokens += prompt_tokens
         self._events = EventStream(clock)
         self._silent_bytes = 0
-        self._begun = False
-        self.tokens_delivered = 0
-        """Tokens, or parts of text, that have come so far."""
         self._usage = Usage()
         self._reason = ""
-        self.ended = False
-        """Whether the reply is finished, or has enough."""
         self.time_limit: asyncio.Timeout | None = None
         """The limit of the exchange, which has none until the answer is complete."""
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens from the server's cache; None until it says so at the end."""
-        cached, prompt = self._usage.cached_tokens, self._prompt_tokens or self._usage.prompt_tokens
-        return cached if cached is None else min(cached, prompt)
 
     def on_data(self, part: bytes) -> bool:
         """Deliver a part of the body. False: the answer has ended. Raises `MalformedAnswer` for
@@ -113,12 +96,13 @@ class StreamedAnswer:
         if self.ended:
             return self._skip(len(part))
         self._totals.steps += 1
-        delivered = self.tokens_delivered
+        delivered = self.tokens
         for event in self._events.feed(part):
             if not self._on_event(event):
                 return False
-        if self.tokens_delivered > delivered:
+        if self.tokens > delivered:
             self._silent_bytes = 0
+            return True
         return self._skip(len(part))
 
     def end(self) -> None:
@@ -141,20 +125,15 @@ class StreamedAnswer:
             self._end()
         return self.ended
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that the server still has to compute, as far as known."""
-        return 0 if self.tokens_delivered else self._prompt_tokens
-
-    def begin(self, cached_tokens: int) -> None:
-        """Begin the reply, unless it has begun."""
-        if not self._begun:
-            self._begun = True
-            self._reply.begin(Started("", cached_tokens, self._prompt_tokens))
+    @staticmethod
+    @abstractmethod
+    def _decode(data: bytes, kind: bytes) -> Any:
+        """Return the event with this data and name. Raises `ValueError` for what is none, and the
+        error that the event is or has."""
 
     @abstractmethod
-    def _deliver_choice(self, choice: ForeignChoice) -> bool:
-        """Deliver a part of the choice. False: the reply has enough."""
+    def _deliver(self, chunk: Any) -> bool:
+        """Deliver an event. False: the rest of the body is not wanted."""
 
     @abstractmethod
     def _finish(self, reason: FinishReason) -> None:
@@ -176,47 +155,31 @@ class StreamedAnswer:
         if self.ended or not data:
             return True
         if data == DONE:
-            if not self._reason and not self.tokens_delivered:
+            if not self._reason and not self.tokens:
                 raise MalformedAnswer("the server ended an answer without a finish_reason")
             self._end()
             return True  # the connection can be used again once the body ends
         try:
-            chunk = decode_chunk(data, kind)
+            chunk = self._decode(data, kind)
         except ValueError:
             if self._reason:
                 return True
-            text = f"the server sent no completion: {excerpt(data)}"
-            raise MalformedAnswer(text) from None
+            raise no_completion(data) from None
         if not self._deliver(chunk):
             self.ended = True
             return False
         return True
 
-    def _deliver(self, chunk: ForeignChunk) -> bool:
-        if chunk.usage:
-            self._usage.update(read_object(chunk.usage))
-        elif chunk.x_groq:
-            self._usage.update(read_object(read_object(chunk.x_groq).get("usage")))
-        if not chunk.choices:
-            return True
-        choice = chunk.choices[0]
-        if choice.usage:
-            self._usage.update(read_object(choice.usage))
-        if not self._begun:
-            self.begin(cached_tokens=0)
-        if not self._deliver_choice(choice):
-            return False
-        if self.tokens_delivered > self._max_parts:
-            return self._cut()
-        if choice.finish_reason and (reason := read_word(choice.finish_reason)):
-            self._reason = reason
-            self._expect_end()
-        return True
+    def _read_cached_tokens(self) -> int | None:
+        """Return the prompt tokens from the server's cache, None if its usage does not tell."""
+        cached, prompt = self._usage.cached_tokens, self.prompt_tokens or self._usage.prompt_tokens
+        return cached if cached is None else min(cached, prompt)
 
     def _expect_end(self) -> None:
         """Wait only a little for what follows an answer."""
         limit, self.time_limit = self.time_limit, None
-        expect_end(limit)
+        if limit is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + END_TIMEOUT_S)
 
     def _cut(self) -> bool:
         """End an answer that is longer than asked for. Returns False."""
@@ -230,18 +193,46 @@ class StreamedAnswer:
         if self.ended:
             return
         reason = _finish_reason(self._reason)
-        self.begin(cached_tokens=0)
-        self._totals.cached_tokens += self.cached_tokens or 0
         self.ended = True
         self._silent_bytes = 0
         self._expect_end()
         self._finish(reason)
 
 
-def expect_end(limit: asyncio.Timeout | None) -> None:
-    """Let the exchange of a complete answer end soon."""
-    if limit is not None:
-        limit.reschedule(asyncio.get_running_loop().time() + END_TIMEOUT_S)
+class ChoiceAnswer(StreamedAnswer):
+    """Delivers the first choice of each event of a chat answer or a completion."""
+
+    @abstractmethod
+    def _deliver_choice(self, choice: ForeignChoice) -> bool:
+        """Deliver a part of the choice. False: the reply has enough."""
+
+    _decode = staticmethod(decode_chunk)
+
+    def _deliver(self, chunk: ForeignChunk) -> bool:
+        if chunk.usage:
+            self._usage.update(read_object(chunk.usage))
+        elif chunk.x_groq:
+            self._usage.update(read_object(read_object(chunk.x_groq).get("usage")))
+        if not chunk.choices:
+            return True
+        choice = chunk.choices[0]
+        if choice.usage:
+            self._usage.update(read_object(choice.usage))
+        if not self._begun:
+            self.begin()
+        if not self._deliver_choice(choice):
+            return False
+        if self.tokens > self._max_parts:
+            return self._cut()
+        if choice.finish_reason and (reason := read_word(choice.finish_reason)):
+            self._reason = reason
+            self._expect_end()
+        return True
+
+
+def no_completion(data: bytes) -> MalformedAnswer:
+    """Return the error for an event that is no part of an answer."""
+    return MalformedAnswer(f"the server sent no completion: {excerpt(data)}")
 
 
 def _count(value: Any, otherwise: int) -> int:

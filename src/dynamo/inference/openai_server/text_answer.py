@@ -23,12 +23,19 @@ from dynamo.core.text import (
 from dynamo.core.values import (
     EngineTotals,
     Feature,
-    Finish,
     FinishReason,
     GenerateRequest,
     StructuredOutput,
 )
-from dynamo.inference.llamacpp.request import MAX_SEED, structure_fields
+from dynamo.inference.engines.parameters import (
+    FormTable,
+    Parameter,
+    minus_one_for_none,
+    raw_json,
+)
+from dynamo.inference.llamacpp.request import FORMS as LLAMACPP_FORMS
+from dynamo.inference.llamacpp.request import MAX_SEED
+from dynamo.inference.openai_server.completion import FORMS, TITLE
 from dynamo.inference.openai_server.foreign_chunk import ForeignChoice, ForeignMessage
 from dynamo.inference.openai_server.foreign_values import (
     read_logprob,
@@ -38,7 +45,7 @@ from dynamo.inference.openai_server.foreign_values import (
     read_word,
 )
 from dynamo.inference.openai_server.server_facts import Kind, ServerFacts
-from dynamo.inference.openai_server.streamed_answer import StreamedAnswer
+from dynamo.inference.openai_server.streamed_answer import ChoiceAnswer
 from dynamo.inference.openai_server.tool_calls import CallReader
 
 CHAT_PATH = "/v1/chat/completions"
@@ -52,22 +59,46 @@ TOKEN_TEXT_BYTES = 256
 """An answer is cut beyond `TEXT_BYTES` characters, and so many more for each of its tokens."""
 REASONING_PARTS = 1 << 16
 """Parts of reasoning that do not count as tokens of the answer."""
-OPENAI_NAMES = frozenset(
+KNOWN_NAMES = frozenset(
     {
         *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"),
         *("stop", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
     }
 )
 """The parameters that any server takes."""
-MISSING_NAMES: dict[Kind, frozenset[str]] = {
-    "llamacpp": frozenset(
-        {
-            *("min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
-            "thinking_token_budget",
-        }
-    ),
-    "sglang": frozenset({"thinking_token_budget"}),
+_MISSING = Parameter("", refused="leave it out")
+_NO_BUDGET = {"thinking_token_budget": _MISSING}
+_OWN_NAMES = {"top_k": Parameter("top_k", "top_k", minus_one_for_none)}
+PARAMETERS: Mapping[Kind, Mapping[str, Parameter]] = {
+    "vllm": _OWN_NAMES,
+    "dynamo": _OWN_NAMES,
+    "sglang": {**_OWN_NAMES, **_NO_BUDGET},
+    "llamacpp": {
+        **_NO_BUDGET,
+        **dict.fromkeys(
+            ("min_tokens", "skip_special_tokens", "include_stop_str_in_output"), _MISSING
+        ),
+        "repetition_penalty": Parameter("repetition_penalty", "repeat_penalty"),
+        "seed": Parameter("seed", "seed", lambda seed: seed % MAX_SEED),
+    },
+    "openai": {},
 }
+"""The caller's parameters whose name or value differs at a kind of server, or that it lacks."""
+
+
+def _schema_format(schema: str) -> dict[str, Any]:
+    named = {"name": "answer", "schema": raw_json(schema)}
+    return {"type": "json_schema", "json_schema": named}
+
+
+RESPONSE_FORMATS = FormTable(
+    TITLE,
+    {
+        "json_object": ("response_format", lambda _: {"type": "json_object"}),
+        "json_schema": ("response_format", _schema_format),
+    },
+)
+"""The forms that any server takes."""
 
 
 def text_features(kind: Kind) -> tuple[Feature, ...]:
@@ -87,10 +118,7 @@ def text_body(request: GenerateRequest, facts: ServerFacts) -> bytes:
     kind of server has. Raises `Unsupported` for the others."""
     assert request.text is not None  # noqa: S101 - the caller has checked it
     chat, kind = request.text.chat, facts.kind
-    body = _parameters(request.text.values, kind, chat=chat)
-    if "seed" in body:
-        seed = body["seed"] + request.choice
-        body["seed"] = seed % MAX_SEED if kind == "llamacpp" else seed
+    body = _parameters(request.text.values, kind, request.choice, chat=chat)
     body |= {"model": facts.model.id, "stream": True, "stream_options": {"include_usage": True}}
     top = request.top_logprobs
     if top is not None:
@@ -105,56 +133,49 @@ def text_body(request: GenerateRequest, facts: ServerFacts) -> bytes:
     return prompt[:-1] + b"," + msgspec.json.encode(body)[1:]
 
 
-def _parameters(values: dict[str, Any], kind: Kind, *, chat: bool) -> dict[str, Any]:
-    parameters = dict(values)
-    template_args = dict(parameters.get("chat_template_kwargs", ()))
-    if kind == "openai" and "reasoning_effort" in template_args:
-        parameters["reasoning_effort"] = template_args.pop("reasoning_effort")
-        parameters["chat_template_kwargs"] = template_args
-        if not template_args:
-            del parameters["chat_template_kwargs"]
-    missing = parameters.keys() & MISSING_NAMES.get(kind, frozenset())
+def _parameters(
+    values: Mapping[str, Any], kind: Kind, choice: int, *, chat: bool
+) -> dict[str, Any]:
+    """Return the caller's parameters as this kind of server has them. Raises `Unsupported`."""
+    values, rows = dict(values), PARAMETERS[kind]
     if kind == "openai":
-        missing = parameters.keys() - OPENAI_NAMES
-    if missing:
-        name = min(missing)
-        raise Unsupported(
-            f"{name}: the model's server does not know it", hint=f"leave {name} out", param=name
-        )
-    if kind == "openai" and chat and "max_tokens" in parameters:
-        parameters["max_completion_tokens"] = parameters.pop("max_tokens")
-    if kind == "llamacpp" and "repetition_penalty" in parameters:
-        parameters["repeat_penalty"] = parameters.pop("repetition_penalty")
-    elif kind != "llamacpp" and parameters.get("top_k") == 0:
-        parameters["top_k"] = -1
+        template_args = dict(values.pop("chat_template_kwargs", ()))
+        if "reasoning_effort" in template_args:
+            values["reasoning_effort"] = template_args.pop("reasoning_effort")
+        if template_args:
+            values["chat_template_kwargs"] = template_args
+        rows = dict.fromkeys(values.keys() - KNOWN_NAMES, _MISSING)
+        if chat:
+            rows["max_tokens"] = Parameter("max_tokens", "max_completion_tokens")
+    if "seed" in values:
+        values["seed"] += choice
+    parameters = {}
+    for name, value in sorted(values.items()):
+        row = rows.get(name)
+        if row is None:
+            parameters[name] = value
+        elif row is _MISSING:
+            raise Unsupported(
+                f"{name}: {TITLE} does not know it", hint=f"leave {name} out", param=name
+            )
+        else:
+            parameters[row.name] = value if row.convert is None else row.convert(value)
     return parameters
 
 
 def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
     """Return the field that gives an answer its form. Raises `Unsupported`."""
-    name, value = structured.kind, structured.value
-    pattern = structured.whitespace_pattern
-    if pattern and name in {"json_object", "json_schema"}:
-        form = {"json": msgspec.Raw(value.encode())} if value else {"json_object": True}
-        return {"structured_outputs": form | {"whitespace_pattern": pattern}}
-    if name == "json_object":
-        return {"response_format": {"type": "json_object"}}
-    if name == "json_schema":
-        schema = {"name": "answer", "schema": msgspec.Raw(value.encode())}
-        return {"response_format": {"type": "json_schema", "json_schema": schema}}
-    if kind in {"vllm", "dynamo"}:
-        parsed = msgspec.Raw(value.encode()) if name == "choice" else value
-        return {"structured_outputs": {name: parsed}}
-    if kind == "llamacpp":
-        return structure_fields(structured)
-    raise Unsupported(
-        f"the model's server has no {name} for the form of an answer",
-        hint="use a JSON schema",
-        param="response_format",
-    )
+    is_json = structured.kind in RESPONSE_FORMATS.rows
+    if structured.whitespace_pattern and is_json:
+        pattern = {"whitespace_pattern": structured.whitespace_pattern}
+        return {"structured_outputs": FORMS.translate(structured) | pattern}
+    if kind in {"vllm", "dynamo"} and not is_json:
+        return {"structured_outputs": FORMS.translate(structured)}
+    has_own = kind == "llamacpp" and not is_json
+    return (LLAMACPP_FORMS if has_own else RESPONSE_FORMATS).translate(structured)
 
 
-class TextAnswer(StreamedAnswer):
+class TextAnswer(ChoiceAnswer):
     """Delivers the text, the reasoning, the refusal and the tool calls of one answer."""
 
     def __init__(
@@ -168,7 +189,7 @@ class TextAnswer(StreamedAnswer):
         values = request.text.values if request.text is not None else {}
         self._is_chat = request.text is not None and request.text.chat
         max_tokens = values.get("max_tokens") or context_tokens or DEFAULT_MAX_TOKENS
-        super().__init__(0, max_tokens, reply, totals, clock)
+        super().__init__(reply, totals, 0, max_tokens, clock)
         self._free_bytes = TEXT_BYTES + TOKEN_TEXT_BYTES * max_tokens
         self._free_reasoning_parts = REASONING_PARTS
         self._wants_logprobs = request.top_logprobs is not None
@@ -225,7 +246,7 @@ class TextAnswer(StreamedAnswer):
                 return False
         elif isinstance(part, ArgumentsDelta):
             self._free_bytes -= len(part.text)
-        self.tokens_delivered += 1
+        self.tokens += 1
         return self._reply.text(part)
 
     def _finish(self, reason: FinishReason) -> None:
@@ -233,18 +254,16 @@ class TextAnswer(StreamedAnswer):
             if not self._reply.text(part):
                 return
         usage = self._usage
-        tokens = usage.completion_tokens or min(self.tokens_delivered, self._max_tokens)
+        tokens = usage.completion_tokens or min(self.tokens, self._max_tokens)
         self._totals.generated_tokens += tokens
         self._totals.prompt_tokens += usage.prompt_tokens
-        self._reply.finish(
-            Finish(
-                reason,
-                tokens,
-                cached_tokens=self.cached_tokens,
-                stop_string=self._stop_string,
-                prompt_tokens=usage.prompt_tokens,
-                reasoning_tokens=min(usage.reasoning_tokens, tokens),
-            )
+        self.finish(
+            reason,
+            cached_tokens=self._read_cached_tokens(),
+            completion_tokens=tokens,
+            stop_string=self._stop_string,
+            prompt_tokens=usage.prompt_tokens,
+            reasoning_tokens=min(usage.reasoning_tokens, tokens),
         )
 
 

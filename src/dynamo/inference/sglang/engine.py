@@ -13,22 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dynamo.core.errors import (
-    DynamoError,
-    InvalidRequest,
     Overloaded,
-    WorkerFailed,
 )
-from dynamo.core.values import EngineInfo, Feature, GenerateRequest
+from dynamo.core.values import EngineInfo, Feature
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
-    EngineAnswer,
-    ExternalEngine,
+    MultiprocessEngine,
 )
 from dynamo.inference.engines.engine_thread import EngineThread, ThreadStream
-from dynamo.inference.engines.event_reader import KvEventEndpoint, find_loopback_ports
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.event_reader import (
+    choose_loopback_endpoint,
+)
 from dynamo.inference.engines.packages import argument_names
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
@@ -48,11 +45,13 @@ NO_RANK_EVENTS: Final = (
 )
 
 
-class SglangEngine(ExternalEngine):
+class SglangEngine(MultiprocessEngine):
     """Runs SGLang's Engine in a thread: on the main thread it would replace the handlers of
     signals, and its start would block the event loop."""
 
     title = "SGLang"
+    refusals = (ValueError, TypeError)
+    forward = staticmethod(forward_output)
 
     def __init__(self, inputs: EngineInputs) -> None:
         super().__init__(inputs)
@@ -81,24 +80,10 @@ class SglangEngine(ExternalEngine):
         """Let SGLang publish its KV events on loopback, where each rank has a port."""
         of_attention = arguments.get("attn_dp_size", 1)
         count = max(arguments.get("dp_size", 1), of_attention)
-        port = find_loopback_ports(2 * count)
-        endpoint = KvEventEndpoint(
-            f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + count}", bind=True
-        )
-        arguments["kv_events_config"] = msgspec.json.encode(
-            {
-                "publisher": "zmq",
-                "endpoint": endpoint.address,
-                "replay_endpoint": endpoint.replay,
-                "topic": "kv",
-            }
-        ).decode()
-        views = [
-            EngineKvView(self.inputs.card.block_tokens, endpoint=endpoint.of_rank(rank))
-            for rank in range(count)
-        ]
-        self.set_ranks(views)
-        for view in views:
+        endpoint = choose_loopback_endpoint(count)
+        config = msgspec.json.encode(endpoint.publisher_config()).decode()
+        arguments["kv_events_config"] = config
+        for view in self.set_ranks(count, endpoint):
             if count > max(1, of_attention) and not arguments.get("enable_dp_attention"):
                 view.blocks.distrust(NO_RANK_EVENTS)
             else:
@@ -133,32 +118,14 @@ class SglangEngine(ExternalEngine):
             sampling={**NEUTRAL_SAMPLING, **model.get_default_sampling_params()},
         )
 
-    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
+    def open_stream(self, computation: Computation) -> ThreadStream:
+        llm, effective = self._llm, self._effective
         request, _, ids, rank, number = computation
         rid = f"{request.request_id}/{number}"
-        stream = self._stream(request, ids, rank, rid)
-        ended = False
-        try:
-            while not ended:
-                output = await _next_output(stream)
-                new_tokens, goes_on = forward_output(output, answer, request.top_logprobs)
-                ended = bool(output["meta_info"].get("finish_reason"))
-                if new_tokens:
-                    self.ranks[rank].on_tokens(number, new_tokens)
-                if not goes_on:
-                    return
-        finally:
-            if not ended:
-                stream.abort()
-
-    def _stream(
-        self, request: GenerateRequest, ids: list[int], rank: int, rid: str
-    ) -> ThreadStream:
-        llm, effective = self._llm, self._effective
         seeded = bool(effective.get("enable_deterministic_inference"))
         options: dict[str, Any] = {
             "input_ids": ids,
-            "sampling_params": sampling_params(request, self.max_tokens(request, len(ids)), seeded),
+            "sampling_params": sampling_params(request, seeded=seeded),
             "stream": True,
             "rid": rid,
         }
@@ -175,6 +142,10 @@ class SglangEngine(ExternalEngine):
         return self._thread.stream(
             lambda: llm.async_generate(**options), lambda: llm.tokenizer_manager.abort_request(rid)
         )
+
+    async def close_stream(self, stream: ThreadStream, *, ended: bool) -> None:
+        if not ended:
+            stream.abort()
 
     async def empty_cache(self) -> None:
         done = await self._thread.run(self._llm.tokenizer_manager.flush_cache)
@@ -219,20 +190,6 @@ def _scheduler_info(llm: Any) -> Mapping[str, Any]:
 def _child_processes(llm: Any) -> Sequence[int]:
     find = getattr(llm, "get_all_child_pids", None)
     return find() if find is not None else ()
-
-
-async def _next_output(stream: ThreadStream) -> Any:
-    """Return the next output. Raises `InvalidRequest` or `WorkerFailed`."""
-    try:
-        return await stream.next()
-    except DynamoError:
-        raise
-    except StopAsyncIteration:
-        raise WorkerFailed("SGLang ended the answer without a reason") from None
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"SGLang refuses the request: {error}") from error
-    except Exception as error:
-        raise WorkerFailed(f"SGLang failed: {error!r}") from error
 
 
 async def open_engine(inputs: EngineInputs) -> SglangEngine:

@@ -5,54 +5,57 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from dynamo.core.errors import DynamoError, InvalidRequest, WorkerFailed
 from dynamo.core.reply import LogprobsPerToken
-from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
-from dynamo.inference.engines.engine import GREEDY, EngineAnswer
+from dynamo.core.values import GenerateRequest, TokenLogprobs
+from dynamo.inference.engines.answer import ForeignAnswer
+from dynamo.inference.engines.parameters import (
+    FormTable,
+    Parameter,
+    ParameterTable,
+    Seed,
+    enum_schema,
+    minus_one_for_none,
+    same,
+    text_keys,
+)
+
+_ROWS = (
+    Parameter("sampling.temperature", "temperature", if_greedy=0.0),
+    Parameter("sampling.top_k", "top_k", minus_one_for_none),
+    *same("sampling.top_p", "sampling.min_p", "sampling.presence_penalty"),
+    *same("sampling.frequency_penalty", "sampling.repetition_penalty", "stops.ignore_eos"),
+    Parameter("stops.max_tokens", "max_new_tokens"),
+    Parameter("stops.min_tokens", "min_new_tokens"),
+    Parameter("stops.stop_token_ids", "stop_token_ids", list),
+    Parameter("sampling.logit_bias", "logit_bias", text_keys, absent={}),
+)
+PARAMETERS = ParameterTable("SGLang", *_ROWS)
+SEEDED_PARAMETERS = ParameterTable("SGLang", *_ROWS, seed=Seed("sampling_seed", 1 << 31))
+FORMS = FormTable(
+    "SGLang",
+    {
+        "json_schema": ("json_schema", str),
+        "json_object": ("json_schema", lambda _: '{"type": "object"}'),
+        "regex": ("regex", str),
+        "choice": ("json_schema", enum_schema),
+        "grammar": ("ebnf", str),
+    },
+)
 
 
-def sampling_params(request: GenerateRequest, max_tokens: int, seeded: bool) -> dict[str, Any]:
-    """Return SGLang's sampling parameters."""
-    sampling, stops = request.sampling, request.stops
-    params = {
-        "temperature": sampling.temperature if sampling.temperature > GREEDY else 0.0,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_new_tokens": max_tokens,
-        "min_new_tokens": min(stops.min_tokens, max_tokens),
-        "stop_token_ids": list(stops.stop_token_ids),
-        "ignore_eos": stops.ignore_eos,
-    }
-    if sampling.logit_bias:
-        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    if seeded:
-        seed = sampling.seed + request.choice + (request.resumed << 20)
-        params["sampling_seed"] = seed % (1 << 31)
+def sampling_params(request: GenerateRequest, *, seeded: bool) -> dict[str, Any]:
+    """Return SGLang's sampling parameters. `seeded`: it was started to take seeds."""
+    params = (SEEDED_PARAMETERS if seeded else PARAMETERS).translate(request)
     if request.structured is not None:
-        params |= _structure(request.structured)
+        params |= FORMS.translate(request.structured)
     return params | request.extra
 
 
-def _structure(structured: StructuredOutput) -> dict[str, str]:
-    if structured.kind == "choice":
-        choices = msgspec.json.decode(structured.value, type=list[str])
-        return {"json_schema": msgspec.json.encode({"enum": choices}).decode()}
-    if structured.kind == "json_object":
-        return {"json_schema": '{"type": "object"}'}
-    names = {"json_schema": "json_schema", "regex": "regex", "grammar": "ebnf"}
-    return {names[structured.kind]: structured.value}
-
-
 def forward_output(
-    output: Mapping[str, Any], answer: EngineAnswer, top_logprobs: int | None
-) -> tuple[int, bool]:
-    """Pass one output on. Returns the number of new ids and whether the answer goes on. Raises an
+    output: Mapping[str, Any], answer: ForeignAnswer, request: GenerateRequest
+) -> bool:
+    """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises an
     error if SGLang ended the request with one.
 
     The ids of an output are all or the new ones, depending on version and settings. So the new ones
@@ -62,20 +65,18 @@ def forward_output(
     reason: Mapping[str, Any] = meta.get("finish_reason") or {}
     if reason.get("type") == "abort":
         raise _aborted(reason)
-    count = meta["completion_tokens"] - answer.tokens
+    count, cached_tokens = meta["completion_tokens"] - answer.tokens, meta.get("cached_tokens") or 0
     ids = list(output["output_ids"][-count:]) if count > 0 else []
-    logprobs = _read_logprobs(meta, len(ids), top_logprobs)
+    logprobs = _read_logprobs(meta, len(ids), request.top_logprobs)
     stop_token = None
     if reason.get("type") == "stop" and ids and ids[-1] == reason.get("matched"):
         stop_token = ids.pop()
-    if ids and not answer.send(ids, logprobs, meta.get("cached_tokens") or 0):
-        return len(ids), False
+    if ids and not answer.send(ids, logprobs, cached_tokens):
+        return False
     if not reason:
-        return len(ids), True
-    if answer.cached_tokens is None:
-        answer.cached_tokens = meta.get("cached_tokens") or 0
-    answer.finish("length" if reason["type"] == "length" else "stop", stop_token)
-    return len(ids), False
+        return True
+    answer.finish("length" if reason["type"] == "length" else "stop", stop_token, cached_tokens)
+    return False
 
 
 def _aborted(reason: Mapping[str, Any]) -> DynamoError:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported, WorkerFailed
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError, Unsupported, WorkerFailed
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
+from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
-    EngineAnswer,
-    ExternalEngine,
+    MultiprocessEngine,
 )
 from dynamo.inference.engines.engine_events import PolledEventReader
-from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
 from dynamo.inference.probe import CANARY_REQUEST
@@ -41,7 +40,7 @@ IDLE_POLL_INTERVAL_S: Final = 0.05
 SALTED: Final = "the events of TensorRT-LLM do not tell the salt of a prompt"
 
 
-class TrtllmEngine(ExternalEngine):
+class TrtllmEngine(MultiprocessEngine):
     """Sends token ids to `generate_async`, and polls KV events and statistics."""
 
     title = "TensorRT-LLM"
@@ -49,7 +48,7 @@ class TrtllmEngine(ExternalEngine):
     def __init__(self, inputs: EngineInputs) -> None:
         super().__init__(inputs)
         self._llm: Any = None
-        self._translator = TrtllmTranslator(inputs.card.eos_token_ids)
+        self._translator: TrtllmTranslator
 
     async def open_engine(self) -> EngineInfo:
         arguments = engine_arguments(self.inputs.settings)
@@ -59,10 +58,11 @@ class TrtllmEngine(ExternalEngine):
         arguments.setdefault("skip_tokenizer_init", "guided_decoding_backend" not in arguments)
         attention_ranks = arguments.get("enable_attention_dp")
         count = arguments.get("tensor_parallel_size", 1) if attention_ranks else 1
-        size, block_tokens = cache["tokens_per_block"], self.inputs.card.block_tokens
-        self.set_ranks([EngineKvView(block_tokens, size) for _ in range(count)])
+        size = cache["tokens_per_block"]
+        self.set_ranks(count, block_tokens=size)
         path = self.inputs.files.path
         self._llm = await asyncio.to_thread(_start, path, arguments, self.processes)
+        self._translator = TrtllmTranslator(self.inputs.card.eos_token_ids)
         self._events = PolledEventReader(size)
         await self._compute_token()
         for _ in range(POLLS_AT_START):
@@ -101,31 +101,22 @@ class TrtllmEngine(ExternalEngine):
     async def _compute_token(self) -> None:
         """Compute one token. Before its first request the executor has no KV events, and some
         versions raise when they are polled. Raises `WorkerFailed`."""
-        params = self._translator.sampling_params(CANARY_REQUEST, 1)
-        with _request_errors():
-            result = self._llm.generate_async([0], params, streaming=False)
-        await _next_result(result)
-
-    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
-        request, _, ids, rank, number = computation
-        params = self._translator.sampling_params(request, self.max_tokens(request, len(ids)))
-        options = self._options(request, rank)
-        with _request_errors():
-            result = self._llm.generate_async(ids, params, streaming=True, **options)
-        ended, sent = False, 0
-        try:
-            while not ended:
-                await _next_result(result)
-                before, ended = sent, bool(result.finished)
-                sent, goes_on = self._translator.forward(result, answer, sent, request)
-                if sent > before:
-                    self.ranks[rank].on_tokens(number, sent - before)
-                if not goes_on:
-                    return
+        stream = self.begin_stream(Computation(CANARY_REQUEST, Context("canary"), [0], 0, 0))
+        if await self.next_output(stream) is None:
             raise WorkerFailed("TensorRT-LLM ended the answer without a reason")
-        finally:
-            if not ended:
-                result.abort()
+
+    def open_stream(self, computation: Computation) -> Any:
+        request, _, ids, rank, _ = computation
+        params = self._translator.sampling_params(request)
+        options = self._options(request, rank)
+        return self._llm.generate_async(ids, params, streaming=True, **options)
+
+    def forward(self, output: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+        return self._translator.forward(output, answer, request)
+
+    async def close_stream(self, stream: Any, *, ended: bool) -> None:
+        if not (ended or stream.finished):
+            stream.abort()
 
     def _options(self, request: GenerateRequest, rank: int) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -197,26 +188,6 @@ def _start(path: Path, arguments: Mapping[str, Any], processes: EngineProcesses)
         module = import_module("tensorrt_llm")
         config = import_module("tensorrt_llm.llmapi").KvCacheConfig(**arguments["kv_cache_config"])
         return module.LLM(model=str(path), **{**arguments, "kv_cache_config": config})
-
-
-async def _next_result(result: Any) -> None:
-    """Wait for the next result of a request, which changes the object itself."""
-    with _request_errors():
-        if await anext(result, None) is None:
-            raise WorkerFailed("TensorRT-LLM ended the answer without a reason")
-
-
-@contextmanager
-def _request_errors() -> Iterator[None]:
-    """Raise TensorRT-LLM's errors as `InvalidRequest` or `WorkerFailed`."""
-    try:
-        yield
-    except DynamoError:
-        raise
-    except ValueError as error:
-        raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}") from error
-    except Exception as error:
-        raise WorkerFailed(f"TensorRT-LLM failed: {error!r}") from error
 
 
 async def open_engine(inputs: EngineInputs) -> TrtllmEngine:

@@ -6,12 +6,41 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
-import msgspec
+from dynamo.core.errors import WorkerFailed
+from dynamo.core.values import GenerateRequest
+from dynamo.inference.engines.answer import ForeignAnswer, read_ranked_logprobs
+from dynamo.inference.engines.parameters import (
+    FormTable,
+    Parameter,
+    ParameterTable,
+    Seed,
+    enum_schema,
+    same,
+    yes,
+)
 
-from dynamo.core.errors import InvalidRequest, WorkerFailed
-from dynamo.core.reply import LogprobsPerToken
-from dynamo.core.values import GenerateRequest, StructuredOutput, TokenLogprobs
-from dynamo.inference.engines.engine import GREEDY, EngineAnswer
+PARAMETERS = ParameterTable(
+    "TensorRT-LLM",
+    Parameter("sampling.temperature", "temperature", if_greedy=None),
+    Parameter("sampling.top_p", "top_p", if_greedy=None),
+    Parameter("sampling.top_k", "top_k", if_greedy=1),
+    Parameter("sampling.min_p", "min_p", absent=0.0),
+    *same("sampling.presence_penalty", "sampling.frequency_penalty"),
+    *same("sampling.repetition_penalty", "stops.max_tokens", "stops.min_tokens"),
+    *same("stops.ignore_eos"),
+    Parameter("top_logprobs", "logprobs", lambda top: max(top, 1), absent=None),  # 0 means none
+    seed=Seed("seed", 1 << 63),
+)
+FORMS = FormTable(
+    "TensorRT-LLM",
+    {
+        "json_schema": ("json", str),
+        "json_object": ("json_object", yes),
+        "regex": ("regex", str),
+        "choice": ("json", enum_schema),
+        "grammar": ("grammar", str),
+    },
+)
 
 
 class TrtllmTranslator:
@@ -19,82 +48,39 @@ class TrtllmTranslator:
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = list(eos_token_ids)
+        self._params = import_module("tensorrt_llm").SamplingParams
 
-    def sampling_params(self, request: GenerateRequest, max_tokens: int) -> Any:
-        """Return SamplingParams. Raises `InvalidRequest`."""
-        sampling, stops = request.sampling, request.stops
-        greedy = sampling.temperature <= GREEDY
-        seed = sampling.seed + request.choice + (request.resumed << 20)
-        fields = {
-            "max_tokens": max_tokens,
-            "min_tokens": min(stops.min_tokens, max_tokens),
-            "temperature": None if greedy else sampling.temperature,
-            "top_k": 1 if greedy else sampling.top_k,
-            "top_p": None if greedy else sampling.top_p,
-            "min_p": sampling.min_p or None,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "seed": seed % (1 << 63),
-            "end_id": self._eos_token_ids[0] if self._eos_token_ids else -1,
-            "stop_token_ids": [*self._eos_token_ids[1:], *stops.stop_token_ids]
-            if not stops.ignore_eos
-            else list(stops.stop_token_ids),
-            "ignore_eos": stops.ignore_eos,
+    def sampling_params(self, request: GenerateRequest) -> Any:
+        """Return SamplingParams. Raises `TypeError` and `ValueError`."""
+        ends, stops = self._eos_token_ids, request.stops
+        also = [] if stops.ignore_eos else ends[1:]
+        params = PARAMETERS.translate(request) | {
+            "end_id": ends[0] if ends else -1,
+            "stop_token_ids": [*also, *stops.stop_token_ids],
             "detokenize": False,
         }
-        if request.top_logprobs is not None:
-            fields["logprobs"] = max(request.top_logprobs, 1)  # 0 switches them off
         if request.structured is not None:
-            fields["guided_decoding"] = _structure(request.structured)
-        try:
-            return import_module("tensorrt_llm").SamplingParams(**fields | request.extra)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"TensorRT-LLM refuses the request: {error}") from error
+            guided = import_module("tensorrt_llm.sampling_params").GuidedDecodingParams
+            params["guided_decoding"] = guided(**FORMS.translate(request.structured))
+        return self._params(**params | request.extra)
 
-    def forward(
-        self, result: Any, answer: EngineAnswer, sent: int, request: GenerateRequest
-    ) -> tuple[int, bool]:
-        """Pass one result on, of which `sent` ids were passed on before. Returns how many there
-        are now and whether the answer goes on. Raises `WorkerFailed` if TensorRT-LLM ended it."""
-        output = result.outputs[0]
+    def forward(self, result: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+        """Pass one result on, which has all ids so far. Returns False if no more is wanted or the
+        answer is complete. Raises `WorkerFailed` if TensorRT-LLM ended it."""
+        output, sent, top = result.outputs[0], answer.tokens, request.top_logprobs
         reason, cached_tokens = output.finish_reason, getattr(result, "cached_tokens", 0) or 0
         if reason not in (None, "stop", "length"):
             raise WorkerFailed(f"TensorRT-LLM ended the request: {reason}")
         ids = list(output.token_ids[sent:])
-        logprobs = _read_logprobs(output, sent, ids, request.top_logprobs)
+        logprobs = None
+        if top is not None and ids:
+            logprobs = read_ranked_logprobs(ids, output.logprobs[sent:], top)
         stop_token = output.stop_reason if isinstance(output.stop_reason, int) else None
         if reason == "stop" and stop_token is None and ids and ids[-1] in self._eos_token_ids:
             stop_token = ids.pop()  # the end id stays in the output, other stop ids do not
         if ids and not answer.send(ids, logprobs, cached_tokens):
-            return sent + len(ids), False
+            return False
         if reason is None:
-            return sent + len(ids), True
-        if answer.cached_tokens is None:
-            answer.cached_tokens = cached_tokens
-        answer.finish(reason, stop_token)
-        return sent + len(ids), False
-
-
-def _structure(structured: StructuredOutput) -> Any:
-    params = import_module("tensorrt_llm.sampling_params").GuidedDecodingParams
-    if structured.kind == "choice":
-        choices = msgspec.json.decode(structured.value, type=list[str])
-        return params(json=msgspec.json.encode({"enum": choices}).decode())
-    if structured.kind == "json_object":
-        return params(json_object=True)
-    names = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
-    return params(**{names[structured.kind]: structured.value})
-
-
-def _read_logprobs(
-    output: Any, sent: int, ids: list[int], top_logprobs: int | None
-) -> LogprobsPerToken | None:
-    if top_logprobs is None or not ids:
-        return None
-    result = []
-    for token, position in zip(ids, output.logprobs[sent:], strict=False):
-        ranked = sorted(position.items(), key=lambda entry: entry[1].rank or 0)
-        best = tuple((other, entry.logprob) for other, entry in ranked[:top_logprobs])
-        result.append(TokenLogprobs(token, position[token].logprob, best))
-    return result
+            return True
+        answer.finish(reason, stop_token, cached_tokens)
+        return False

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFailed
+from dynamo.core.errors import DynamoError, Overloaded, WorkerFailed
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
 from dynamo.inference.engines.engine import (
     NEUTRAL_SAMPLING,
     Computation,
-    EngineAnswer,
-    ExternalEngine,
+    MultiprocessEngine,
 )
-from dynamo.inference.engines.event_reader import KvEventEndpoint, find_loopback_ports
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.event_reader import choose_loopback_endpoint
 from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
@@ -53,12 +50,14 @@ CORE_DIED = "the engine core of vLLM has died"
 CORE_HANGS = f"the engine core of vLLM has requests and made no step for {HUNG_S:g} s"
 
 
-class VllmEngine(ExternalEngine):
+class VllmEngine(MultiprocessEngine):
     """Sends token ids to AsyncLLM and passes its token ids on; nothing is decoded here."""
 
     title = "vLLM"
     rank_type = VllmRank
     ranks: Sequence[VllmRank]
+    steps_per_output = 0
+    forward = staticmethod(forward_output)
 
     def __init__(self, inputs: EngineInputs) -> None:
         super().__init__(inputs)
@@ -85,6 +84,7 @@ class VllmEngine(ExternalEngine):
             start_llm, path, arguments, self.processes, record, environment
         )
         self._translator = RequestTranslator()
+        self.refusals = self._translator.refusals
         if arguments.get("enable_lora"):
             self.adapters = adapters = VllmAdapters()
             await adapters.start(self._llm, modules)
@@ -98,33 +98,13 @@ class VllmEngine(ExternalEngine):
 
     def _open_ranks(self, arguments: dict[str, Any], count: int) -> None:
         """Set the ranks, which listen for events from now on: none is lost in a start."""
-        caches = arguments.get("enable_prefix_caching", True)
-        endpoint = self._choose_event_endpoint(arguments, count) if caches else None
-        views = [
-            EngineKvView(
-                self.inputs.card.block_tokens,
-                endpoint=None if endpoint is None else endpoint.of_rank(rank),
-            )
-            for rank in range(count)
-        ]
-        for view in views:
+        endpoint = None
+        if arguments.get("enable_prefix_caching", True):
+            endpoint = choose_loopback_endpoint(count)
+            config = {"enable_kv_cache_events": True, **endpoint.publisher_config()}
+            arguments["kv_events_config"] = config
+        for view in self.set_ranks(count, endpoint):
             view.open()
-        self.set_ranks(views)
-
-    def _choose_event_endpoint(self, arguments: dict[str, Any], ranks: int) -> KvEventEndpoint:
-        """Let vLLM publish its KV events on loopback. The publisher connects to this process: one
-        that binds listens on every interface."""
-        port = find_loopback_ports(2 * ranks)
-        endpoint = f"tcp://127.0.0.1:{port}"
-        replay = f"tcp://127.0.0.1:{port + ranks}"
-        arguments["kv_events_config"] = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": endpoint,
-            "replay_endpoint": replay,
-            "topic": "kv",
-        }
-        return KvEventEndpoint(endpoint, replay, bind=True)
 
     def _describe(self, ranks: int) -> EngineInfo:
         """Return the limits that vLLM has chosen, in blocks of the card's size."""
@@ -160,47 +140,24 @@ class VllmEngine(ExternalEngine):
             *(() if self.adapters is None else ("adapters",)),
         )
 
-    async def compute(self, computation: Computation, answer: EngineAnswer) -> None:
+    def open_stream(self, computation: Computation) -> Any:
         request, context, ids, index, number = computation
         stream = self._llm.generate(
             self._make_prompt(ids, request.salt),
-            self._translator.sampling_params(request, self.max_tokens(request, len(ids))),
+            self._translator.sampling_params(request),
             f"{request.request_id}/{number}",
             **self._options(request, context, index),
         )
         if self.kv_connector is not None and loads_kv(request.kv):
-            stream = self.kv_connector.load(stream)
-        await self._forward(stream, computation, answer)
+            return self.kv_connector.load(stream)
+        return stream
 
-    async def _forward(self, stream: Any, computation: Computation, answer: EngineAnswer) -> None:
-        """Pass all outputs on. Longer times between two of them than the target are slow."""
-        request, rank = computation.request, self.ranks[computation.rank]
-        target_s, last_s = request.itl_slo_ms * 1e-3, 0.0
-        async with aclosing(stream):
-            while (output := await self._next_output(stream)) is not None:
-                if target_s:
-                    now = self.inputs.clock.now()
-                    if last_s:
-                        rank.on_gap(slow=now - last_s > target_s)
-                    last_s = now
-                if not answer.tokens:
-                    rank.on_first_token(computation.number)
-                if not forward_output(output, answer, request):
-                    return
-        raise WorkerFailed("vLLM ended the answer without a reason")
+    async def close_stream(self, stream: Any, *, ended: bool) -> None:
+        del ended
+        await stream.aclose()
 
-    async def _next_output(self, stream: Any) -> Any:
-        """Return the next output, or None at the end. Raises `InvalidRequest`, `Overloaded` or
-        `WorkerFailed`."""
-        try:
-            return await anext(stream, None)
-        except self._translator.refusals as error:
-            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
-        except Exception as error:
-            raise self._failure_by(error) from error
-
-    def _failure_by(self, error: Exception) -> DynamoError:
-        """Return the failure of a call to vLLM. If its engine core has died, the engine fails."""
+    def failure_by(self, error: Exception) -> DynamoError:
+        """As in the interface. If the engine core has died, the engine fails."""
         if self._llm is None or self._llm.errored:
             # Not now: a call that interrupts itself would be cancelled once more later.
             asyncio.get_running_loop().call_soon(self.fail, CORE_DIED)
@@ -236,7 +193,7 @@ class VllmEngine(ExternalEngine):
             done = await reset(**accepted(reset, reset_running_requests=True))
         except Exception as error:
             if BLOCKS_IN_USE not in str(error):
-                raise self._failure_by(error) from error
+                raise self.failure_by(error) from error
             done = False
         if not done:
             raise Overloaded(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.core.values import Load
-from dynamo.inference.engines.engine import ExternalRank
 from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.rank import ViewedRank
 
 HUNG_S = 300.0
 """A rank hangs if it makes no step for this time after a request. Routers avoid it long before."""
@@ -14,14 +13,13 @@ MIN_WAIT_S = 20.0
 """Requests must have waited for so much of this time: a client may cancel one before its step."""
 
 
-class VllmRank(ExternalRank):
+class VllmRank(ViewedRank):
     """A rank of an AsyncLLM. vLLM reports only while it computes, so that an idle rank is known by
     the requests that it was given."""
 
     def __init__(self, view: EngineKvView) -> None:
         super().__init__(view)
         self.preemptions = 0
-        self.gaps = self.slow_gaps = 0
         self._running = 0
         self._usage = 0.0
         self._last_steps = -1
@@ -35,7 +33,7 @@ class VllmRank(ExternalRank):
         if self.steps != self._last_steps:
             self._last_steps = self.steps
             self._waiting_since_s, self._waited_s = None, 0.0
-        if self.requests:
+        if self.answers:
             if self._waiting_since_s is None:
                 self._waiting_since_s = now
             else:
@@ -43,15 +41,6 @@ class VllmRank(ExternalRank):
         if self._waiting_since_s is None or self._waited_s < MIN_WAIT_S:
             return False
         return now - self._waiting_since_s > HUNG_S
-
-    def on_first_token(self, number: int) -> None:
-        """Count the prompt of a request as computed."""
-        self._prompts.pop(number, None)
-
-    def on_gap(self, *, slow: bool) -> None:
-        """Count a time between two outputs of a request whose router steers these times."""
-        self.gaps += 1
-        self.slow_gaps += slow
 
     def on_statistics(self, scheduler: Any, iteration: Any) -> None:
         """Take over vLLM's statistics of one step; each may be None."""
@@ -62,17 +51,8 @@ class VllmRank(ExternalRank):
         if iteration is not None:
             self.preemptions += getattr(iteration, "num_preempted_reqs", 0)
 
-    def report_load(self) -> Load:
-        requests = self.requests
-        running = min(self._running, requests)
-        return Load(
-            running=running,
-            waiting=requests - running,
-            prefill_tokens=sum(self._prompts.values()),
-            active_blocks=round(self._usage * self.total_blocks) if requests else 0,
-            total_blocks=self.total_blocks,
-            steps=self.steps,
-            gaps=self.gaps,
-            slow_gaps=self.slow_gaps,
-            cached_blocks=self.cached_blocks,
-        )
+    def count_running(self) -> int:
+        return min(self._running, len(self.answers))
+
+    def count_active_blocks(self) -> int:
+        return round(self._usage * self.total_blocks) if self.answers else 0

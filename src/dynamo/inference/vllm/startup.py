@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.inference.engines.processes import EngineProcesses
-from dynamo.inference.engines.startup import without_collections
-from dynamo.telemetry.engine_output import EngineOutput, use_own_handlers
+from dynamo.inference.engines.startup import starting
 
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -23,24 +20,19 @@ ENVIRONMENT = {
 }
 """Variables that vLLM reads. A fork of a process with threads may hang, hence spawn."""
 
-ADVICE = (
-    (r"estimated maximum model length is (\d+)", "use --max-model-len {0}"),
-    (
-        r"No available memory for the cache blocks|larger than the available KV cache memory",
-        "lower --max-model-len, or raise --gpu-memory-utilization (CPU: VLLM_CPU_KVCACHE_SPACE)",
+ADVICE = {
+    r"estimated maximum model length is (\d+)": "use --max-model-len {0}",
+    r"No available memory for the cache blocks|larger than the available KV cache memory": (
+        "lower --max-model-len, or raise --gpu-memory-utilization (CPU: VLLM_CPU_KVCACHE_SPACE)"
     ),
-    (
-        r"Free memory on device|out of memory|OutOfMemoryError",
-        "lower --gpu-memory-utilization, or stop what else uses the device's memory",
+    r"Free memory on device|out of memory|OutOfMemoryError": (
+        "lower --gpu-memory-utilization, or stop what else uses the device's memory"
     ),
-    (
-        r"World size \(\d+\) is larger than the number of available",
-        "lower --tensor-parallel-size or --pipeline-parallel-size",
+    r"World size \(\d+\) is larger than the number of available": (
+        "lower --tensor-parallel-size or --pipeline-parallel-size"
     ),
-)
+}
 """Regular expressions of vLLM's reasons, and what a user can do."""
-
-MAX_REASON_CHARS = 500
 
 RecordStatistics = Callable[[int, Any, Any], None]
 """Receives rank, SchedulerStats and IterationStats of each step."""
@@ -61,50 +53,24 @@ def start_llm(
         os.environ.setdefault(name, value)
     os.environ.update(environment)
     logging.logProcesses = True  # vLLM's own format has the process id
-    output = EngineOutput("dynamo.engines.vllm")
-    output.open()
-    try:
-        with without_collections():
-            from vllm import envs
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+    with starting("vLLM", "vllm", processes, ADVICE):
+        from vllm import envs
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            with processes.starting():
-                config = AsyncEngineArgs(model=str(model), **arguments).create_engine_config()
-                llm = AsyncLLM.from_vllm_config(
-                    config, stat_loggers=[_make_stat_logger(record)], disable_log_stats=True
-                )
-            if hasattr(envs, "enable_envs_cache"):  # else variables are read for every token
-                envs.enable_envs_cache()
-            return llm
-    except DynamoError:
-        raise
-    except TypeError as error:
-        raise ConfigError(f"vLLM refuses its arguments: {error}") from error
-    except Exception as error:
-        raise start_error(output.failure_reason() or _describe(error)) from error
-    finally:
-        output.close()
-        use_own_handlers("vllm")
+        config = AsyncEngineArgs(model=str(model), **arguments).create_engine_config()
+        llm = AsyncLLM.from_vllm_config(
+            config, stat_loggers=[_make_stat_logger(record)], disable_log_stats=True
+        )
+        if hasattr(envs, "enable_envs_cache"):  # else variables are read for every token
+            envs.enable_envs_cache()
+        return llm
 
 
 def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Return the arguments that `function` has: each version of vLLM has others."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
-
-
-def start_error(reason: str) -> DynamoError:
-    """Return the error for a start that failed by `reason`, with the setting to change."""
-    for pattern, advice in ADVICE:
-        if match := re.search(pattern, reason):
-            return ConfigError(f"vLLM cannot start: {reason}", hint=advice.format(*match.groups()))
-    return ModelUnavailable(f"vLLM cannot start: {reason}")
-
-
-def _describe(error: Exception) -> str:
-    """Return the text of an exception in one line: vLLM's have several."""
-    return " ".join(str(error).split())[:MAX_REASON_CHARS] or repr(error)
 
 
 def _make_stat_logger(record: RecordStatistics) -> type:
