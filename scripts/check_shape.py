@@ -7,8 +7,8 @@
 - No file or folder is named utils, common, helpers or manager.
 - Only core/tasks.py starts asyncio tasks.
 - src never calls id(): objects that find each other share an explicit key.
-- src imports only libraries that pyproject.toml declares. `dynamo.testing` may also import those of
-  the test extra.
+- src imports only libraries that pyproject.toml declares. The conformance tests may also import those
+  of the test extra.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TASK_STARTERS = {"create_task", "ensure_future", "gather"}
 ENGINES = {"vllm"}
 """Engines that users install as they need them: there is a build for each kind of device."""
 IMPORTED_AS = {"pyyaml": "yaml", "grpcio": "grpc", "nats-py": "nats", "pyzmq": "zmq"}
-OWN = {"dynamo", "dynamo_client"}
+OWN = {"dynamo", "dynamo_client", "dynamo_conformance"}
 UNSHIPPED = {"test", "check", "oracle"}
-TESTING = Path("src/dynamo/testing")
+TESTING = Path("src/dynamo_conformance")
 
 
 def main(root: Path) -> int:

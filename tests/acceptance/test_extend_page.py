@@ -132,6 +132,14 @@ asyncio.run(main())
     assert run(environ, "-c", program) == "put /a/b\n{'/a/b': b'1'}\n"
 
 
+def test_the_engine_and_the_backend_pass_their_suites(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    _, packages = environ["PYTHONPATH"].split(os.pathsep)
+    words = ["-m", "pytest", "-q", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
+    assert " passed" in run(environ, *words, f"{packages}/tests/test_conformance.py")
+
+
 def test_the_cost_decides_in_a_replay(environ: dict[str, str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 for suite in ("discovery", "requests", "events", "transfer"):
-    pytest.register_assert_rewrite(f"dynamo.testing.conformance.{suite}")
+    pytest.register_assert_rewrite(f"dynamo_conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]
 

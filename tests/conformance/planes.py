@@ -10,10 +10,10 @@ from dynamo.communication.events import Events, open_events
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.transfer import TransferPlane, open_transfer
-from dynamo.testing.conformance.discovery import JoinDiscovery as JoinDiscovery
-from dynamo.testing.conformance.events import JoinEvents as JoinEvents
-from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
-from dynamo.testing.conformance.transfer import JoinTransfer as JoinTransfer
+from dynamo_conformance.discovery import JoinDiscovery as JoinDiscovery
+from dynamo_conformance.events import JoinEvents as JoinEvents
+from dynamo_conformance.requests import JoinRequests as JoinRequests
+from dynamo_conformance.transfer import JoinTransfer as JoinTransfer
 
 
 async def join_discovery(url: str) -> AsyncIterator[JoinDiscovery]:

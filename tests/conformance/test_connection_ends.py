@@ -20,8 +20,8 @@ from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.context import Context
-from dynamo.testing.conformance.events import RecordingListener
-from dynamo.testing.conformance.requests import CollectingSink, echo_handler
+from dynamo_conformance.events import RecordingListener
+from dynamo_conformance.requests import CollectingSink, echo_handler
 
 OPTIONS = PlaneOptions(reconnect_wait_s=0.1)
 REPAIR_S = 2.0

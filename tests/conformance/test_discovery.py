@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.planes import join_discovery
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery, read_until
+from dynamo_conformance.discovery import DiscoveryConformance, JoinDiscovery, read_until
 
 
 class TestMemory(DiscoveryConformance):

@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.planes import join_discovery
 from tests.support.servers import EtcdProcess
 
-from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery
+from dynamo_conformance.discovery import DiscoveryConformance, JoinDiscovery
 
 _roots = itertools.count()
 

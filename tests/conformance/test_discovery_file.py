@@ -11,7 +11,7 @@ import pytest
 from dynamo.communication.discovery.file import FileDiscovery
 from dynamo.communication.discovery.folder import FolderLease, FolderReader, record_file_name
 from dynamo.core.errors import ConfigError
-from dynamo.testing.conformance.discovery import read_until
+from dynamo_conformance.discovery import read_until
 
 
 @pytest.fixture

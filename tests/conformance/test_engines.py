@@ -20,7 +20,7 @@ from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.checkpoint.weights import open_weights
 from dynamo.models.downloads.wheel_models import fetch_wheel_model
-from dynamo.testing.conformance.engines import EngineConformance
+from dynamo_conformance.engines import EngineConformance
 
 FEW_BLOCKS = 24
 

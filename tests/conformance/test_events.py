@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.conformance.planes import join_events
 
-from dynamo.testing.conformance.events import EventsConformance, JoinEvents
+from dynamo_conformance.events import EventsConformance, JoinEvents
 
 
 class TestMemory(EventsConformance):

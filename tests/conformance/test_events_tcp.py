@@ -15,7 +15,7 @@ from dynamo.communication.events.records import KEY_ROOT, parse_record
 from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, FrameSplitter, pack_frame
 from dynamo.communication.handshake import pack_hello
-from dynamo.testing.conformance.events import RecordingListener
+from dynamo_conformance.events import RecordingListener
 
 
 @pytest.fixture

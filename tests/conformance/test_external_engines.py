@@ -14,7 +14,7 @@ from dynamo.core.errors import Unsupported
 from dynamo.core.reply import Engine
 from dynamo.inference.sglang.engine import SglangEngine
 from dynamo.inference.trtllm.engine import TrtllmEngine
-from dynamo.testing.conformance.engines import (
+from dynamo_conformance.engines import (
     EngineConformance,
     EventView,
     generate_reply,

@@ -27,7 +27,7 @@ from dynamo.communication.requests import open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.communication.transports import MAX_UNPROVEN_LINKS
 from dynamo.core.errors import InstanceGone
-from dynamo.testing.conformance.requests import echo_handler
+from dynamo_conformance.requests import echo_handler
 
 NESTED = b"\x91" * 5000
 

@@ -8,10 +8,10 @@ import pytest
 from tests.conformance.planes import join_events, join_requests
 from tests.support.servers import NatsProcess
 
-from dynamo.testing.conformance.events import EventsConformance
-from dynamo.testing.conformance.events import JoinEvents as JoinEvents
-from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
-from dynamo.testing.conformance.requests import RequestsConformance
+from dynamo_conformance.events import EventsConformance
+from dynamo_conformance.events import JoinEvents as JoinEvents
+from dynamo_conformance.requests import JoinRequests as JoinRequests
+from dynamo_conformance.requests import RequestsConformance
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from dynamo.communication.requests import Requests, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, ProtocolError
-from dynamo.testing.conformance.events import EventsConformance
-from dynamo.testing.conformance.events import JoinEvents as JoinEvents
-from dynamo.testing.conformance.requests import CallsConformance, echo_handler
-from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
+from dynamo_conformance.events import EventsConformance
+from dynamo_conformance.events import JoinEvents as JoinEvents
+from dynamo_conformance.requests import CallsConformance, echo_handler
+from dynamo_conformance.requests import JoinRequests as JoinRequests
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 CONTEXT = Context("request-1")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.conformance.planes import join_requests
 
-from dynamo.testing.conformance.requests import JoinRequests, RequestsConformance
+from dynamo_conformance.requests import JoinRequests, RequestsConformance
 
 
 class TestMemory(RequestsConformance):

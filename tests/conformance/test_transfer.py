@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.planes import join_transfer
 
 from dynamo.communication.options import PlaneOptions
-from dynamo.testing.conformance.transfer import JoinTransfer, TransferConformance
+from dynamo_conformance.transfer import JoinTransfer, TransferConformance
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 

@@ -37,7 +37,7 @@ from dynamo.communication.transfer import (
 from dynamo.communication.transfer.sockets import ATTACH
 from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.testing.conformance.transfer import (
+from dynamo_conformance.transfer import (
     JoinTransfer,
     PullsConformance,
     TransferConformance,

@@ -26,7 +26,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.models.resolve import resolve_model
-from dynamo.testing.conformance.engines import generate_reply, make_request
+from dynamo_conformance.engines import generate_reply, make_request
 
 RANK, ALPHA, SCALE = 4, 8, 0.15
 TOKENS = 12

@@ -30,7 +30,7 @@ from dynamo.inference.engine_registry import EngineInputs
 from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.models.resolve import resolve_model
-from dynamo.testing.conformance.engines import assert_idle, generate_reply, make_request
+from dynamo_conformance.engines import assert_idle, generate_reply, make_request
 
 REQUESTS = 1000
 PROBES = 200

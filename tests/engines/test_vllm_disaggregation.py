@@ -26,7 +26,7 @@ from dynamo.inference.vllm.kv_connector import (
     decode_params,
     encode_params,
 )
-from dynamo.testing.conformance.engines import (
+from dynamo_conformance.engines import (
     ENGINE_CONTEXT,
     OrderCheckingReply,
     generate_reply,

@@ -26,7 +26,7 @@ from dynamo.inference.engines.process_guard import find_processes
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.models.resolve import resolve_model
 from dynamo.models.tokenization.tokenizer import load_tokenizer
-from dynamo.testing.conformance.engines import (
+from dynamo_conformance.engines import (
     ENGINE_CONTEXT,
     EngineConformance,
     OrderCheckingReply,

@@ -20,7 +20,7 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.discovery import RepublishingDiscovery
-from dynamo.testing.conformance.discovery import read_until
+from dynamo_conformance.discovery import read_until
 
 QUICK = PlaneOptions(lease_ttl_s=2.0, dial_timeout_s=1.0)
 _roots = itertools.count()

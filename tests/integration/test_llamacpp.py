@@ -33,8 +33,8 @@ from dynamo.inference.llamacpp.server import ServerSizes, default_sampling, open
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.models.tokenization.tokenizer import load_tokenizer
-from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from dynamo.testing.fakes import CollectedReply
+from dynamo_conformance.engines import ENGINE_CONTEXT
 
 QUESTION = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
 IM_END = 2

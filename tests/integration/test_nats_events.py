@@ -24,8 +24,8 @@ from dynamo.core.context import Context
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.testing.conformance.events import RecordingListener
-from dynamo.testing.conformance.requests import CollectingSink, echo_handler
+from dynamo_conformance.events import RecordingListener
+from dynamo_conformance.requests import CollectingSink, echo_handler
 
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
 

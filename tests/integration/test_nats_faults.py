@@ -29,7 +29,7 @@ from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.testing.conformance.requests import CollectingSink, EndlessHandler, echo_handler
+from dynamo_conformance.requests import CollectingSink, EndlessHandler, echo_handler
 
 CONTEXT = Context("request-1")
 QUICK = PlaneOptions(reconnect_wait_s=0.1)

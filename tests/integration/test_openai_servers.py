@@ -17,7 +17,7 @@ from tests.support.llamacpp_server import llama_url as _llama_url
 from dynamo.core.errors import ConfigError
 from dynamo.core.reply import Engine
 from dynamo.scheduling.worker_health import FAILURE_THRESHOLD
-from dynamo.testing.conformance.engines import EngineConformance
+from dynamo_conformance.engines import EngineConformance
 
 llama_url = _llama_url
 

@@ -37,8 +37,8 @@ from dynamo.core.errors import (
 from dynamo.core.values import StopConditions
 from dynamo.inference.openai_server import engine as engine_module
 from dynamo.inference.openai_server.factory import parse_kv_events
-from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from dynamo.testing.fakes import CollectedReply
+from dynamo_conformance.engines import ENGINE_CONTEXT
 
 
 async def test_token_ids_of_vllm_and_its_stop_token(tiny_model: Path) -> None:

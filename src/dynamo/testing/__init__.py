@@ -1,7 +1,4 @@
-"""Support for tests of backends, engines and operators: conformance suites and fakes.
-
-The suites `dynamo.testing.conformance.{discovery,engines,events,requests}` need pytest.
-"""
+"""Support for tests of services and operators: a graph within one process, and fakes."""
 
 from dynamo.testing.fakes import CollectedReply
 from dynamo.testing.local_graph import LocalGraph, local

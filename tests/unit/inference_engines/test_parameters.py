@@ -16,7 +16,7 @@ from dynamo.inference.openai_server import completion
 from dynamo.inference.sglang import requests as sglang
 from dynamo.inference.trtllm import requests as trtllm
 from dynamo.inference.vllm import requests as vllm
-from dynamo.testing.conformance.engines import make_request
+from dynamo_conformance.engines import make_request
 
 REQUEST = replace(make_request(), sampling=SamplingParams(), stops=StopConditions())
 CHANGES: dict[str, Any] = {

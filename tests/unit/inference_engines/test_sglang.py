@@ -21,7 +21,7 @@ from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable, Wo
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Finish, SamplingParams, StopConditions, StructuredOutput
 from dynamo.inference.sglang.engine import SglangEngine, effective_arguments
-from dynamo.testing.conformance.engines import (
+from dynamo_conformance.engines import (
     ENGINE_CONTEXT,
     OrderCheckingReply,
     assert_idle,

@@ -27,7 +27,7 @@ from dynamo.core.values import (
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.trtllm import engine as trtllm_engine
 from dynamo.inference.trtllm.engine import TrtllmEngine
-from dynamo.testing.conformance.engines import (
+from dynamo_conformance.engines import (
     ENGINE_CONTEXT,
     OrderCheckingReply,
     assert_idle,

@@ -22,8 +22,8 @@ from dynamo.inference.engines.engine_events import decode_batch
 from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
-from dynamo.testing.conformance.engines import ENGINE_CONTEXT, make_request
 from dynamo.testing.fakes import CollectedReply
+from dynamo_conformance.engines import ENGINE_CONTEXT, make_request
 
 OLD, NEW = [*range(9)], [*range(50, 59)]
 PINNED = (

@@ -34,8 +34,8 @@ from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, e
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
 from dynamo.inference.vllm.requests import PARAMETERS, forward_output
 from dynamo.inference.vllm.startup import ADVICE
-from dynamo.testing.conformance.engines import make_request
 from dynamo.testing.fakes import CollectedReply
+from dynamo_conformance.engines import make_request
 
 
 def foreign_answer(reply: Reply, prompt_tokens: int) -> ForeignAnswer:

@@ -12,7 +12,7 @@ from dynamo.core.features import required_features
 from dynamo.core.values import Feature, StructuredOutput
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.features import PARAMETERS, FeatureFilter
-from dynamo.testing.conformance.engines import make_request
+from dynamo_conformance.engines import make_request
 
 
 def test_each_feature_names_the_field_that_needs_it() -> None:

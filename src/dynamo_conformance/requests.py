@@ -19,7 +19,7 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.testing.conformance.request_handlers import (
+from dynamo_conformance.request_handlers import (
     CALL_CONTEXT,
     CollectingSink,
     EndlessHandler,
@@ -28,7 +28,7 @@ from dynamo.testing.conformance.request_handlers import (
     join_pair,
     open_endless_call,
 )
-from dynamo.testing.conformance.shared_payloads import SharedPayloadsConformance
+from dynamo_conformance.shared_payloads import SharedPayloadsConformance
 
 __all__ = ["JoinRequests", "RequestsConformance", "echo_handler"]
 

@@ -12,7 +12,7 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import TooLarge, WorkerFailed
 from dynamo.core.shared_payload import ReceivedPayload, SharedPayload
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.testing.conformance.request_handlers import (
+from dynamo_conformance.request_handlers import (
     CALL_CONTEXT,
     CollectingSink,
     JoinRequests,
