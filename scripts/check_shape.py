@@ -7,8 +7,8 @@
 - No file or folder is named utils, common, helpers or manager.
 - Only core/tasks.py starts asyncio tasks.
 - src never calls id(): objects that find each other share an explicit key.
-- src imports only libraries that pyproject.toml declares. The conformance tests may also import those
-  of the test extra.
+- src imports only libraries that pyproject.toml declares. The conformance tests may also import
+  those of the test extra.
 """
 
 from __future__ import annotations

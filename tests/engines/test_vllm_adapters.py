@@ -133,7 +133,7 @@ class TestVllmAdapters:
         assert engine.adapters is not None
         await engine.adapters.load("b", str(folders["second"]))
         await engine.clear_blocks()
-        view = engine.ranks[0].view
+        view = engine.ranks[0]
         for first, second in ((0, 0), (64, 64)):
             for name, cached in (("", first), ("a", second), ("b", second)):
                 request = ask(engine, name)

@@ -27,7 +27,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.engine_registry import EngineInputs
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.rank import ViewedRank
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.models.resolve import resolve_model
 from dynamo_conformance.engines import assert_idle, generate_reply, make_request
@@ -118,7 +118,7 @@ async def mix(engine: VllmEngine, work: Sequence[Prompt], chance: random.Random)
     await assert_idle(engine)
 
 
-async def settled(view: EngineKvView) -> None:
+async def settled(view: ViewedRank) -> None:
     """Return when no message has come for a while."""
     assert view.reader is not None
     before = -1
@@ -128,7 +128,7 @@ async def settled(view: EngineKvView) -> None:
 
 async def probe(engine: VllmEngine, work: Sequence[Prompt]) -> list[tuple[int, int]]:
     """Return (predicted, real) cached tokens of prompts that are sent one after the other."""
-    view = engine.ranks[0].view
+    view = engine.ranks[0]
     pairs = []
     for ids, salt in work:
         await settled(view)
@@ -160,10 +160,10 @@ class TestVllmCacheView:
         pairs = await probe(engine, prompts(chance, PROBES))
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
         assert sum(real for _, real in pairs) > 0
-        assert engine.ranks[0].view.drift.counts["too_high"] == 0
+        assert engine.ranks[0].drift.counts["too_high"] == 0
 
     async def test_predictions_are_exact_after_a_gap(self, engine: VllmEngine) -> None:
-        reader = engine.ranks[0].view.reader
+        reader = engine.ranks[0].reader
         assert reader is not None
         chance = random.Random(4)
         parse = reader._parse
@@ -176,7 +176,7 @@ class TestVllmCacheView:
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
 
     async def test_predictions_are_exact_after_a_rebuild(self, engine: VllmEngine) -> None:
-        engine.ranks[0].view.reader.rebuild()  # type: ignore[union-attr]
+        engine.ranks[0].reader.rebuild()  # type: ignore[union-attr]
         chance = random.Random(5)
         pairs = await probe(engine, prompts(chance, 20))
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
@@ -184,7 +184,7 @@ class TestVllmCacheView:
     async def test_predictions_are_exact_after_an_idle_engine_is_cleared(
         self, engine: VllmEngine
     ) -> None:
-        view = engine.ranks[0].view
+        view = engine.ranks[0]
         await assert_idle(engine)
         assert await engine.clear_blocks() > 0
         assert len(view.blocks) == 0
@@ -198,7 +198,7 @@ class TestVllmCacheView:
     ) -> None:
         """The engine still holds blocks of which no event tells. None is predicted in vain, and
         what is computed from then on is known."""
-        reader = engine.ranks[0].view.reader
+        reader = engine.ranks[0].reader
         assert reader is not None
         chance = random.Random(7)
         parse, endpoint = reader._parse, reader._endpoint

@@ -177,7 +177,7 @@ class TestVllm(EngineConformance):
         await generate_reply(engine, make_request())
 
     async def test_predictions_equal_the_cached_tokens(self, engine: VllmEngine) -> None:
-        view = engine.ranks[0].view
+        view = engine.ranks[0]
         wrong = view.drift.counts["too_high"]
         for _ in range(2):
             requests = [

@@ -1,4 +1,4 @@
-"""`DriftCheck` and `EngineKvView`: wrong views are repaired, then given up."""
+"""`DriftCheck` and `ViewedRank`: wrong views are repaired, then given up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.values import BlocksCleared, KvEvent
 from dynamo.inference.engines.drift_check import MAX_REPAIRS, MAX_WRONG
 from dynamo.inference.engines.engine_events import decode_batch
-from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.rank import ViewedRank
 from dynamo.inference.worker_metrics import declare_kv_view_metrics
 from dynamo.telemetry.metrics import Registry
@@ -19,21 +18,21 @@ from dynamo.telemetry.metrics import Registry
 PROMPT = pack_ids(range(65))
 
 
-def make_view(ids: Sequence[int] = range(65)) -> tuple[EngineKvView, list[KvEvent]]:
+def make_view(ids: Sequence[int] = range(65)) -> tuple[ViewedRank, list[KvEvent]]:
     """Return a view of a polled engine that holds `ids`, and the list of what it reports."""
-    view, events = EngineKvView(16), []
+    view, events = ViewedRank(16), []
     view.on_kv_events(events.extend)
     fill(view, ids)
     return view, events
 
 
-def fill(view: EngineKvView, ids: Sequence[int] = range(65)) -> None:
+def fill(view: ViewedRank, ids: Sequence[int] = range(65)) -> None:
     cache = FakeEngineCache(STYLES["vllm_0.32"])
     cache.compute(ids)
     view.apply(decode_batch(cache.drain_payload()))
 
 
-def answer(view: EngineKvView, cached_tokens: int | None) -> None:
+def answer(view: ViewedRank, cached_tokens: int | None) -> None:
     view.drift.on_ended(view.drift.on_submitted(PROMPT, ""), cached_tokens)
 
 
@@ -66,11 +65,11 @@ def test_repairs_that_do_not_help_end_the_view() -> None:
     for _ in range(MAX_WRONG * (MAX_REPAIRS + 1)):
         fill(view)
         answer(view, 0)
-    assert "disagree with its answers" in view.problem
+    assert "disagree with its answers" in view.kv_problem
     assert view.drift.counts["repairs"] == MAX_REPAIRS
     assert events[-1] == BlocksCleared()
     fill(view)
-    assert (len(view.blocks), view.snapshot()) == (0, [])
+    assert (len(view.blocks), view.snapshot_kv_events()) == (0, [])
 
 
 def test_blocks_that_leave_while_a_request_runs_are_no_error() -> None:
@@ -122,7 +121,7 @@ def test_a_rebuild_during_a_reset_ends_no_events() -> None:
 def test_metrics_add_up_the_ranks() -> None:
     ranks = [ViewedRank(make_view()[0]) for _ in range(2)]
     for rank in ranks:
-        answer(rank.view, 64)
+        answer(rank, 64)
     registry = Registry()
     declare_kv_view_metrics(registry, ranks)
     text = registry.render()

@@ -210,7 +210,7 @@ async def test_death_of_an_idle_engine_is_noticed(start: Start) -> None:
 
 async def test_prediction_equals_the_cached_tokens(start: Start) -> None:
     engine, fake = await start()
-    view = engine.ranks[0].view
+    view = engine.ranks[0]
     for number in range(60):
         prompt = [3 + (number * index) % 5 for index in range(10 + number % 30)]
         salt = ("", "acme")[number % 2]
@@ -225,7 +225,7 @@ async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, fake = await start()
-    view, manager = engine.ranks[0].view, fake.tokenizer_manager
+    view, manager = engine.ranks[0], fake.tokenizer_manager
     await generate_reply(engine, make_request())
     await wait_until(lambda: len(view.blocks) > 0)
     flush, clears = manager.flush_cache, view.blocks.clears

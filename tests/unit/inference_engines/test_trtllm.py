@@ -198,7 +198,7 @@ async def test_sampling_that_nobody_names_is_the_models_or_neutral(start: Start)
 
 async def test_prediction_equals_the_cached_tokens(start: Start) -> None:
     engine, fake = await start()
-    view = engine.ranks[0].view
+    view = engine.ranks[0]
     for number in range(30):
         prompt = [3 + (number * index) % 5 for index in range(10 + number % 30)]
         await wait_until(
@@ -211,7 +211,7 @@ async def test_prediction_equals_the_cached_tokens(start: Start) -> None:
 
 async def test_lost_events_empty_the_view(start: Start) -> None:
     engine, fake = await start()
-    view, events = engine.ranks[0].view, []
+    view, events = engine.ranks[0], []
     engine.ranks[0].on_kv_events(events.extend)
     await generate_reply(engine, make_request())
     await wait_until(lambda: len(view.blocks) > 0)

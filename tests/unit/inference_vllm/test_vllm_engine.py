@@ -19,7 +19,7 @@ from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded, WorkerFa
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.engines.engine_events import decode_batch
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.rank import ViewedRank
 from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
 from dynamo.testing.fakes import CollectedReply
@@ -179,7 +179,7 @@ async def test_a_cancelled_load_is_not_aborted_before_its_output(
             await asyncio.sleep(0)
 
 
-def publish(view: EngineKvView, *steps: list[int] | None) -> None:
+def publish(view: ViewedRank, *steps: list[int] | None) -> None:
     """Let the view receive the events of an engine that computes prompts. None: it is emptied."""
     cache = FakeEngineCache(STYLES["vllm_0.32"], block_tokens=4)
     for ids in steps:
@@ -190,14 +190,14 @@ def publish(view: EngineKvView, *steps: list[int] | None) -> None:
     view.apply(decode_batch(cache.drain_payload()))
 
 
-def predict(view: EngineKvView) -> list[int]:
+def predict(view: ViewedRank) -> list[int]:
     return [view.blocks.predict(pack_ids(ids)) for ids in (OLD, NEW)]
 
 
 async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
     engine: VllmEngine, llm: FakeLlm
 ) -> None:
-    fast, slow = [rank.view for rank in engine.ranks]
+    fast, slow = engine.ranks
     for view in (fast, slow):
         publish(view, OLD)
 
@@ -210,7 +210,7 @@ async def test_a_view_whose_event_came_during_the_reset_is_left_alone(
     assert predict(fast) == [0, 8]
     publish(fast, OLD)
     assert predict(fast) == [8, 8]
-    assert (predict(slow), slow.snapshot()) == ([0, 0], [])
+    assert (predict(slow), slow.snapshot_kv_events()) == ([0, 0], [])
     publish(slow, OLD)  # was computed before the reset
     assert predict(slow) == [0, 0]
     publish(slow, OLD, None, NEW)
@@ -221,11 +221,11 @@ async def test_pinned_kv_is_no_failure(engine: VllmEngine, llm: FakeLlm) -> None
     async def reset() -> bool:
         raise Exception(PINNED)  # noqa: TRY002 - as vLLM's client does
 
-    publish(engine.ranks[0].view, OLD)
+    publish(engine.ranks[0], OLD)
     llm.on_reset = reset
     with pytest.raises(Overloaded, match="that another worker will load"):
         await engine.clear_blocks()
-    assert predict(engine.ranks[0].view) == [8, 0]
+    assert predict(engine.ranks[0]) == [8, 0]
     assert engine.failure is None
 
 

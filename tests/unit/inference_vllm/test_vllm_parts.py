@@ -27,7 +27,6 @@ from dynamo.core.values import (
     TokenLogprobs,
 )
 from dynamo.inference.engines.answer import ForeignAnswer
-from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.startup import start_error, without_collections
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
@@ -38,8 +37,10 @@ from dynamo.testing.fakes import CollectedReply
 from dynamo_conformance.engines import make_request
 
 
-def foreign_answer(reply: Reply, prompt_tokens: int) -> ForeignAnswer:
-    return ForeignAnswer(reply, EngineTotals(), prompt_tokens)
+def foreign_answer(
+    reply: Reply, prompt_tokens: int, request: GenerateRequest | None = None
+) -> ForeignAnswer:
+    return ForeignAnswer(request or make_request(), reply, EngineTotals(), prompt_tokens)
 
 
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> Any:
@@ -50,8 +51,8 @@ def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> A
 def test_a_stop_token_is_reported_and_not_sent() -> None:
     reply = CollectedReply()
     answer = foreign_answer(reply, 40)
-    assert forward_output(output([5, 6]), answer, make_request())
-    assert not forward_output(output([7, 2], "stop"), answer, make_request())
+    assert forward_output(output([5, 6]), answer)
+    assert not forward_output(output([7, 2], "stop"), answer)
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
     assert reply.ids == [5, 6, 7]
     assert reply.end == Finish("stop", 4, 2)
@@ -59,7 +60,7 @@ def test_a_stop_token_is_reported_and_not_sent() -> None:
 
 def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
     reply = CollectedReply()
-    assert not forward_output(output([2], "stop"), foreign_answer(reply, 40), make_request())
+    assert not forward_output(output([2], "stop"), foreign_answer(reply, 40))
     assert (reply.ids, reply.end) == ([], Finish("stop", 1, 2))
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
 
@@ -67,7 +68,7 @@ def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_gives_up_fails(reason: str) -> None:
     with pytest.raises(WorkerFailed, match=reason):
-        forward_output(output([5], reason), foreign_answer(CollectedReply(), 40), make_request())
+        forward_output(output([5], reason), foreign_answer(CollectedReply(), 40))
 
 
 def test_logprobs_are_sorted_by_rank_and_cut() -> None:
@@ -78,7 +79,7 @@ def test_logprobs_are_sorted_by_rank_and_cut() -> None:
     }
     reply = CollectedReply()
     request = replace(make_request(), top_logprobs=2)
-    forward_output(output([8], None, [position]), foreign_answer(reply, 40), request)
+    forward_output(output([8], None, [position]), foreign_answer(reply, 40, request))
     assert reply.extras == [[TokenLogprobs(8, -3.0, ((5, -0.5), (6, -1.0)))]]
 
 
@@ -97,9 +98,9 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
     last = output([2], "stop")
     last.prompt_logprobs = []
     request, reply = replace(make_request(), prompt_logprobs=1, resumed=resumed), CollectedReply()
-    answer = foreign_answer(reply, 3)
-    assert forward_output(first, answer, request)
-    assert not forward_output(last, answer, request)
+    answer = foreign_answer(reply, 3, request)
+    assert forward_output(first, answer)
+    assert not forward_output(last, answer)
     whole = (
         PromptTokenLogprob(8, -3.0, 9, ((6, -0.5),)),
         PromptTokenLogprob(9, -0.25, 1, ((9, -0.25),)),
@@ -111,12 +112,12 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
 def enter(rank: VllmRank) -> ForeignAnswer:
     """Return the answer to a request that the rank gets."""
     answer = foreign_answer(CollectedReply(), 40)
-    rank.enter(answer, make_request())
+    rank.enter(answer)
     return answer
 
 
 def test_an_idle_rank_is_idle_whatever_its_last_statistics_said() -> None:
-    rank = VllmRank(EngineKvView(16, 32))
+    rank = VllmRank(16, 32)
     rank.total_blocks = 100
     answers = [enter(rank) for _ in range(2)]
     statistics = SimpleNamespace(num_running_reqs=1, kv_cache_usage=0.25)
@@ -126,13 +127,13 @@ def test_an_idle_rank_is_idle_whatever_its_last_statistics_said() -> None:
     assert (load.running, load.waiting, load.prefill_tokens) == (1, 1, 40)
     assert (load.active_blocks, load.steps) == (25, 1)
     for answer in answers:
-        rank.leave(answer, make_request())
+        rank.leave(answer)
     load = rank.report_load()
     assert (load.running, load.waiting, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
 
 
 def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
-    rank = VllmRank(EngineKvView(16, 32))
+    rank = VllmRank(16, 32)
     assert not rank.hangs(0.0)
     assert not rank.hangs(1000.0)
     enter(rank)
@@ -145,25 +146,25 @@ def test_a_rank_hangs_if_it_has_requests_and_makes_no_step() -> None:
 
 
 def test_a_rank_hangs_if_only_probes_come_and_go_without_a_step() -> None:
-    rank, now = VllmRank(EngineKvView(16, 32)), 0.0
+    rank, now = VllmRank(16, 32), 0.0
     while not rank.hangs(now):
         answer = enter(rank)
         for _ in range(5):
             now += 1.0
             assert not rank.hangs(now) or now > HUNG_S
-        rank.leave(answer, make_request())
+        rank.leave(answer)
         now += 25.0
     assert HUNG_S < now < HUNG_S + 60
 
 
 def test_a_rank_does_not_hang_since_clients_cancel_before_the_first_step() -> None:
-    rank = VllmRank(EngineKvView(16, 32))
+    rank = VllmRank(16, 32)
     for number in range(3):
         now = number * 2 * HUNG_S
         assert not rank.hangs(now)
         answer = enter(rank)
         assert not rank.hangs(now + 0.5)
-        rank.leave(answer, make_request())
+        rank.leave(answer)
         assert not rank.hangs(now + 1.0)
 
 

@@ -10,6 +10,7 @@ from dynamo.core.values import (
     EngineTotals,
     Finish,
     FinishReason,
+    GenerateRequest,
     PromptTokenLogprob,
     Started,
     TokenLogprobs,
@@ -17,7 +18,7 @@ from dynamo.core.values import (
 
 
 class ForeignAnswer:
-    """Passes the answer to one request on to `reply`, and counts it in `totals`.
+    """Passes the answer to one `request` on to `reply`, and counts it in `totals`.
 
     `tokens`: ids, or parts of text, that have come so far. `prefill_tokens`: prompt tokens that the
     engine still has to compute, as far as known. `cached_tokens`: those from its cache, None until
@@ -25,7 +26,10 @@ class ForeignAnswer:
     second prompt token on, where the request wants them.
     """
 
-    def __init__(self, reply: Reply, totals: EngineTotals, prompt_tokens: int) -> None:
+    def __init__(
+        self, request: GenerateRequest, reply: Reply, totals: EngineTotals, prompt_tokens: int
+    ) -> None:
+        self.request = request
         self._reply = reply
         self._totals = totals
         self.prompt_tokens = self.prefill_tokens = prompt_tokens

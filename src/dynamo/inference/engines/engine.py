@@ -19,7 +19,6 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load, sum_loads
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.event_reader import KvEventEndpoint
-from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.engines.rank import ViewedRank
@@ -87,7 +86,7 @@ class MultiprocessEngine(Engine):
         """Give a request to the engine, and return the iterator of its outputs."""
 
     @abstractmethod
-    def forward(self, output: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+    def forward(self, output: Any, answer: ForeignAnswer) -> bool:
         """Pass an output on. False: the answer is complete, or the reply has enough. Raises the
         error by which the engine ended the request."""
 
@@ -128,17 +127,14 @@ class MultiprocessEngine(Engine):
 
     def set_ranks(
         self, count: int, endpoint: KvEventEndpoint | None = None, block_tokens: int = 0
-    ) -> Sequence[EngineKvView]:
-        """Set so many ranks, and return their views, which are still to be opened. `endpoint`:
-        where the first one publishes. `block_tokens`: size of the engine's blocks, if known."""
-        views = [
-            EngineKvView(
-                self.inputs.card.block_tokens, block_tokens, endpoint and endpoint.of_rank(rank)
-            )
+    ) -> None:
+        """Set so many ranks, whose views are still to be opened. `endpoint`: where the first one
+        publishes. `block_tokens`: size of the engine's blocks, if known."""
+        size = self.inputs.card.block_tokens
+        self._ranks = tuple(
+            self.rank_type(size, block_tokens, endpoint and endpoint.of_rank(rank))
             for rank in range(count)
-        ]
-        self._ranks = tuple(map(self.rank_type, views))
-        return views
+        )
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
@@ -149,15 +145,15 @@ class MultiprocessEngine(Engine):
         check_prompt(ids, info.context_tokens, info.vocab_size)
         request = _limit_tokens(request, info.context_tokens - len(ids))
         index, number = self._choose_rank(request), next(self._numbers)
-        rank, answer = self._ranks[index], ForeignAnswer(reply, self._totals, len(ids))
-        rank.enter(answer, request)
+        rank, answer = self._ranks[index], ForeignAnswer(request, reply, self._totals, len(ids))
+        rank.enter(answer)
         try:
             if context.attempt:
                 answer.begin()
             with Interruptible(self._calls):
                 await self._compute(Computation(request, context, ids, index, number), answer)
         finally:
-            rank.leave(answer, request)
+            rank.leave(answer)
 
     async def _compute(self, computation: Computation, answer: ForeignAnswer) -> None:
         """Pass all outputs on. Longer times between two of them than the target are slow. A
@@ -173,7 +169,7 @@ class MultiprocessEngine(Engine):
                     if last_s:
                         rank.on_gap(slow=now - last_s > target_s)
                     last_s = now
-                if not self.forward(output, answer, request):
+                if not self.forward(output, answer):
                     return
             raise WorkerFailed(f"{self.title} ended the answer without a reason")
         finally:
@@ -208,12 +204,12 @@ class MultiprocessEngine(Engine):
     async def clear_blocks(self) -> int:
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
-        clears = [rank.view.blocks.clears for rank in self._ranks]
+        clears = [rank.blocks.clears for rank in self._ranks]
         count = sum(rank.cached_blocks for rank in self._ranks)
         with Interruptible(self._calls):  # vLLM never answers this call if its core dies
             await self.empty_cache()
         for rank, clears_before in zip(self._ranks, clears, strict=True):
-            rank.view.clear(clears_before)
+            rank.clear(clears_before)
         return count
 
     def _choose_rank(self, request: GenerateRequest) -> int:
@@ -246,7 +242,7 @@ class MultiprocessEngine(Engine):
     async def _shut_down(self) -> None:
         await self.tasks.close()
         for rank in self._ranks:
-            await rank.view.close()
+            await rank.close()
         await self.close_engine()
 
     def fail(self, reason: str) -> None:

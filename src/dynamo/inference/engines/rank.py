@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dynamo.core.reply import EngineRank, KvEventListener
-from dynamo.core.values import GenerateRequest, KvEvent, Load
+from dynamo.core.values import KvEvent, Load
 from dynamo.inference.engines.answer import ForeignAnswer
-from dynamo.inference.engines.drift_check import Prediction
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.drift_check import DriftCheck, Prediction
+from dynamo.inference.engines.engine_blocks import EngineBlocks
+from dynamo.inference.engines.engine_events import EventBatch
+from dynamo.inference.engines.event_reader import KvEventEndpoint, KvEventReader
 
 
 class ForeignRank(EngineRank):
@@ -20,14 +22,13 @@ class ForeignRank(EngineRank):
         self.total_blocks = 0
         self.steps = self.gaps = self.slow_gaps = 0
 
-    def enter(self, answer: ForeignAnswer, request: GenerateRequest) -> None:
+    def enter(self, answer: ForeignAnswer) -> None:
         """Count a request that the engine gets now."""
-        del request
         self.answers[answer] = None
 
-    def leave(self, answer: ForeignAnswer, request: GenerateRequest) -> None:
+    def leave(self, answer: ForeignAnswer) -> None:
         """Forget an answer that has ended."""
-        del request, self.answers[answer]
+        del self.answers[answer]
 
     def on_gap(self, *, slow: bool) -> None:
         """Count a time between two outputs of a request whose router steers these times."""
@@ -63,41 +64,102 @@ class ForeignRank(EngineRank):
 
 
 class ViewedRank(ForeignRank):
-    """A data-parallel rank whose cached blocks are those of a view."""
+    """A data-parallel rank with a view of the blocks that its prefix cache holds, by its events.
 
-    def __init__(self, view: EngineKvView) -> None:
+    The engine calls `clear` when it has emptied the rank's cache.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        engine_block_tokens: int = 0,
+        endpoint: KvEventEndpoint | None = None,
+    ) -> None:
+        """`endpoint`: where the engine publishes over ZMQ; None for an engine that is polled."""
         super().__init__()
-        self.view = view
+        self.blocks = EngineBlocks(block_tokens, engine_block_tokens)
+        self.reader = (
+            None if endpoint is None else KvEventReader(self.blocks, endpoint, self._report)
+        )
+        self.drift = DriftCheck(self.blocks, self._rebuild, self._report)
+        self._listeners: list[KvEventListener] = []
 
-    def enter(self, answer: ForeignAnswer, request: GenerateRequest) -> None:
-        self.answers[answer] = self.view.drift.on_submitted(request.token_ids, request.salt)
+    def enter(self, answer: ForeignAnswer) -> None:
+        request = answer.request
+        self.answers[answer] = self.drift.on_submitted(request.token_ids, request.salt)
 
-    def leave(self, answer: ForeignAnswer, request: GenerateRequest) -> None:
-        prediction = self.answers.pop(answer)
+    def leave(self, answer: ForeignAnswer) -> None:
+        prediction, request = self.answers.pop(answer), answer.request
         computed = request.kv or request.prompt_logprobs is not None  # whatever is cached
         if prediction is not None:
-            self.view.drift.on_ended(prediction, None if computed else answer.cached_tokens)
+            self.drift.on_ended(prediction, None if computed else answer.cached_tokens)
 
     def count_active_blocks(self) -> int:
-        size = self.view.blocks.block_tokens
+        size = self.blocks.block_tokens
         lengths = (answer.prompt_tokens + answer.tokens for answer in self.answers)
         return min(sum(-(-length // size) for length in lengths), self.total_blocks)
 
     @property
     def cached_blocks(self) -> int:
-        blocks = self.view.blocks
+        blocks = self.blocks
         return len(blocks) * blocks.engine_block_tokens // blocks.block_tokens
 
     def on_kv_events(self, listener: KvEventListener) -> None:
-        self.view.on_kv_events(listener)
+        self._listeners.append(listener)
 
     def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        return self.view.snapshot()
+        return self.blocks.snapshot()
 
     @property
     def kv_problem(self) -> str:
-        return self.view.problem
+        reason = self.blocks.unusable
+        return f"KV events of the engine are not used: {reason}" if reason else ""
 
     @property
     def kv_counts(self) -> Mapping[tuple[str, str], int]:
-        return self.view.counts
+        subjects = {"blocks": self.blocks.counts, "checks": self.drift.counts}
+        if self.reader is not None:
+            subjects["messages"] = self.reader.counts
+        return {
+            (subject, kind): count
+            for subject, counts in subjects.items()
+            for kind, count in counts.items()
+        }
+
+    def open(self) -> None:
+        """Start reading, if the engine publishes. Raises `ConfigError`."""
+        if self.reader is not None:
+            self.reader.open()
+
+    async def close(self) -> None:
+        """Stop reading."""
+        if self.reader is not None:
+            await self.reader.close()
+
+    def clear(self, clears_before: int) -> None:
+        """Empty the view after the engine has emptied its cache. `clears_before`: `blocks.clears`
+        before the engine was asked. If it has increased since, the engine's own event has come, or
+        was lost: no other event would end a reset, and the view stays as the events tell it."""
+        if self.blocks.clears == clears_before:
+            self._report(self.blocks.reset())
+
+    def give_up(self, reason: str) -> None:
+        """Empty the view for good, because of `reason`."""
+        self._report(self.blocks.distrust(reason))
+
+    def apply(self, batch: EventBatch) -> None:
+        """Apply polled events. After a damaged batch the view starts empty."""
+        self.blocks.counts.update(batch.skipped)
+        changes = self.blocks.apply(batch.events)
+        self._report(self.blocks.clear() if batch.damaged else changes)
+
+    def _rebuild(self) -> None:
+        if self.reader is None:
+            self._report(self.blocks.clear())
+        else:
+            self.reader.rebuild()
+
+    def _report(self, changes: Sequence[KvEvent]) -> None:
+        if changes:
+            for listener in self._listeners:
+                listener(changes)

@@ -21,14 +21,13 @@ class ChunkReader:
         answer: ForeignAnswer,
         prompt: tuple[int, ...],
         slot: Slot,
-        request: GenerateRequest,
         eos_token_ids: frozenset[int],
     ) -> None:
         self._answer = answer
         self._prompt = prompt
         self._slot = slot
-        self._top_logprobs = request.top_logprobs
-        stops = request.stops
+        self._top_logprobs = answer.request.top_logprobs
+        stops = answer.request.stops
         self._stop_ids = frozenset(stops.stop_token_ids)
         if not stops.ignore_eos:
             self._stop_ids |= eos_token_ids
@@ -104,8 +103,8 @@ class SlotAnswer(ForeignAnswer):
         eos_token_ids: frozenset[int],
         totals: EngineTotals,
     ) -> None:
-        super().__init__(reply, totals, len(prompt))
-        self._chunks = ChunkReader(self, prompt, slot, request, eos_token_ids)
+        super().__init__(request, reply, totals, len(prompt))
+        self._chunks = ChunkReader(self, prompt, slot, eos_token_ids)
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
         self.stopped = False

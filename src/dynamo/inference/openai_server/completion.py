@@ -121,7 +121,7 @@ class CompletionAnswer(ChoiceAnswer):
         vocab_size: int,
         encode: EncodeText | None,
     ) -> None:
-        super().__init__(reply, totals, prompt_tokens, request.stops.max_tokens, clock)
+        super().__init__(request, reply, totals, clock, prompt_tokens, request.stops.max_tokens)
         self._top_logprobs = request.top_logprobs
         self._stop_ids = frozenset(request.stops.stop_token_ids)
         self._vocab_size = vocab_size or MAX_COUNT

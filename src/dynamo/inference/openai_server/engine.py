@@ -33,7 +33,6 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.engines.event_reader import KvEventEndpoint
-from dynamo.inference.engines.kv_view import EngineKvView
 from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.engines.rank import ForeignRank, ViewedRank
 from dynamo.inference.openai_server.completion import (
@@ -113,8 +112,7 @@ class OpenAIServerEngine(Engine):
         self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._generation = generation
-        self._view = EngineKvView(block_tokens, endpoint=kv_events) if kv_events else None
-        self._rank = ForeignRank() if self._view is None else ViewedRank(self._view)
+        self._rank = ViewedRank(block_tokens, endpoint=kv_events) if kv_events else ForeignRank()
         self._tasks = BackgroundTasks()
         self._listeners: list[Callable[[], None]] = []
         self._totals = EngineTotals()
@@ -126,8 +124,8 @@ class OpenAIServerEngine(Engine):
             self._context_tokens = min(
                 self._context_tokens or facts.context_tokens, facts.context_tokens
             )
-        if self._view is not None:
-            self._view.open()
+        if isinstance(self._rank, ViewedRank):
+            self._rank.open()
         self._tasks.start(self._watch(), "health of a server")
         fields = {"url": self._http.url, "kind": facts.kind, "model": facts.model.id}
         log.info("a server is connected", extra={"fields": fields})
@@ -139,7 +137,7 @@ class OpenAIServerEngine(Engine):
             max_num_seqs=self._max_num_seqs or facts.slots or DEFAULT_MAX_NUM_SEQS,
             max_num_batched_tokens=self._context_tokens,
             vocab_size=self._vocab_size,
-            kv_events=self._view is not None,
+            kv_events=isinstance(self._rank, ViewedRank),
             features=(FEATURES[facts.kind] if self._load_tokenizer else text_features(facts.kind)),
             sampling={} if facts.kind == "dynamo" else {**NEUTRAL_SAMPLING, **self._generation},
         )
@@ -163,7 +161,7 @@ class OpenAIServerEngine(Engine):
         if self.failure is not None or self._facts is None:
             raise self._failure_or("the engine is not started")
         path, body, answer = self._open_answer(request, reply, self._facts)
-        self._rank.enter(answer, request)
+        self._rank.enter(answer)
         try:
             if context.attempt:
                 answer.begin()
@@ -190,7 +188,7 @@ class OpenAIServerEngine(Engine):
                 text = str(error) or f"no answer in {CONNECT_TIMEOUT_S:g} s"
                 raise self._failure_or(f"{self._http.url}: {text}") from error
         finally:
-            self._rank.leave(answer, request)
+            self._rank.leave(answer)
 
     async def prove_progress(self, canary: GenerateRequest, context: Context, reply: Reply) -> None:
         """Ask the server for its health, where a token costs money or cannot be asked for. A server
@@ -223,8 +221,8 @@ class OpenAIServerEngine(Engine):
     async def stop(self) -> None:
         self.failure = self.failure or WorkerFailed("the engine was stopped")
         await self._tasks.close()
-        if self._view is not None:
-            await self._view.close()
+        if isinstance(self._rank, ViewedRank):
+            await self._rank.close()
         self._http.close()
 
     def _open_answer(

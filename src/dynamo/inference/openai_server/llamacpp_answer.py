@@ -40,8 +40,8 @@ class LlamaCppAnswer(StreamedAnswer):
         totals: EngineTotals,
         clock: Clock,
     ) -> None:
-        super().__init__(reply, totals, len(prompt), request.stops.max_tokens, clock)
-        self._chunks = ChunkReader(self, tuple(prompt), Slot(0), request, frozenset())
+        super().__init__(request, reply, totals, clock, len(prompt), request.stops.max_tokens)
+        self._chunks = ChunkReader(self, tuple(prompt), Slot(0), frozenset())
 
     @staticmethod
     def _decode(data: bytes, kind: bytes) -> Any:

@@ -12,7 +12,7 @@ from dynamo.communication.http.event_stream import DONE, EventStream, ServerEven
 from dynamo.core.clock import Clock
 from dynamo.core.errors import MalformedAnswer, UpstreamFailed
 from dynamo.core.reply import Reply
-from dynamo.core.values import EngineTotals, FinishReason
+from dynamo.core.values import EngineTotals, FinishReason, GenerateRequest
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.openai_server.foreign_chunk import (
     ForeignChoice,
@@ -75,10 +75,16 @@ class StreamedAnswer(ForeignAnswer, ABC):
     """Delivers the events of one answer."""
 
     def __init__(
-        self, reply: Reply, totals: EngineTotals, prompt_tokens: int, max_tokens: int, clock: Clock
+        self,
+        request: GenerateRequest,
+        reply: Reply,
+        totals: EngineTotals,
+        clock: Clock,
+        prompt_tokens: int,
+        max_tokens: int,
     ) -> None:
         """`max_tokens`: the length that the server was asked for."""
-        super().__init__(reply, totals, prompt_tokens)
+        super().__init__(request, reply, totals, prompt_tokens)
         self.sent_s = clock.now()
         """When the request was sent."""
         self._max_tokens = max_tokens

@@ -83,18 +83,19 @@ class SglangEngine(MultiprocessEngine):
         endpoint = choose_loopback_endpoint(count)
         config = msgspec.json.encode(endpoint.publisher_config()).decode()
         arguments["kv_events_config"] = config
-        for view in self.set_ranks(count, endpoint):
+        self.set_ranks(count, endpoint)
+        for rank in self.ranks:
             if count > max(1, of_attention) and not arguments.get("enable_dp_attention"):
-                view.blocks.distrust(NO_RANK_EVENTS)
+                rank.blocks.distrust(NO_RANK_EVENTS)
             else:
-                view.open()
+                rank.open()
 
     def _describe(self, state: Mapping[str, Any]) -> EngineInfo:
         """Return the limits in effect. `state`: what the first scheduler says of itself."""
         effective, card = self._effective, self.inputs.card
         blocks = _scheduler_info(self._llm)["max_total_num_tokens"] // card.block_tokens
         for rank in self.ranks:
-            rank.view.blocks.set_capacity(blocks)
+            rank.blocks.set_capacity(blocks)
         features: list[Feature] = ["logprobs", "logit_bias", "extra"]
         if not effective["skip_tokenizer_init"]:
             features.append("structured")

@@ -52,9 +52,7 @@ def sampling_params(request: GenerateRequest, *, seeded: bool) -> dict[str, Any]
     return params | request.extra
 
 
-def forward_output(
-    output: Mapping[str, Any], answer: ForeignAnswer, request: GenerateRequest
-) -> bool:
+def forward_output(output: Mapping[str, Any], answer: ForeignAnswer) -> bool:
     """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises an
     error if SGLang ended the request with one.
 
@@ -67,7 +65,7 @@ def forward_output(
         raise _aborted(reason)
     count, cached_tokens = meta["completion_tokens"] - answer.tokens, meta.get("cached_tokens") or 0
     ids = list(output["output_ids"][-count:]) if count > 0 else []
-    logprobs = _read_logprobs(meta, len(ids), request.top_logprobs)
+    logprobs = _read_logprobs(meta, len(ids), answer.request.top_logprobs)
     stop_token = None
     if reason.get("type") == "stop" and ids and ids[-1] == reason.get("matched"):
         stop_token = ids.pop()

@@ -111,8 +111,8 @@ class TrtllmEngine(MultiprocessEngine):
         options = self._options(request, rank)
         return self._llm.generate_async(ids, params, streaming=True, **options)
 
-    def forward(self, output: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
-        return self._translator.forward(output, answer, request)
+    def forward(self, output: Any, answer: ForeignAnswer) -> bool:
+        return self._translator.forward(output, answer)
 
     async def close_stream(self, stream: Any, *, ended: bool) -> None:
         if not (ended or stream.finished):
@@ -124,7 +124,7 @@ class TrtllmEngine(MultiprocessEngine):
             options["cache_salt"] = request.salt
             for other in self.ranks:
                 if not other.kv_problem:
-                    other.view.give_up(SALTED)
+                    other.give_up(SALTED)
         if len(self.ranks) > 1:
             scheduling = import_module("tensorrt_llm.scheduling_params").SchedulingParams
             options["scheduling_params"] = scheduling(
@@ -178,7 +178,7 @@ class TrtllmEngine(MultiprocessEngine):
         events = await asyncio.to_thread(self._llm.get_kv_cache_events, POLL_TIMEOUT_S)
         for rank, batch in self._events.read(events or ()).items():
             if rank < len(self.ranks):
-                self.ranks[rank].view.apply(batch)
+                self.ranks[rank].apply(batch)
         return bool(events)
 
 

@@ -64,10 +64,10 @@ class TrtllmTranslator:
             params["guided_decoding"] = guided(**FORMS.translate(request.structured))
         return self._params(**params | request.extra)
 
-    def forward(self, result: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+    def forward(self, result: Any, answer: ForeignAnswer) -> bool:
         """Pass one result on, which has all ids so far. Returns False if no more is wanted or the
         answer is complete. Raises `WorkerFailed` if TensorRT-LLM ended it."""
-        output, sent, top = result.outputs[0], answer.tokens, request.top_logprobs
+        output, sent, top = result.outputs[0], answer.tokens, answer.request.top_logprobs
         reason, cached_tokens = output.finish_reason, getattr(result, "cached_tokens", 0) or 0
         if reason not in (None, "stop", "length"):
             raise WorkerFailed(f"TensorRT-LLM ended the request: {reason}")

@@ -103,8 +103,9 @@ class VllmEngine(MultiprocessEngine):
             endpoint = choose_loopback_endpoint(count)
             config = {"enable_kv_cache_events": True, **endpoint.publisher_config()}
             arguments["kv_events_config"] = config
-        for view in self.set_ranks(count, endpoint):
-            view.open()
+        self.set_ranks(count, endpoint)
+        for rank in self.ranks:
+            rank.open()
 
     def _describe(self, ranks: int) -> EngineInfo:
         """Return the limits that vLLM has chosen, in blocks of the card's size."""
@@ -112,7 +113,7 @@ class VllmEngine(MultiprocessEngine):
         cache, scheduler = config.cache_config, config.scheduler_config
         blocks = (cache.num_gpu_blocks - ranks) * cache.block_size // card.block_tokens
         for rank in self.ranks:
-            rank.view.blocks.set_capacity(blocks // ranks)
+            rank.blocks.set_capacity(blocks // ranks)
         return EngineInfo(
             engine="vllm",
             block_tokens=card.block_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.inference.engines.kv_view import EngineKvView
+from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.engines.rank import ViewedRank
 
 HUNG_S = 300.0
@@ -17,8 +17,13 @@ class VllmRank(ViewedRank):
     """A rank of an AsyncLLM. vLLM reports only while it computes, so that an idle rank is known by
     the requests that it was given."""
 
-    def __init__(self, view: EngineKvView) -> None:
-        super().__init__(view)
+    def __init__(
+        self,
+        block_tokens: int,
+        engine_block_tokens: int = 0,
+        endpoint: KvEventEndpoint | None = None,
+    ) -> None:
+        super().__init__(block_tokens, engine_block_tokens, endpoint)
         self.preemptions = 0
         self._running = 0
         self._usage = 0.0

@@ -106,9 +106,10 @@ def _client_error() -> type[Exception]:
     return error
 
 
-def forward_output(output: Any, answer: ForeignAnswer, request: GenerateRequest) -> bool:
+def forward_output(output: Any, answer: ForeignAnswer) -> bool:
     """Pass one output on. Returns False if no more is wanted or the answer is complete. Raises
     `WorkerFailed` if vLLM ended the request."""
+    request = answer.request
     if request.prompt_logprobs is not None and output.prompt_logprobs:
         answer.prompt_logprobs = _read_prompt_logprobs(output, request)
     part = output.outputs[0]
