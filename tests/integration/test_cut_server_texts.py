@@ -57,7 +57,6 @@ def test_a_completion_that_is_cut_inside_a_character_ends_before_it(
     )
     answer = CompletionAnswer(
         request,
-        1,
         reply,
         EngineTotals(),
         SystemClock(),

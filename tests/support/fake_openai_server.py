@@ -12,6 +12,7 @@ from typing import Any
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.openai_server.engine import OpenAIServerEngine
 from dynamo.models.resolve import resolve_model_blocking
@@ -22,13 +23,14 @@ PROMPT = tuple(range(300, 340))
 
 
 def make_engine(
-    url: str, folder: Path | None = None, *, key: str = KEY, **options: Any
+    url: str, folder: Path | None = None, *, key: str = KEY, model: str = "", **options: Any
 ) -> OpenAIServerEngine:
     files = resolve_model_blocking(str(folder or ""), ensure_verified=False)
     return OpenAIServerEngine(
         HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, None),
         lambda: load_tokenizer(files.tokenizer),
         SystemClock(),
+        EngineSettings(url_model=model),
         vocab_size=files.metadata.vocab_size,
         **options,
     )

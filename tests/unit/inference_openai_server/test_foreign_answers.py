@@ -71,9 +71,7 @@ def text_answer(
 def token_answer(logprobs: int | None = None, max_tokens: int = 8) -> CompletionAnswer:
     request = replace(REQUEST, top_logprobs=logprobs, stops=StopConditions(max_tokens))
     reply, totals = CollectedReply(), EngineTotals()
-    return CompletionAnswer(
-        request, len(PROMPT), reply, totals, SystemClock(), vocab_size=1000, encode=None
-    )
+    return CompletionAnswer(request, reply, totals, SystemClock(), vocab_size=1000, encode=None)
 
 
 def read(answer: Any, *parts: bytes) -> CollectedReply:
@@ -355,7 +353,7 @@ def test_logprobs_of_tokens_are_finite_and_complete() -> None:
 
 
 def llamacpp(*parts: bytes) -> CollectedReply:
-    answer = LlamaCppAnswer(PROMPT, REQUEST, CollectedReply(), EngineTotals(), SystemClock())
+    answer = LlamaCppAnswer(REQUEST, CollectedReply(), EngineTotals(), SystemClock())
     return read(answer, *parts)
 
 

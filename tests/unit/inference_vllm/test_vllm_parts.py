@@ -37,10 +37,8 @@ from dynamo.testing.fakes import CollectedReply
 from dynamo_conformance.engines import make_request
 
 
-def foreign_answer(
-    reply: Reply, prompt_tokens: int, request: GenerateRequest | None = None
-) -> ForeignAnswer:
-    return ForeignAnswer(request or make_request(), reply, EngineTotals(), prompt_tokens)
+def foreign_answer(reply: Reply, request: GenerateRequest | None = None) -> ForeignAnswer:
+    return ForeignAnswer(request or make_request(), reply, EngineTotals())
 
 
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> Any:
@@ -50,7 +48,7 @@ def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> A
 
 def test_a_stop_token_is_reported_and_not_sent() -> None:
     reply = CollectedReply()
-    answer = foreign_answer(reply, 40)
+    answer = foreign_answer(reply)
     assert forward_output(output([5, 6]), answer)
     assert not forward_output(output([7, 2], "stop"), answer)
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
@@ -60,7 +58,7 @@ def test_a_stop_token_is_reported_and_not_sent() -> None:
 
 def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
     reply = CollectedReply()
-    assert not forward_output(output([2], "stop"), foreign_answer(reply, 40))
+    assert not forward_output(output([2], "stop"), foreign_answer(reply))
     assert (reply.ids, reply.end) == ([], Finish("stop", 1, 2))
     assert reply.started == Started(cached_tokens=32, prompt_tokens=40)
 
@@ -68,7 +66,7 @@ def test_an_answer_of_a_stop_token_alone_is_empty() -> None:
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_gives_up_fails(reason: str) -> None:
     with pytest.raises(WorkerFailed, match=reason):
-        forward_output(output([5], reason), foreign_answer(CollectedReply(), 40))
+        forward_output(output([5], reason), foreign_answer(CollectedReply()))
 
 
 def test_logprobs_are_sorted_by_rank_and_cut() -> None:
@@ -79,7 +77,7 @@ def test_logprobs_are_sorted_by_rank_and_cut() -> None:
     }
     reply = CollectedReply()
     request = replace(make_request(), top_logprobs=2)
-    forward_output(output([8], None, [position]), foreign_answer(reply, 40, request))
+    forward_output(output([8], None, [position]), foreign_answer(reply, request))
     assert reply.extras == [[TokenLogprobs(8, -3.0, ((5, -0.5), (6, -1.0)))]]
 
 
@@ -98,7 +96,7 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
     last = output([2], "stop")
     last.prompt_logprobs = []
     request, reply = replace(make_request(), prompt_logprobs=1, resumed=resumed), CollectedReply()
-    answer = foreign_answer(reply, 3, request)
+    answer = foreign_answer(reply, request)
     assert forward_output(first, answer)
     assert not forward_output(last, answer)
     whole = (
@@ -111,7 +109,7 @@ def test_prompt_logprobs_come_with_the_end(resumed: int) -> None:
 
 def enter(rank: VllmRank) -> ForeignAnswer:
     """Return the answer to a request that the rank gets."""
-    answer = foreign_answer(CollectedReply(), 40)
+    answer = foreign_answer(CollectedReply())
     rank.enter(answer)
     return answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import (
     EngineTotals,
@@ -20,15 +21,14 @@ from dynamo.core.values import (
 class ForeignAnswer:
     """Passes the answer to one `request` on to `reply`, and counts it in `totals`.
 
-    `tokens`: ids, or parts of text, that have come so far. `prefill_tokens`: prompt tokens that the
-    engine still has to compute, as far as known. `cached_tokens`: those from its cache, None until
-    it says so. `ended`: the reply is finished, or has enough. `prompt_logprobs`: those from the
-    second prompt token on, where the request wants them.
+    `prompt_tokens`: 0 for a prompt in text. `prefill_tokens`: those that the engine still has to
+    compute, as far as known. `cached_tokens`: those from its cache, None until it says so.
+    `tokens`: ids, or parts of text, that have come so far. `ended`: the reply is finished, or has
+    enough. `prompt_logprobs`: those from the second prompt token on, where the request wants them.
     """
 
-    def __init__(
-        self, request: GenerateRequest, reply: Reply, totals: EngineTotals, prompt_tokens: int
-    ) -> None:
+    def __init__(self, request: GenerateRequest, reply: Reply, totals: EngineTotals) -> None:
+        prompt_tokens = 0 if request.text is not None else len(request.token_ids) // TOKEN_BYTES
         self.request = request
         self._reply = reply
         self._totals = totals

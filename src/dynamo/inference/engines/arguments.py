@@ -69,27 +69,8 @@ class EngineArgument(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def _not(settings: Settings, value: bool) -> bool:
-    del settings
-    return not value
-
-
 def _as_tokens(settings: Settings, blocks: int) -> int:
     return blocks * settings.engine.block_size
-
-
-def _as_bytes(settings: Settings, gibibytes: float) -> int:
-    del settings
-    return int(gibibytes * (1 << 30))
-
-
-def _of_all_slots(settings: Settings, context_tokens: int) -> int:
-    return context_tokens * (settings.engine.max_num_seqs or LLAMACPP_SLOTS)
-
-
-def _yes(settings: Settings, value: Any) -> bool:
-    del settings, value
-    return True
 
 
 _SQUEEZELLM = {
@@ -116,8 +97,8 @@ VLLM: Mapping[str, Row] = {
     "engine.prefix_caching": PassedSetting("enable_prefix_caching"),
     "engine.kv_cache_dtype": PassedSetting("kv_cache_dtype", {"fp16": "float16"}),
     "engine.quantization": PassedSetting("quantization", refused=_SQUEEZELLM),
-    "engine.lora_modules": PassedSetting("enable_lora", convert=_yes),
-    "engine.lora_updates": PassedSetting("enable_lora", convert=_yes),
+    "engine.lora_modules": PassedSetting("enable_lora", convert=lambda *_: True),
+    "engine.lora_updates": PassedSetting("enable_lora", convert=lambda *_: True),
     "engine.swap_space": IgnoredSetting(
         "vLLM computes a swapped sequence anew; --engine-arg kv_offloading_size=GIB keeps KV "
         "blocks in host memory"
@@ -137,7 +118,9 @@ SGLANG: Mapping[str, Row] = {
     "engine.block_size": PassedSetting("page_size"),
     "engine.max_num_seqs": PassedSetting("max_running_requests"),
     "engine.max_num_batched_tokens": PassedSetting("chunked_prefill_size"),
-    "engine.prefix_caching": PassedSetting("disable_radix_cache", convert=_not),
+    "engine.prefix_caching": PassedSetting(
+        "disable_radix_cache", convert=lambda _, value: not value
+    ),
     "engine.kv_cache_dtype": PassedSetting(
         "kv_cache_dtype",
         {"fp8": "fp8_e4m3"},
@@ -171,13 +154,18 @@ TRTLLM: Mapping[str, Row] = {
         "kv_cache_config.dtype", refused={"fp16": "use auto, which is the format of the weights"}
     ),
     "engine.quantization": IgnoredSetting("TensorRT-LLM reads the format from the model's files"),
-    "engine.swap_space": PassedSetting("kv_cache_config.host_cache_size", convert=_as_bytes),
+    "engine.swap_space": PassedSetting(
+        "kv_cache_config.host_cache_size", convert=lambda _, gibibytes: int(gibibytes * (1 << 30))
+    ),
 }
 """Arguments of `LLM`."""
 
 LLAMACPP: Mapping[str, Row] = {
     **_NO_LORA,
-    "model.context_tokens": PassedSetting("n_ctx", convert=_of_all_slots),
+    "model.context_tokens": PassedSetting(
+        "n_ctx",
+        convert=lambda given, tokens: tokens * (given.engine.max_num_seqs or LLAMACPP_SLOTS),
+    ),
     "engine.tensor_parallel_size": IgnoredSetting(
         "llama.cpp spreads a model over its devices by itself"
     ),

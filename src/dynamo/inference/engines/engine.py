@@ -53,8 +53,8 @@ class Computation(NamedTuple):
 
 
 class MultiprocessEngine(Engine):
-    """A foreign engine in this process, with its workers in others. A subclass starts it, gives it
-    single requests, reads its outputs, and stops it.
+    """A foreign engine in this process, with its workers in others. A subclass starts it as `_llm`,
+    gives it single requests and reads its outputs.
 
     `title` is its name in messages. `refusals` are its errors for a wrong request.
     `steps_per_output`: 0 for an engine that reports its steps.
@@ -69,6 +69,7 @@ class MultiprocessEngine(Engine):
         self.inputs = inputs
         self.tasks = BackgroundTasks()
         self.processes = EngineProcesses()
+        self._llm: Any = None
         self._ranks: tuple[ViewedRank, ...] = ()
         self._info: EngineInfo | None = None
         self._failure_listeners: list[Callable[[], None]] = []
@@ -99,9 +100,11 @@ class MultiprocessEngine(Engine):
         """Empty the prefix caches of all ranks. Raises `Overloaded` while blocks are in use,
         `Unsupported` or `WorkerFailed`."""
 
-    @abstractmethod
     async def close_engine(self) -> None:
         """Stop the engine and its processes."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await to_thread(llm.shutdown)
 
     def failure_by(self, error: Exception) -> DynamoError:
         """Return the error of a request that failed by `error`."""
@@ -145,7 +148,7 @@ class MultiprocessEngine(Engine):
         check_prompt(ids, info.context_tokens, info.vocab_size)
         request = _limit_tokens(request, info.context_tokens - len(ids))
         index, number = self._choose_rank(request), next(self._numbers)
-        rank, answer = self._ranks[index], ForeignAnswer(request, reply, self._totals, len(ids))
+        rank, answer = self._ranks[index], ForeignAnswer(request, reply, self._totals)
         rank.enter(answer)
         try:
             if context.attempt:

@@ -103,7 +103,7 @@ class SlotAnswer(ForeignAnswer):
         eos_token_ids: frozenset[int],
         totals: EngineTotals,
     ) -> None:
-        super().__init__(request, reply, totals, len(prompt))
+        super().__init__(request, reply, totals)
         self._chunks = ChunkReader(self, prompt, slot, eos_token_ids)
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()

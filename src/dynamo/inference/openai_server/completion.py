@@ -113,7 +113,6 @@ class CompletionAnswer(ChoiceAnswer):
     def __init__(
         self,
         request: GenerateRequest,
-        prompt_tokens: int,
         reply: Reply,
         totals: EngineTotals,
         clock: Clock,
@@ -121,7 +120,7 @@ class CompletionAnswer(ChoiceAnswer):
         vocab_size: int,
         encode: EncodeText | None,
     ) -> None:
-        super().__init__(request, reply, totals, clock, prompt_tokens, request.stops.max_tokens)
+        super().__init__(request, reply, totals, clock)
         self._top_logprobs = request.top_logprobs
         self._stop_ids = frozenset(request.stops.stop_token_ids)
         self._vocab_size = vocab_size or MAX_COUNT

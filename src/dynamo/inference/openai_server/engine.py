@@ -29,6 +29,7 @@ from dynamo.core.errors import (
 )
 from dynamo.core.redaction import redact
 from dynamo.core.reply import Engine, Reply
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
@@ -91,28 +92,25 @@ class OpenAIServerEngine(Engine):
         http: HttpClient,
         load_tokenizer: Callable[[], Tokenizer] | None,
         clock: Clock,
+        settings: EngineSettings = EngineSettings(),  # noqa: B008 - is frozen
         *,
-        model: str = "",
-        block_tokens: int = 16,
         context_tokens: int = 0,
-        max_num_seqs: int = 0,
         vocab_size: int = 0,
         kv_events: KvEventEndpoint | None = None,
         generation: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`model`: its name at the server, if that has several. `kv_events`: where the server
-        publishes the blocks of its cache, as vLLM and SGLang do. `generation`: the model's own
-        defaults of sampling."""
+        """`kv_events`: where the server publishes the blocks of its cache, as vLLM and SGLang do.
+        `generation`: the model's own defaults of sampling."""
         self._http = http
         self._load_tokenizer = load_tokenizer
         self._clock = clock
-        self._model = model
-        self._block_tokens = block_tokens
+        self._settings = settings
         self._context_tokens = context_tokens
-        self._max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._generation = generation
-        self._rank = ViewedRank(block_tokens, endpoint=kv_events) if kv_events else ForeignRank()
+        self._rank = (
+            ViewedRank(settings.block_size, endpoint=kv_events) if kv_events else ForeignRank()
+        )
         self._tasks = BackgroundTasks()
         self._listeners: list[Callable[[], None]] = []
         self._totals = EngineTotals()
@@ -131,10 +129,10 @@ class OpenAIServerEngine(Engine):
         log.info("a server is connected", extra={"fields": fields})
         return EngineInfo(
             engine=f"openai:{facts.kind}",
-            block_tokens=self._block_tokens,
+            block_tokens=self._settings.block_size,
             num_blocks=0,
             context_tokens=self._context_tokens,
-            max_num_seqs=self._max_num_seqs or facts.slots or DEFAULT_MAX_NUM_SEQS,
+            max_num_seqs=self._settings.max_num_seqs or facts.slots or DEFAULT_MAX_NUM_SEQS,
             max_num_batched_tokens=self._context_tokens,
             vocab_size=self._vocab_size,
             kv_events=isinstance(self._rank, ViewedRank),
@@ -239,13 +237,12 @@ class OpenAIServerEngine(Engine):
         check_prompt(prompt, self._context_tokens, self._vocab_size)
         if facts.kind == "llamacpp":
             fields = llamacpp_body(request, prompt, self._context_tokens, facts)
-            answer = LlamaCppAnswer(prompt, request, reply, self._totals, self._clock)
+            answer = LlamaCppAnswer(request, reply, self._totals, self._clock)
         else:
             encode = None if facts.kind in GIVES_IDS else self._encode
             fields = completion_body(request, prompt, facts)
             answer = CompletionAnswer(
                 request,
-                len(prompt),
                 reply,
                 self._totals,
                 self._clock,
@@ -262,7 +259,7 @@ class OpenAIServerEngine(Engine):
         while True:
             try:
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    facts = await read_facts(self._http, self._model)
+                    facts = await read_facts(self._http, self._settings.url_model)
                     if probe_ids is not None and not await check_tokenizer(
                         self._http, facts, probe_ids
                     ):
@@ -318,7 +315,8 @@ class OpenAIServerEngine(Engine):
         if answer.status >= 500:
             raise WorkerFailed(f"/health answers {answer.status}")
         if with_model or answer.status not in {200, 429}:  # a gateway may have no /health
-            model, expected = await read_model(self._http, self._model), self._facts.model
+            model = await read_model(self._http, self._settings.url_model)
+            expected = self._facts.model
             if (model.id, model.root) != (expected.id, expected.root):
                 raise ConfigError(
                     f"{self._http.url} has changed its model from {expected.id} to {model.id}",

@@ -56,10 +56,8 @@ async def open_engine(inputs: EngineInputs) -> OpenAIServerEngine:
         await inputs.clock.offload(_open_client, settings),
         partial(load_tokenizer, card.tokenizer_file),
         inputs.clock,
-        model=settings.url_model,
-        block_tokens=settings.block_size,
+        settings,
         context_tokens=card.context_tokens,
-        max_num_seqs=settings.max_num_seqs,
         vocab_size=card.vocab_size,
         kv_events=parse_kv_events(settings.url_kv_events[0]) if settings.url_kv_events else None,
         generation=card.generation,
@@ -82,10 +80,8 @@ async def open_text_engine(
         await clock.offload(_open_client, engine_settings),
         None,
         clock,
-        model=engine_settings.url_model,
-        block_tokens=engine_settings.block_size,
+        engine_settings,
         context_tokens=settings.model.context_tokens,
-        max_num_seqs=engine_settings.max_num_seqs,
     )
     facts = await engine.connect()
     card = ModelCard(

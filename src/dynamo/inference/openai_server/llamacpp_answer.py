@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.clock import Clock
+from dynamo.core.codec import unpack_ids
 from dynamo.core.errors import MalformedAnswer
 from dynamo.core.reply import Reply
 from dynamo.core.values import EngineTotals, FinishReason, GenerateRequest
@@ -33,15 +34,11 @@ class LlamaCppAnswer(StreamedAnswer):
     """Delivers the chunks of one answer."""
 
     def __init__(
-        self,
-        prompt: Sequence[int],
-        request: GenerateRequest,
-        reply: Reply,
-        totals: EngineTotals,
-        clock: Clock,
+        self, request: GenerateRequest, reply: Reply, totals: EngineTotals, clock: Clock
     ) -> None:
-        super().__init__(request, reply, totals, clock, len(prompt), request.stops.max_tokens)
-        self._chunks = ChunkReader(self, tuple(prompt), Slot(0), frozenset())
+        super().__init__(request, reply, totals, clock)
+        prompt = tuple(unpack_ids(request.token_ids))
+        self._chunks = ChunkReader(self, prompt, Slot(0), frozenset())
 
     @staticmethod
     def _decode(data: bytes, kind: bytes) -> Any:

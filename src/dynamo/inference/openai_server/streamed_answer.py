@@ -80,14 +80,13 @@ class StreamedAnswer(ForeignAnswer, ABC):
         reply: Reply,
         totals: EngineTotals,
         clock: Clock,
-        prompt_tokens: int,
-        max_tokens: int,
+        max_tokens: int = 0,
     ) -> None:
-        """`max_tokens`: the length that the server was asked for."""
-        super().__init__(request, reply, totals, prompt_tokens)
+        """`max_tokens`: the length that the server was asked for, if the request does not say."""
+        super().__init__(request, reply, totals)
         self.sent_s = clock.now()
         """When the request was sent."""
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens = max_tokens or request.stops.max_tokens
         self._max_parts = PARTS_PER_TOKEN * max_tokens + PART_SLACK
         self._events = EventStream(clock)
         self._silent_bytes = 0

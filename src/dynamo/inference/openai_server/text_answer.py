@@ -189,7 +189,7 @@ class TextAnswer(ChoiceAnswer):
         values = request.text.values if request.text is not None else {}
         self._is_chat = request.text is not None and request.text.chat
         max_tokens = values.get("max_tokens") or context_tokens or DEFAULT_MAX_TOKENS
-        super().__init__(request, reply, totals, clock, 0, max_tokens)
+        super().__init__(request, reply, totals, clock, max_tokens)
         self._free_bytes = TEXT_BYTES + TOKEN_TEXT_BYTES * max_tokens
         self._free_reasoning_parts = REASONING_PARTS
         self._wants_logprobs = request.top_logprobs is not None

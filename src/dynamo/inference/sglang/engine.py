@@ -56,7 +56,6 @@ class SglangEngine(MultiprocessEngine):
     def __init__(self, inputs: EngineInputs) -> None:
         super().__init__(inputs)
         self._thread = EngineThread("sglang")
-        self._llm: Any = None
         self._effective: Mapping[str, Any] = {}
 
     async def open_engine(self) -> EngineInfo:
@@ -156,10 +155,8 @@ class SglangEngine(MultiprocessEngine):
     async def close_engine(self) -> None:
         with suppress(RuntimeError, ValueError):
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
-        llm, self._llm = self._llm, None
         await self._thread.close()
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+        await super().close_engine()
 
     async def _watch_processes(self) -> None:
         processes = _child_processes(self._llm)

@@ -45,11 +45,6 @@ class TrtllmEngine(MultiprocessEngine):
 
     title = "TensorRT-LLM"
 
-    def __init__(self, inputs: EngineInputs) -> None:
-        super().__init__(inputs)
-        self._llm: Any = None
-        self._translator: TrtllmTranslator
-
     async def open_engine(self) -> EngineInfo:
         arguments = engine_arguments(self.inputs.settings)
         cache = arguments.setdefault("kv_cache_config", {})
@@ -137,11 +132,6 @@ class TrtllmEngine(MultiprocessEngine):
             "TensorRT-LLM cannot empty its prefix cache while it serves",
             hint="restart the worker: dynamo restart",
         )
-
-    async def close_engine(self) -> None:
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
 
     async def _poll_events(self) -> None:
         is_healthy = getattr(self._llm, "_check_health", lambda: True)

@@ -56,15 +56,10 @@ class VllmEngine(MultiprocessEngine):
     title = "vLLM"
     rank_type = VllmRank
     ranks: Sequence[VllmRank]
+    kv_connector: VllmKvConnector | None = None
+    adapters: VllmAdapters | None = None
     steps_per_output = 0
     forward = staticmethod(forward_output)
-
-    def __init__(self, inputs: EngineInputs) -> None:
-        super().__init__(inputs)
-        self._llm: Any = None
-        self.kv_connector: VllmKvConnector | None = None
-        self.adapters: VllmAdapters | None = None
-        self._translator: RequestTranslator
 
     async def open_engine(self) -> EngineInfo:
         arguments = engine_arguments(self.inputs.settings)

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from dynamo.communication.addresses import advertised_host
 from dynamo.core.errors import DECODE_ERRORS, ProtocolError, WorkerFailed
-from dynamo.core.reply import KvConnector, LogprobsPerToken, Reply
+from dynamo.core.reply import KvConnector
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engines.event_reader import find_loopback_ports
+from dynamo.inference.probe import DiscardedReply
 
 if TYPE_CHECKING:
     from dynamo.core.context import Context
@@ -129,20 +130,13 @@ class VllmKvConnector(KvConnector):
                 output = await anext(outputs, None)
 
 
-class _KvReply(Reply):
-    """Keeps the KV that the end of an answer names."""
+class _KvReply(DiscardedReply):
+    """Keeps only the KV that the end of an answer names."""
 
     __slots__ = ("kv",)
 
     def __init__(self) -> None:
         self.kv = b""
-
-    def begin(self, started: Started) -> None:
-        del started
-
-    def tokens(self, ids: Any, logprobs: LogprobsPerToken | None = None) -> bool:
-        del ids, logprobs
-        return True
 
     def finish(self, end: Finish) -> None:
         self.kv = end.kv
