@@ -36,9 +36,9 @@ class DynamoTimeoutError(DynamoConnectionError):
 
 
 class DynamoAPIError(DynamoError):
-    """The server answered with an error. `status` is the HTTP status (200 after the start of a
-    stream), `body` the text of the response. `code` identifies the error to programs.
-    `retry_after_s` is the value of Retry-After."""
+    """The server answered with an error. `status` is the HTTP status (in a stream the error's own,
+    200 if the server names none), `body` the text of the response. `code` identifies the error to
+    programs. `retry_after_s` is the value of Retry-After."""
 
     def __init__(
         self,
@@ -67,8 +67,9 @@ def api_error(
     fields = _parse_error_body(body)
     message = str(fields.get("message") or text[:MAX_MESSAGE_CHARACTERS] or "no reason given")
     code = fields.get("code")
-    if isinstance(code, int) and status < 400:
-        status = code
+    own_statuses = (value for value in (fields.get("status"), code) if isinstance(value, int))
+    if status < 400:
+        status = next(own_statuses, status)
     return DynamoAPIError(
         f"{message} (status {status})",
         status=status,

@@ -49,8 +49,9 @@ DEFAULT_RETRY_AFTER_S = 1.0
 RETRY_HINT = "the request is valid: send it again"
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object, plus `hint` and `request_id`."""
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object, plus `hint` and `request_id`, and in a stream the HTTP `status` that
+    the error would have had before it."""
 
     message: str
     type: str
@@ -58,6 +59,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     param: str | None
     hint: str | None
     request_id: str | None
+    status: int | msgspec.UnsetType = msgspec.UNSET
 
 
 def status_of(error: DynamoError) -> int:
@@ -94,13 +96,18 @@ class OpenAIErrorFormat(ErrorFormat):
     """Writes `{"error": {...}}`."""
 
     def encode(self, error: DynamoError, request_id: str) -> bytes:
-        kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
-        hint = error.hint or (RETRY_HINT if error.retryable else None)
-        body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
-        return msgspec.json.encode({"error": body})
+        return msgspec.json.encode({"error": _error_body(error, request_id)})
 
     def encode_event(self, error: DynamoError, request_id: str) -> bytes:
-        return b"data: %b\n\n%b" % (self.encode(error, request_id), DONE_EVENT)
+        body = _error_body(error, request_id)
+        body.status = status_of(error)
+        return b"data: %b\n\n%b" % (msgspec.json.encode({"error": body}), DONE_EVENT)
+
+
+def _error_body(error: DynamoError, request_id: str) -> ErrorBody:
+    kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
+    hint = error.hint or (RETRY_HINT if error.retryable else None)
+    return ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
 
 
 OPENAI_ERRORS = OpenAIErrorFormat()

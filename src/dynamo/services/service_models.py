@@ -97,6 +97,7 @@ class ServiceModelProcessor:
         """Answer by the service."""
         body = chat_request_to_dict(request)
         reader = ChatChunkReader(reply)
+        reply.prompt(0)
         if self.record.streams:
             await call_with_retries(
                 self.client, _encode(body), context, lambda item: reader.receive(_decode(item))

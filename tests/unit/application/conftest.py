@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.application import Application, Gateway, ServedModel
 from dynamo.communication.http import HttpLimits, HttpServer
-from dynamo.core.clock import SystemClock
+from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, NoWorkers, WorkerFailed
 from dynamo.core.settings.schema import ServerSettings
@@ -178,10 +178,12 @@ async def open_site() -> AsyncIterator[Open]:
         empty: bool = False,
         metrics_source: Any = None,
         adapter_orders: Any = None,
+        clock: Clock | None = None,
         **settings: Any,
     ) -> Site:
         server = ServerSettings(**settings)
-        clock, gateway, registry = SystemClock(), Gateway(), Registry()
+        gateway, registry = Gateway(), Registry()
+        clock = clock or SystemClock()
         application = Application(
             server,
             gateway,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from typing import Any
@@ -12,7 +11,6 @@ from tests.unit.application.test_replies import FakeConnection
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics
-from dynamo.application.generation import items as items_module
 from dynamo.application.generation.items import (
     AnswerItem,
     ItemReply,
@@ -40,8 +38,6 @@ END = TextFinish("stop", 3, reasoning_tokens=1)
 
 class LineWriter(ItemWriter):
     """Writes each event as a line of words."""
-
-    keepalive = b"ping\n"
 
     def encode_start(self, usage: UsageCounter) -> bytes:
         return b"start %d\n" % usage.prompt_tokens
@@ -163,18 +159,24 @@ async def test_a_client_that_reads_too_slowly_ends_the_stream(delta: str) -> Non
         answer.reply.check_complete()
 
 
-@pytest.mark.parametrize(("begins", "tokens"), [(True, 5), (False, 5), (False, 0)])
-async def test_long_silence_is_broken(monkeypatch: Any, begins: bool, tokens: int) -> None:
-    """Also while a request waits, and where a server counts its tokens at the end."""
-    monkeypatch.setattr(items_module, "SILENCE_S", 0.001)
-    answer = Answer(begins=begins, tokens=tokens)
-    while "ping" not in answer.lines:
-        await asyncio.sleep(0.001)
-    answer.reply.close()
-    assert answer.lines[:2] == [f"start {tokens}", "ping"]
+async def test_silence_is_broken_by_the_head_and_by_comments() -> None:
+    """Also in the middle of an answer. Output since the last check ends a silence."""
+    answer = Answer(begins=False)
+    answer.response.check_silence(10.0, 0)
+    assert not answer.response.started
+    answer.response.check_silence(10.5, 0)
+    assert answer.lines == ["start 5"]
+    answer.reply.begin(0, Started("w"))
     answer.reply.text(0, "a")
+    answer.response.check_silence(20.0, 99)
+    for now in (21.0, 33.0, 34.0):
+        answer.response.check_silence(now, 99)
+    assert answer.lines[1:] == ["+0 text", "0 a 0", ": keep-alive"]
+    answer.response.check_silence(34.5, 110)
+    answer.response.check_silence(35.0, 110)
     answer.reply.finish(0, END)
-    assert answer.lines[-4:] == ["+0 text", "0 a 0", "-0 a True", "end 1 stop 3"]
+    assert answer.lines[4:] == ["-0 a True", "end 1 stop 3"]
+    assert answer.response.on_silence is None
 
 
 async def test_an_answer_without_items_and_one_that_ends_early() -> None:

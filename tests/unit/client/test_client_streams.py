@@ -73,6 +73,18 @@ async def test_an_error_event_raises_after_the_chunks_before_it(
     assert client.network.pauses == []
 
 
+async def test_a_rejection_behind_an_early_head_is_retried(
+    make_client: Any, server: Any, parts: Any
+) -> None:
+    error = {"error": {"message": "too busy", "code": "overloaded", "status": 503}}
+    whole = parts.stream(b": keep-alive\n", parts.event(parts.delta("a")))
+    server.add_answers(parts.stream(b": keep-alive\n", parts.event(error)), whole)
+    client = make_client()
+
+    assert await client.texts() == ["a"]
+    assert len(client.network.pauses) == 1
+
+
 async def test_a_stream_that_breaks_before_its_first_event_is_retried(
     make_client: Any, server: Any, parts: Any
 ) -> None:

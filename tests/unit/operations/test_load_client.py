@@ -20,8 +20,10 @@ USAGE = (
     '"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
 )
 EVENTS = [
+    ": keep-alive\n",
     EVENT % (ID, '"role":"assistant","content":""'),
     EVENT % (ID, '"content":" a"'),
+    ": keep-alive\n",
     EVENT % (ID, '"content":" \\"b\\""'),
     EVENT % (ID, '"content":" c"'),
     EVENT % (ID, ""),

@@ -234,6 +234,7 @@ class GenerationHandler:
         deadline = deadlines.start(started)
         try:
             if not self.concurrency.try_acquire():
+                reply.accepted = True
                 await self.concurrency.acquire()
             try:
                 if exchange.request.is_large:

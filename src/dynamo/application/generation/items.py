@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
@@ -23,10 +22,6 @@ from dynamo.core.text import (
     RefusalDelta,
     TextFinish,
 )
-from dynamo.core.values import Started
-
-SILENCE_S = 15.0
-"""A stream whose writer has a `keepalive` sends it after so many seconds without another event."""
 
 
 class AnswerItem(msgspec.Struct):
@@ -56,9 +51,6 @@ class ItemWriter(ABC):
     Items never overlap: an item ends before the next one begins. Bytes are whole server-sent
     events; b"" writes nothing. Errors are written by `Exchange.error_format`.
     """
-
-    keepalive: bytes = b""
-    """The event that breaks a long silence."""
 
     @abstractmethod
     def encode_start(self, usage: UsageCounter) -> bytes:
@@ -190,11 +182,10 @@ class ItemReply(HttpReply):
 class ItemStreamReply(ItemReply):
     """Writes items as events. Deltas are merged only while the client does not read.
 
-    The response head is sent with the first item, so that errors before it keep their status, or
-    when an accepted request has waited for `SILENCE_S`.
+    The response head and the writer's start are sent with the first item, or by `break_silence`.
     """
 
-    __slots__ = ("_accepted", "_pending", "_pending_bytes", "_pending_logprobs", "_timer")
+    __slots__ = ("_pending", "_pending_bytes", "_pending_logprobs")
 
     def __init__(
         self,
@@ -207,39 +198,14 @@ class ItemStreamReply(ItemReply):
         self._pending: list[str] = []
         self._pending_logprobs: list[DecodedTokenLogprob] = []
         self._pending_bytes = 0
-        self._accepted = False
-        self._timer: asyncio.TimerHandle | None = None
-        if writer.keepalive:
-            self._start_timer(SILENCE_S)
-
-    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
-        super().prompt(prompt_tokens, repeated_bytes)
-        self._accepted = True
-
-    def begin(self, choice: int, started: Started) -> None:
-        super().begin(choice, started)
-        self._accepted = True
+        exchange.response.on_silence = self.break_silence
 
     def restart(self, choice: int) -> bool:
         del choice
         return False
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _start_timer(self, delay_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._break_silence)
-
-    def _break_silence(self) -> None:
-        times = self._timing.timestamps[0]
-        silence_s = self._timing.now() - times[-1] if times else SILENCE_S
-        if silence_s < SILENCE_S:
-            self._start_timer(SILENCE_S - silence_s)
-            return
-        if self._accepted and not self._response.congested:
-            self._write(self._writer.keepalive)
-        self._start_timer(SILENCE_S)
+    def _start_stream(self) -> None:
+        self._write(b"")
 
     def _begin_item(self, item: AnswerItem) -> None:
         self._write(b"")  # the start comes first: writers number their events
@@ -284,7 +250,6 @@ class ItemStreamReply(ItemReply):
         return response.write(events) if events else response.open
 
     def _send_end(self, end: TextFinish) -> None:
-        self.close()
         self._write(b"")
         if not self._response.overrun:
             self._response.end(self._writer.encode_end(self._items, end, self._usage_counter))

@@ -38,6 +38,13 @@ MAX_LOGPROBS = 1 << 17
 """Logprobs of an answer that is not streamed, 400 bytes each while it is encoded."""
 
 
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment line. No empty line follows, which some clients take for an event without data."""
+KEEP_ALIVE_S = 14.0
+"""A stream that was silent for so long sends KEEP_ALIVE. The server notices that within a second:
+no 15 s pass without output."""
+
+
 class PendingText(msgspec.Struct):
     """Text of one choice that waits for a congested connection; `size` counts bytes roughly."""
 
@@ -47,7 +54,11 @@ class PendingText(msgspec.Struct):
 
 
 class HttpReply(TextReply):
-    """The common part of replies to one HTTP request; `remaining_choices` have not ended."""
+    """The common part of replies to one HTTP request; `remaining_choices` have not ended.
+
+    A stream that waits sends its head early if `accepted`: all prompts were checked, or a place to
+    check them is waited for. An error before the head has an HTTP status.
+    """
 
     __slots__ = (
         "_encoded_bytes",
@@ -56,10 +67,12 @@ class HttpReply(TextReply):
         "_response",
         "_unencoded_prompts",
         "_usage_counter",
+        "accepted",
         "remaining_choices",
     )
 
     def __init__(self, response: Response, usage_counter: UsageCounter, choices: int) -> None:
+        self.accepted = False
         self._response = response
         self._usage_counter = usage_counter
         self._hold: BodyHold | None = None
@@ -71,9 +84,10 @@ class HttpReply(TextReply):
         self._unencoded_prompts, self._hold = prompts, hold
 
     def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
-        if self._hold is not None:
-            self._unencoded_prompts -= 1
-            if not self._unencoded_prompts:
+        self._unencoded_prompts -= 1
+        if self._unencoded_prompts <= 0:
+            self.accepted = True
+            if self._hold is not None:
                 self._hold.release()
         self._usage_counter.prompt_tokens += prompt_tokens
         self._encoded_bytes += TOKEN_BYTES * prompt_tokens + ECHO_COPIES * repeated_bytes
@@ -108,14 +122,27 @@ class HttpReply(TextReply):
         if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
 
+    def break_silence(self, silent_s: float) -> None:
+        """Send the head of a stream that waits, later comment lines: proxies and clients give up
+        connections without output."""
+        if not self._response.started:
+            if self.accepted or silent_s >= KEEP_ALIVE_S:
+                self._start_stream()
+        elif silent_s >= KEEP_ALIVE_S:
+            self._response.write(KEEP_ALIVE)
+
+    def _start_stream(self) -> None:
+        """Send the head of the stream."""
+
     def close(self) -> None:
         """Release what outlives the request otherwise. The reply receives nothing any more."""
+        self._response.on_silence = None
 
 
 class StreamReply(HttpReply):
     """Writes every text as one event; texts are merged only while the client does not read.
 
-    The response head is sent with the first text, so that errors before it keep their status.
+    The response head is sent with the first text, or by `break_silence`.
     """
 
     __slots__ = (
@@ -151,6 +178,7 @@ class StreamReply(HttpReply):
         self._prefixes: list[bytes | None] = [None] * choices
         self._pending: dict[int, PendingText] = {}
         self._pending_bytes = 0
+        exchange.response.on_silence = self.break_silence
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
@@ -200,11 +228,13 @@ class StreamReply(HttpReply):
                 tail = self._encoder.encode_usage_chunk(self._usage_counter) + tail
             self._response.end(tail)
 
+    def _start_stream(self) -> None:
+        usage = self._usage_counter
+        self._exchange.start_stream(usage.worker, usage.prefill_worker)
+
     def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:
-            self._exchange.start_stream(
-                self._usage_counter.worker, self._usage_counter.prefill_worker
-            )
+            self._start_stream()
         first_chunk = self._encoder.encode_first_chunk(choice)
         if first_chunk:
             self._response.write(first_chunk)

@@ -25,8 +25,6 @@ def encode_event(kind: str, **fields: Any) -> bytes:
 class MessageWriter(ItemWriter):
     """Writes one message. `stop_sequences` are the client's own."""
 
-    keepalive = encode_event("ping")
-
     def __init__(self, message_id: str, model: str, stop_sequences: Collection[str]) -> None:
         self._message_id = message_id
         self._model = model

@@ -331,6 +331,12 @@ class HttpConnection(asyncio.Protocol):
         else:
             self.close()
 
+    def check_silence(self, now: float) -> None:
+        """Let a stream break its silence. Bytes that a slow client has not taken are none."""
+        response = self._response
+        if response is not None and response.on_silence is not None and self.paused_at is None:
+            response.check_silence(now, self._written_bytes)
+
     def _check_stall(self, now: float) -> None:
         sent_bytes = self._written_bytes - self.unsent_bytes()
         if sent_bytes != self._last_progress[0]:

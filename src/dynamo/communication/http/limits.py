@@ -53,8 +53,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
     @property
     def timeout_check_interval_s(self) -> float:
-        """Interval between checks for timeouts."""
+        """Interval between checks for timeouts and silent streams."""
         shortest = min(
             self.header_timeout_s, self.idle_timeout_s, self.stall_timeout_s, self.linger_s
         )
-        return min(1.0, max(0.05, shortest / 4))
+        return min(0.5, max(0.05, shortest / 4))

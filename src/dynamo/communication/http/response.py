@@ -111,7 +111,8 @@ class Response:
     `open` is True while `write` has an effect. `congested` is True if the client has not read for a
     while or half the backlog limit is unsent: the writer should merge events until `on_writable` is
     called. `overrun` is True once the client exceeded the backlog or stall limit: only `end` still
-    has an effect.
+    has an effect. A stream that may be silent has an `on_silence`, which is called with the seconds
+    without output, as often as the server checks its connections.
     """
 
     def __init__(
@@ -133,6 +134,9 @@ class Response:
         self.started = self.ended = self.congested = self.overrun = False
         self.open = True
         self.on_writable: Callable[[], None] | None = None
+        self.on_silence: Callable[[float], None] | None = None
+        self._silent_since = 0.0
+        self._silent_bytes = -1
 
     @property
     def backlog_bytes(self) -> int:
@@ -169,6 +173,13 @@ class Response:
         caller must call the function first.
         """
         return self._writer.pending_events, self._writer.schedule_flush
+
+    def check_silence(self, now: float, written_bytes: int) -> None:
+        """Call `on_silence` if `written_bytes` of the connection are those of the last check."""
+        if written_bytes != self._silent_bytes:
+            self._silent_bytes, self._silent_since = written_bytes, now
+        elif self.on_silence is not None:
+            self.on_silence(now - self._silent_since)
 
     def end(self, tail: bytes = b"") -> None:
         """Complete the stream with an optional last event. Allowed after an overrun."""
@@ -209,5 +220,5 @@ class Response:
     def _finish(self) -> None:
         self.ended = True
         self.open = False
-        self.on_writable = None
+        self.on_writable = self.on_silence = None
         self._writer.schedule_flush()

@@ -147,6 +147,7 @@ class HttpServer:
             for connection in list(state.connections):
                 if connection.deadline <= now or connection.paused_at is not None:
                     connection.check_timeouts(now)
+                connection.check_silence(now)
 
 
 def _accept_all(listener: socket.socket) -> list[socket.socket]:

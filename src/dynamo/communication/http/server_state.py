@@ -30,6 +30,9 @@ class ServedConnection(EvictableConnection, Protocol):
     def check_timeouts(self, now: float) -> None:
         """Handle a passed deadline, a full backlog and a stalled client."""
 
+    def check_silence(self, now: float) -> None:
+        """Let a stream break its silence."""
+
     def leave(self) -> None:
         """Close after the next answer that can say so, or without a request for `leave_s`."""
 
