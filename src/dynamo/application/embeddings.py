@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.exchange import Exchange
-from dynamo.application.gateway import DEFAULT_MODEL, Gateway, ServedEmbeddingModel
+from dynamo.application.gateway import Gateway, ServedEmbeddingModel
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.openai.body import decode_body
 from dynamo.core.context import Context
@@ -142,7 +142,7 @@ class EmbeddingHandler:
             exchange.send_json(200, msgspec.json.encode(answer))
 
     def _find(self, exchange: Exchange, model: str | None) -> ServedEmbeddingModel:
-        exchange.model, served = self._gateway.find_embedding_model(model or DEFAULT_MODEL)
+        exchange.model, served = self._gateway.find_embedding_model(model)
         return served
 
     async def _compare(

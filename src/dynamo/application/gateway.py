@@ -57,7 +57,8 @@ class ServedEmbeddingModel(msgspec.Struct, frozen=True):
 
 
 class Gateway:
-    """Served models by name. The name `default` finds the first model that is not derived.
+    """Served models by name. The first model that is not derived is found by the name `default`,
+    by "" and by None, as in requests without a model.
 
     `context_tokens` is the longest context of all models; 0 without models.
     """
@@ -133,8 +134,9 @@ class Gateway:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def find(self, name: str) -> tuple[str, ServedModel]:
+    def find(self, name: str | None) -> tuple[str, ServedModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`."""
+        name = name or DEFAULT_MODEL
         served = self._models.get(name)
         if served is not None:
             return name, served
@@ -161,9 +163,10 @@ class Gateway:
             param="model",
         )
 
-    def find_embedding_model(self, name: str) -> tuple[str, ServedEmbeddingModel]:
+    def find_embedding_model(self, name: str | None) -> tuple[str, ServedEmbeddingModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`, and
         `InvalidRequest` for a model that generates text."""
+        name = name or DEFAULT_MODEL
         served = self.embedding_models.get(name)
         if served is not None:
             return name, served
@@ -205,7 +208,7 @@ def find_worker_model(gateway: Gateway, name: str | None) -> tuple[str, ServedMo
     Without a name, or with the name of a derived model, the default model is returned. Raises
     `ModelNotFound`, `ModelNotReady`.
     """
-    shown, served = gateway.find(name or DEFAULT_MODEL)
+    shown, served = gateway.find(name)
     if served.derived:
         shown, served = gateway.find(DEFAULT_MODEL)
     if served.derived:

@@ -19,7 +19,7 @@ from dynamo.core.text import ChatRequest
 class TokenizeBody(msgspec.Struct):
     """The body of /tokenize: a text in `prompt`, or a conversation in `messages`."""
 
-    model: str = DEFAULT_MODEL
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -36,7 +36,7 @@ class DetokenizeBody(msgspec.Struct):
     """The body of /detokenize."""
 
     tokens: list[TokenId]
-    model: str = DEFAULT_MODEL
+    model: str | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
@@ -90,11 +90,11 @@ class TokenizationHandler:
 
     async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse:
         _unsupported_fields.check(body)
-        _, served = self._gateway.find(body.model)
+        model, served = self._gateway.find(body.model)
         processor = served.processor
         if body.messages is not None:
             messages = normalise_messages(body.messages, self._unknown_roles)
-            ids = await processor.tokenize(ChatRequest(body.model, messages))
+            ids = await processor.tokenize(ChatRequest(model, messages))
         elif body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)

@@ -233,6 +233,32 @@ async def test_aliases_and_the_default(site: Any, connect: Any) -> None:
     assert (await ask(connect, site, model="default")).json["model"] == "words"
 
 
+@pytest.mark.parametrize("model", [None, "", "absent"])
+async def test_requests_without_a_model_get_the_default(
+    site: Any, connect: Any, model: str | None
+) -> None:
+    bodies = {
+        "/v1/chat/completions": {"messages": HI},
+        "/v1/completions": {"prompt": "one"},
+        "/v1/responses": {"input": "one"},
+        "/tokenize": {"prompt": "one"},
+        "/detokenize": {"tokens": [1]},
+        "/v1/messages": {"messages": HI, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": HI},
+    }
+    fields = {} if model == "absent" else {"model": model}
+    async with connect(site.port) as connection:
+        for path, body in bodies.items():
+            connection.ask("POST", path, body | fields)
+            answer = await connection.answer()
+            if "messages" in path:  # Anthropic's API requires one
+                assert (answer.status, answer.json["error"]["message"][:7]) == (400, "model: ")
+            else:
+                assert answer.status == 200, answer.body
+                assert answer.json.get("model", "words") == "words"
+    await site.application.close(0)
+
+
 async def test_an_error_before_the_first_text_has_its_status(site: Any, connect: Any) -> None:
     site.processor.fails = "before"
     for stream in (False, True):

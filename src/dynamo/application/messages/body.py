@@ -31,7 +31,7 @@ class MessagesChat(ChatBody, kw_only=True):
 class TokenCountBody(msgspec.Struct, kw_only=True):
     """The body of /v1/messages/count_tokens, with Anthropic's fields; None means absent."""
 
-    model: str
+    model: Annotated[str, Meta(min_length=1)]
     messages: list[dict[str, Any]]
     system: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None

@@ -74,7 +74,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     soft_thinking_budget: ClassVar[bool] = False
     """Whether engines without `thinking_token_budget` answer without it."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.generation_body import (
@@ -51,7 +50,6 @@ class TextFormat(msgspec.Struct, frozen=True):
 class ResponsesBody(GenerationBody, kw_only=True):
     """OpenAI's Responses request, with the additions of vLLM that chat has, too."""
 
-    model: str = DEFAULT_MODEL
     input: str | list[Any] | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
