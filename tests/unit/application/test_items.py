@@ -118,11 +118,12 @@ async def test_items_are_streamed_one_after_another() -> None:
     ]
 
 
-async def test_a_whole_answer_leaves_out_a_cut_call() -> None:
+async def test_a_whole_answer_has_all_items() -> None:
     answer = Answer(ItemReply)
     answer_all(answer.reply)
     answer.reply.check_complete()
     items = [["reasoning", "", "ab"], ["text", "", "c"], ["call", "f", "{}"], ["text", "", "d"]]
+    items.append(["call", "g", "{"])
     assert json.loads(answer.lines[0]) == items
 
 

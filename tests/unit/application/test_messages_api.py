@@ -82,8 +82,8 @@ async def test_a_whole_message(client: Any, install: Any) -> None:
     assert (thinking.type, thinking.thinking) == ("thinking", "Let me think.")
     assert thinking.signature
     assert (text.type, text.text) == ("text", "So.")
-    assert (first.id, first.name, first.input) == ("call_1", "f", {"a": BIG})
-    assert (second.id, second.name, second.input) == ("call_2", "g", {})
+    assert (first.id, first.name, first.input) == ("toolu_call_1", "f", {"a": BIG})
+    assert (second.id, second.name, second.input) == ("toolu_call_2", "g", {})
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
     usage = message.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens) == (10, 20)
@@ -136,11 +136,43 @@ async def test_the_events_of_a_stream(site: Any, connect: Any, install: Any) -> 
     assert events[-2]["usage"]["output_tokens"] == 9
 
 
-async def test_a_cut_call_is_left_out_of_the_whole_message(client: Any, install: Any) -> None:
+async def test_a_cut_call_stands_in_the_stream_and_in_the_whole_message(
+    client: Any, install: Any
+) -> None:
     install(TextFinish("length", 9), cut=True)
     message = await ask(client, tools=[TOOL])
-    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    async with client.messages.stream(
+        model="words", max_tokens=100, messages=HI, tools=[TOOL]
+    ) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.to_dict() for block in streamed.content] == [
+        block.to_dict() for block in message.content
+    ]
+    assert message.content[-1].to_dict()["name"] == "g"
     assert message.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("own_id", ["call_1", "functions.f:0", "aB3dE6gH9", "toolu_01A"])
+async def test_ids_of_calls_come_back_to_the_model_as_its_own(
+    site: Any, client: Any, monkeypatch: Any, own_id: str
+) -> None:
+    async def chat(request: ChatRequest, context: Context, reply: TextReply) -> None:
+        site.processor.requests.append(request)
+        reply.prompt(30)
+        reply.begin(0, Started("w"))
+        for event in (CallBegun(0, own_id, "f"), ArgumentsDelta(0, "{}"), CallEnded(0)):
+            reply.event(0, event)
+        reply.finish(0, TextFinish("tool_calls", 9))
+
+    monkeypatch.setattr(site.processor, "chat", chat)
+    message = await ask(client, tools=[TOOL])
+    call_id = message.content[0].id
+    assert call_id.startswith("toolu_")
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": "18"}
+    answer = {"role": "assistant", "content": message.content}
+    await ask(client, messages=[*HI, answer, {"role": "user", "content": [result]}], tools=[TOOL])
+    *_, answered, returned = site.processor.requests[-1].messages
+    assert answered["tool_calls"][0]["id"] == returned["tool_call_id"] == own_id
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ async def test_a_stream_has_the_events_of_its_items_in_order(
     assert [entry.id for entry in stored.output] == [entry.id for entry in final.output]
 
 
-async def test_a_call_that_is_cut_is_left_out(
-    client: openai.AsyncOpenAI, answer_with_call: Any
+async def test_a_call_that_is_cut_is_incomplete(
+    client: openai.AsyncOpenAI, site: Any, answer_with_call: Any
 ) -> None:
     answer_with_call(cut=True)
     whole = await client.responses.create(model="words", input="Rome?", tools=[WEATHER])
@@ -146,13 +146,24 @@ async def test_a_call_that_is_cut_is_left_out(
     *_, item_done, last = events
     assert item_done.item.status == "incomplete"
     assert last.type == "response.incomplete"
+    stored = await client.responses.retrieve(whole.id)
+    assert stored.output == whole.output
     for response in (whole, last.response):
-        assert [item.type for item in response.output] == ["reasoning", "message"]
+        statuses = [(item.type, item.status) for item in response.output]
+        kinds = ("reasoning", "message", "function_call")
+        assert statuses == list(zip(kinds, ("completed", "completed", "incomplete"), strict=True))
+        assert response.output[2].arguments == item_done.item.arguments == '{"city": '
         assert response.incomplete_details.reason == "max_output_tokens"
     turn = await client.responses.create(
         model="words", input="Go on.", previous_response_id=whole.id
     )
     assert turn.previous_response_id == whole.id
+    for previous in ({"previous_response_id": whole.id}, {}):  # stored, or sent back
+        sent = [] if previous else [item.to_dict() for item in whole.output]
+        await client.responses.create(
+            model="words", input=[*sent, {"role": "user", "content": "Go on."}], **previous
+        )
+        assert "tool_calls" not in site.processor.requests[-1].messages[-2]
 
 
 @pytest.mark.parametrize("stored", [True, False])

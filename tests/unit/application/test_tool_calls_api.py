@@ -100,12 +100,12 @@ async def test_a_stream(site: Any, connect: Any, answer_with_calls: Any) -> None
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_a_call_that_is_cut_is_left_out_of_the_whole_answer(
+async def test_a_call_that_is_cut_stands_in_the_stream_and_in_the_whole_answer(
     site: Any, connect: Any, answer_with_calls: Any
 ) -> None:
     answer_with_calls(cut=True)
     choice = (await ask(connect, site, tools=TOOLS)).json["choices"][0]
-    assert choice["message"]["tool_calls"] == [call(1, "f", '{"a": 1}')]
+    assert choice["message"]["tool_calls"] == [call(1, "f", '{"a": 1}'), call(2, "g", '{"b')]
     assert choice["finish_reason"] == "length"
     events = (await ask(connect, site, tools=TOOLS, stream=True)).events
     *_, last_part, end = [event["choices"][0] for event in events[:-1]]

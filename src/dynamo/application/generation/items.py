@@ -80,13 +80,13 @@ class ItemWriter(ABC):
     def encode_answer(
         self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
     ) -> bytes:
-        """Return the JSON of a whole answer. Its items are complete."""
+        """Return the JSON of a whole answer."""
 
 
 class ItemReply(HttpReply):
-    """Collects the items of one choice and sends the whole answer when the choice has ended."""
+    """Collects the `items` of one choice, and sends the whole answer when the choice has ended."""
 
-    __slots__ = ("_calls", "_current", "_exchange", "_items", "_timing", "_writer")
+    __slots__ = ("_calls", "_current", "_exchange", "_timing", "_writer", "items")
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ItemReply(HttpReply):
         self._exchange = exchange
         self._writer = writer
         self._timing = timing
-        self._items: list[AnswerItem] = []
+        self.items: list[AnswerItem] = []
         self._calls = 0
         self._current: AnswerItem | None = None
 
@@ -114,7 +114,7 @@ class ItemReply(HttpReply):
         if isinstance(event, RefusalDelta):
             return self._add_delta(self._item_of_kind("text"), event.text)
         if isinstance(event, CallBegun):
-            item = AnswerItem(len(self._items), "call", call_id=event.id, name=event.name)
+            item = AnswerItem(len(self.items), "call", call_id=event.id, name=event.name)
             self._begin_item(item)
             self._calls += 1
         elif isinstance(event, ArgumentsDelta):
@@ -126,7 +126,7 @@ class ItemReply(HttpReply):
 
     def restart(self, choice: int) -> bool:
         del choice
-        self._items.clear()
+        self.items.clear()
         self._current, self._calls = None, 0
         return True
 
@@ -141,7 +141,7 @@ class ItemReply(HttpReply):
         """Return the current item; one of another kind ends and a new one begins."""
         item = self._current
         if item is None or item.kind != kind:
-            item = AnswerItem(len(self._items), kind)
+            item = AnswerItem(len(self.items), kind)
             self._begin_item(item)
         return item
 
@@ -157,7 +157,7 @@ class ItemReply(HttpReply):
     def _begin_item(self, item: AnswerItem) -> None:
         self._end_item()
         self._current = item
-        self._items.append(item)
+        self.items.append(item)
 
     def _end_item(self) -> None:
         item, self._current = self._current, None
@@ -173,8 +173,7 @@ class ItemReply(HttpReply):
 
     def _send_end(self, end: TextFinish) -> None:
         usage = self._usage_counter
-        items = [item for item in self._items if item.complete]
-        body = self._writer.encode_answer(items, end, usage)
+        body = self._writer.encode_answer(self.items, end, usage)
         headers = worker_headers(usage.worker, usage.prefill_worker)
         self._exchange.send_json(200, body, headers)
 
@@ -252,4 +251,4 @@ class ItemStreamReply(ItemReply):
     def _send_end(self, end: TextFinish) -> None:
         self._write(b"")
         if not self._response.overrun:
-            self._response.end(self._writer.encode_end(self._items, end, self._usage_counter))
+            self._response.end(self._writer.encode_end(self.items, end, self._usage_counter))

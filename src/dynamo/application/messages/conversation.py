@@ -11,6 +11,8 @@ from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
 
 _ROLES = ("user", "assistant", "system")
+CALL_PREFIX = "toolu_"
+"""The beginning of ids of calls, which clients check. The model's own ids have none."""
 
 
 def check_conversation(messages: list[dict[str, Any]], system: Any) -> None:
@@ -89,10 +91,11 @@ def _convert_user(content: Any, field: str, call_ids: Container[str]) -> Iterato
 
 
 def _convert_result(block: dict[str, Any], field: str, call_ids: Container[str]) -> dict[str, Any]:
-    call_id = _read_str(block, "tool_use_id", field)
+    shown_id = _read_str(block, "tool_use_id", field)
+    call_id = shown_id.removeprefix(CALL_PREFIX)
     if call_id not in call_ids:
         raise InvalidRequest(
-            f"{field}.tool_use_id: no earlier message has a tool_use with the id {call_id[:64]!r}",
+            f"{field}.tool_use_id: no earlier message has a tool_use with the id {shown_id[:64]!r}",
             hint="send the assistant's message with the tool_use before its result",
         )
     content = block.get("content")
@@ -128,7 +131,8 @@ def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
         raise InvalidRequest(f"{field}.input: expected an object")
     text = json.dumps(arguments, ensure_ascii=False)
     function = {"name": _read_str(block, "name", field), "arguments": text}
-    return {"id": _read_str(block, "id", field), "type": "function", "function": function}
+    call_id = _read_str(block, "id", field).removeprefix(CALL_PREFIX)
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _blocks(content: Any, field: str) -> Iterator[tuple[dict[str, Any], str]]:

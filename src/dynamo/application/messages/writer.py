@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.application.generation.items import AnswerItem, ItemWriter
+from dynamo.application.messages.conversation import CALL_PREFIX
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.text import DecodedTokenLogprob, TextFinish
@@ -40,7 +41,7 @@ class MessageWriter(ItemWriter):
         elif item.kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         else:
-            block = {"type": "tool_use", "id": item.call_id, "name": item.name, "input": {}}
+            block = _call_block(item, {})
         return encode_event("content_block_start", index=item.index, content_block=block)
 
     def encode_delta(
@@ -72,7 +73,8 @@ class MessageWriter(ItemWriter):
     def encode_answer(
         self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
     ) -> bytes:
-        blocks = [_whole_block(item) for item in items]
+        # an incomplete call in the middle is followed by its text
+        blocks = [_whole_block(item) for item in items if item.complete or item is items[-1]]
         return _encode(self._message(blocks, self._stop_fields(items, end), usage))
 
     def _message(
@@ -110,8 +112,13 @@ def _whole_block(item: AnswerItem) -> dict[str, Any]:
     try:
         msgspec.json.decode(text, type=dict[str, Any])
     except DECODE_ERRORS:
-        text = "{}"  # a server behind a URL has read a call whose arguments are no object
-    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": msgspec.Raw(text)}
+        text = "{}"  # a cut call, or arguments that are no object, of a server behind a URL
+    return _call_block(item, msgspec.Raw(text))
+
+
+def _call_block(item: AnswerItem, call_input: Any) -> dict[str, Any]:
+    call_id = CALL_PREFIX + item.call_id
+    return {"type": "tool_use", "id": call_id, "name": item.name, "input": call_input}
 
 
 def _sign(thinking: str) -> str:

@@ -16,6 +16,8 @@ from dynamo.core.text import (
     RefusalDelta,
 )
 
+CUT_REASONS = frozenset({"length", "content_filter"})
+
 
 class PendingCall(msgspec.Struct):
     """A tool call; `complete` once it has ended."""
@@ -46,19 +48,21 @@ class AnswerParts(msgspec.Struct):
         elif isinstance(event, CallEnded):
             self.calls[event.index].complete = True
 
-    def fields(self, reasoning_fields: Sequence[str]) -> dict[str, Any]:
-        """Return the fields of a message besides its text."""
+    def fields(self, reasoning_fields: Sequence[str], reason: str) -> dict[str, Any]:
+        """Return the fields of a message besides its text. `reason`: that of the answer's end."""
         fields: dict[str, Any] = {}
         if self.reasoning:
             fields = dict.fromkeys(reasoning_fields, "".join(self.reasoning))
         if self.refusal:
             fields["refusal"] = "".join(self.refusal)
-        if calls := self._complete_calls():
+        if calls := self._shown_calls(cut=reason in CUT_REASONS):
             fields["tool_calls"] = calls
         return fields
 
-    def _complete_calls(self) -> list[dict[str, Any]]:
-        """Return OpenAI's `tool_calls`, without calls that were cut."""
+    def _shown_calls(self, *, cut: bool) -> list[dict[str, Any]]:
+        """Return OpenAI's `tool_calls`, also the last one of an answer that was `cut` within it.
+        Other calls without an end are text, which follows."""
+        last = next(reversed(self.calls.values()), None)
         return [
             {
                 "id": call.id,
@@ -66,5 +70,5 @@ class AnswerParts(msgspec.Struct):
                 "function": {"name": call.name, "arguments": "".join(call.arguments)},
             }
             for call in self.calls.values()
-            if call.complete
+            if call.complete or (cut and call is last)
         ]

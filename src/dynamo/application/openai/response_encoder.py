@@ -180,11 +180,11 @@ class ResponseEncoder:
     def _finish_reason(self, end: TextFinish) -> str:
         return self._template.call_reason if end.reason == "tool_calls" else end.reason
 
-    def _make_fields(self, text: str, parts: AnswerParts | None) -> dict[str, Any]:
+    def _make_fields(self, text: str, parts: AnswerParts | None, end: TextFinish) -> dict[str, Any]:
         fields = self._template.make_text_field(text)
         if parts is not None:
             message = fields["message"]
-            message |= parts.fields(self._template.reasoning_fields)
+            message |= parts.fields(self._template.reasoning_fields, end.reason)
             if "tool_calls" in message or "refusal" in message:
                 message["content"] = text or None
         return fields
@@ -203,7 +203,7 @@ class ResponseEncoder:
         choices = [
             {
                 "index": index,
-                **self._make_fields(text, parts.get(index)),
+                **self._make_fields(text, parts.get(index), end),
                 "logprobs": None if tokens is None else template.make_logprobs(tokens),
                 "finish_reason": self._finish_reason(end),
                 "stop_reason": end.stop,

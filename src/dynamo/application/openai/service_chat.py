@@ -133,7 +133,7 @@ class ChatAnswerReply(ChatChunkReply):
         if reason := choice["finish_reason"]:
             text, usage = "".join(self._parts), chunk["usage"]
             self.answer = {"content": text, "finish_reason": reason, "usage": usage}
-            self.answer |= self._answer_parts.fields(REASONING_FIELDS)
+            self.answer |= self._answer_parts.fields(REASONING_FIELDS, reason)
         return True
 
 

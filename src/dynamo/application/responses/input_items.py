@@ -95,7 +95,8 @@ def _read_message(item: Item, field: str, key: str) -> Item:
 
 def _read_call(item: Item, field: str, key: str) -> Item:
     texts = {name: _text(item, name, field) for name in ("call_id", "name", "arguments")}
-    head = {"id": _id(item, field, f"fc_{key}"), "type": "function_call", "status": "completed"}
+    status = "incomplete" if item.get("status") == "incomplete" else "completed"
+    head = {"id": _id(item, field, f"fc_{key}"), "type": "function_call", "status": status}
     return head | texts
 
 
@@ -201,15 +202,17 @@ class ChatMessages(msgspec.Struct):
 
     def add_items(self, items: Sequence[Item], fields: Iterator[str]) -> None:
         """Append the messages of items. Neighbouring reasoning, text and calls of the assistant
-        become one message. Reasoning that nothing follows is dropped, and so are cut calls."""
+        become one message. Reasoning that nothing follows is dropped, and so are cut calls
+        without an output."""
         answer: Item = {}
+        answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
         for item, field in zip(items, fields, strict=False):
             kind = item["type"]
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or ()
                 answer = {"reasoning_content": "".join(part["text"] for part in parts)}
             elif kind == "function_call":
-                if item.get("status") != "incomplete":
+                if item.get("status") != "incomplete" or item["call_id"] in answered:
                     self._add_call(answer, item, field)
             elif kind in SERVER_CALLS:
                 log.info("item left out", extra={"fields": {"type": kind}})

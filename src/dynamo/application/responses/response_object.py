@@ -97,16 +97,13 @@ def _tool(tool: Item) -> Item:
     }
 
 
-def complete_response(
-    response: Item, items: Sequence[Item], end: TextFinish, usage: UsageCounter, now: int
-) -> Item:
+def complete_response(response: Item, end: TextFinish, usage: UsageCounter, now: int) -> Item:
     """Return the object of a response that has ended."""
     cut = INCOMPLETE_REASONS.get(end.reason)
     return response | {
         "status": "incomplete" if cut else "completed",
         "completed_at": None if cut else now,
         "incomplete_details": {"reason": cut} if cut else None,
-        "output": list(items),
         "usage": usage_fields(usage),
     }
 

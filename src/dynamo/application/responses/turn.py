@@ -77,6 +77,7 @@ class Turn(msgspec.Struct):
     ) -> HeldReply:
         make = HeldStreamReply if exchange.streaming else HeldReply
         self.reply = make(exchange, self.writer, usage_counter, timing)
+        self.writer.items = self.reply.items
         return self.reply
 
     async def answer(

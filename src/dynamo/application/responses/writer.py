@@ -30,11 +30,12 @@ _DELTA_EVENTS = {
 
 
 class ResponseItemWriter(ItemWriter):
-    """Writes one response. `response` is its object, `end` how the answer ended, if it has. `wall`
-    returns Unix time."""
+    """Writes one response. `response` is its object, `items` are those of the answer so far, `end`
+    is how the answer ended, if it has. `wall` returns Unix time."""
 
     def __init__(self, response: Item, wall: Callable[[], float]) -> None:
         self.response = response
+        self.items: Sequence[AnswerItem] = ()
         self.end: TextFinish | None = None
         self._key = response["id"].removeprefix("resp_")
         self._wall = wall
@@ -86,22 +87,31 @@ class ResponseItemWriter(ItemWriter):
             "response.output_item.done", output_index=item.index, item=fields
         )
 
-    def complete(self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter) -> None:
-        """Complete `response` with the items of the answer. A call that was cut is left out."""
-        output = [
-            output_item(item, self._key, self._status(item) if item is items[-1] else "completed")
-            for item in items
-            if item.complete
-        ]
-        self.response = complete_response(self.response, output, end, usage, int(self._wall()))
+    def complete(self, end: TextFinish, usage: UsageCounter) -> None:
+        """Complete `response` with the items of the answer."""
+        response = self.response | {"output": self._output()}
+        self.response = complete_response(response, end, usage, int(self._wall()))
 
     def fail(self, error: DynamoError) -> None:
-        """Make `response` a failed one."""
-        self.response = failed_response(self.response, error)
+        """Make `response` a failed one, with the items so far."""
+        self.response = failed_response(self.response, error) | {"output": self._output()}
+
+    def cancel(self) -> None:
+        """Make `response` a cancelled one, with the items so far."""
+        self.response |= {"status": "cancelled", "output": self._output()}
+
+    def _output(self) -> list[Item]:
+        return [output_item(item, self._key, self._status(item)) for item in self.items]
 
     def _status(self, item: AnswerItem) -> str:
-        reason = "" if self.end is None or item.kind == "call" else self.end.reason
-        cut = reason in INCOMPLETE_REASONS
+        """Return the status of an item that has ended: at the end of an answer that was cut, its
+        last text is incomplete."""
+        cut = (
+            self.end is not None
+            and self.end.reason in INCOMPLETE_REASONS
+            and item.kind != "call"
+            and item is self.items[-1]
+        )
         return "completed" if item.complete and not cut else "incomplete"
 
     def encode_end(
@@ -142,7 +152,7 @@ class HeldReply(ItemReply):
         super().finish(choice, end)
 
     def _send_end(self, end: TextFinish) -> None:
-        self._writer.complete(self._items, end, self._usage_counter)
+        self._writer.complete(end, self._usage_counter)
 
     def release(self) -> None:
         """Send the end of the answer, if it has ended."""
