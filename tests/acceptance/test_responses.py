@@ -71,6 +71,25 @@ def test_a_tool_loop_of_two_turns(start: Start, tiny_model: Path, tmp_path: Path
         assert by_id.output_text == by_items.output_text == "It is 18 degrees."
 
 
+def check_a_stream_in_the_background(client: openai.OpenAI) -> None:
+    """Check that all frontends continue a stream that its client has left."""
+    stream: Any = client.responses.create(
+        model="default", input="long", max_output_tokens=500, background=True, stream=True
+    )
+    begun = next(iter(stream)).response
+    stream.close()
+    readings: list[Any] = [
+        list(client.responses.retrieve(begun.id, stream=True, starting_after=0)) for _ in range(4)
+    ]
+    for events in readings:
+        assert events == readings[0]
+        numbers = [event.sequence_number for event in events]
+        assert numbers == list(range(1, len(events) + 1))
+        assert events[-1].response == client.responses.retrieve(begun.id)
+        deltas = [event.delta for event in events if event.type.endswith("text.delta")]
+        assert "".join(deltas) == events[-1].response.output_text
+
+
 def test_ids_are_known_to_all_frontends_and_after_a_restart(
     start: Start, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +118,7 @@ def test_ids_are_known_to_all_frontends_and_after_a_restart(
         states = {"in_progress", "incomplete", "cancelled"}
         assert client.responses.cancel(running.id).status in states
         until(lambda: client.responses.retrieve(running.id).status != "in_progress")
+        check_a_stream_in_the_background(client)
     deployment.stop()
     deployment = start(*arguments)
     with open_client(deployment.port) as client:

@@ -15,13 +15,16 @@ import msgspec
 import pytest
 
 from dynamo.application.responses import store as store_module
+from dynamo.application.responses import store_file
 from dynamo.application.responses.store import FILE_NAME, LOST_AFTER_S, ResponseStore
+from dynamo.application.responses.store_file import StreamEvents, StreamPart
 from dynamo.core.errors import (
     InvalidRequest,
     NotFound,
     PreviousResponseNotFound,
     StoreUnavailable,
     TooLarge,
+    Unsupported,
 )
 from dynamo.core.settings.schema import ResponsesSettings
 
@@ -188,6 +191,73 @@ async def test_a_running_response_fails_when_its_process_has_ended(
     wall.now += LOST_AFTER_S + 1
     stored = await store.get("ann", "resp_1")
     assert (stored["status"], stored["error"]["code"]) == ("failed", "server_error")
+
+
+def events(first: int, last: int) -> StreamEvents:
+    data = b"".join(b"event: x\ndata: %d\n\n" % number for number in range(first, last + 1))
+    return StreamEvents(last, data)
+
+
+async def test_another_process_reads_the_events_of_a_stream(
+    open_store: Open, tmp_path: Path
+) -> None:
+    store, other = open_store(), open_store()
+    await store.add("ann", running("1"), items("1"), running=True, events=events(0, 1))
+    part = await other.read_stream("ann", "resp_1", -1)
+    assert part == StreamPart(1, events(0, 1).data, "running")
+    await store.renew(["resp_1"], [("resp_1", events(2, 4)), ("resp_2", events(0, 1))])
+    assert await other.read_stream("ann", "resp_1", 2) == StreamPart(
+        4, events(3, 4).data, "running"
+    )
+    last = StreamEvents(5, b"event: response.completed\ndata: 5\n\n")
+    await store.finish(response("1"), last)
+    assert await other.read_stream("ann", "resp_1", 4) == StreamPart(5, last.data, "ended")
+    assert await other.read_stream("ann", "resp_1", 5) == StreamPart(5, b"", "ended")
+    with pytest.raises(NotFound):
+        await other.read_stream("bob", "resp_1", -1)
+    await other.delete("ann", "resp_1")
+    await store.renew(["resp_1"], [("resp_1", events(6, 7))])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
+        assert file.execute("SELECT count(*) FROM events").fetchone() == (0,)
+
+
+async def test_a_long_stream_is_read_in_parts(open_store: Open, monkeypatch: Any) -> None:
+    store = open_store()
+    await store.add("ann", running("1"), items("1"), running=True, events=events(0, 1))
+    size = len(events(0, 1).data)
+    for number in range(2, 40, 2):
+        await store.renew(["resp_1"], [("resp_1", events(number, number + 1))])
+    monkeypatch.setattr(store_file, "MAX_PART_BYTES", 3 * size)
+    part, data = await store.read_stream("ann", "resp_1", -1), b""
+    while part.stage == "stored":
+        data += part.data
+        part = await store.read_stream("ann", "resp_1", part.last)
+    assert (data + part.data, part.stage) == (events(0, 39).data, "running")
+
+
+async def test_a_stream_has_an_end_when_its_process_has_ended(
+    open_store: Open, wall: WallTime
+) -> None:
+    store = open_store()
+    await store.add("ann", running("1"), items("1"), running=True, events=events(0, 1))
+    wall.now += LOST_AFTER_S + 1
+    part = await store.read_stream("ann", "resp_1", 1)
+    assert part.stage == "ended"
+    assert part.data.startswith(b"event: response.failed\ndata: {")
+    assert b'"sequence_number":2' in part.data
+    assert (await store.read_stream("ann", "resp_1", 2)).data == b""
+
+
+async def test_events_that_are_missing_are_an_error(open_store: Open) -> None:
+    store = open_store()
+    await store.add("ann", running("1"), items("1"), running=True, events=events(0, 1))
+    await store.renew(["resp_1"], [("resp_1", events(4, 5))])
+    with pytest.raises(StoreUnavailable, match="2 to 3"):
+        await store.read_stream("ann", "resp_1", -1)
+    assert (await store.read_stream("ann", "resp_1", 3)).data == events(4, 5).data
+    await store.add("ann", running("2"), items("2"), running=True)
+    with pytest.raises(Unsupported, match="stream: true"):
+        await store.read_stream("ann", "resp_2", -1)
 
 
 async def test_processes_write_at_the_same_time(open_store: Open) -> None:

@@ -386,7 +386,7 @@ async def test_what_does_not_exist(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no model"):
         await client.responses.create(model="nobody", input="x")
     answer = await client.responses.create(model="words", input="x")
-    with pytest.raises(openai.BadRequestError, match="not streamed"):
+    with pytest.raises(openai.BadRequestError, match="not created with"):
         await client.responses.retrieve(answer.id, stream=True)
     for limit in (101, int("9" * 4000)):
         with pytest.raises(openai.BadRequestError, match="limit"):

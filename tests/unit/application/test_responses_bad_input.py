@@ -53,7 +53,6 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
-    ({"background": True, "stream": True}, "stream", "background"),
     ({"background": True, "store": False}, "background", "store"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),
     ({"metadata": {"k": "v" * 513}}, "metadata", "513"),

@@ -128,8 +128,8 @@ class HttpReply(TextReply):
         if not self._response.started:
             if self.accepted or silent_s >= KEEP_ALIVE_S:
                 self._start_stream()
-        elif silent_s >= KEEP_ALIVE_S:
-            self._response.write(KEEP_ALIVE)
+        else:
+            write_keep_alive(self._response, silent_s)
 
     def _start_stream(self) -> None:
         """Send the head of the stream."""
@@ -137,6 +137,12 @@ class HttpReply(TextReply):
     def close(self) -> None:
         """Release what outlives the request otherwise. The reply receives nothing any more."""
         self._response.on_silence = None
+
+
+def write_keep_alive(response: Response, silent_s: float) -> None:
+    """Write a comment line into a stream that has been silent for long."""
+    if silent_s >= KEEP_ALIVE_S:
+        response.write(KEEP_ALIVE)
 
 
 class StreamReply(HttpReply):

@@ -6,11 +6,17 @@ import asyncio
 import logging
 from collections import Counter
 
+import msgspec
+
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.responses.event_log import EventLog
 from dynamo.application.responses.store import ResponseStore
+from dynamo.application.responses.store_file import StreamEvents
 from dynamo.application.responses.turn import Turn
 from dynamo.communication.http import Response
+from dynamo.communication.http.response import ResponseConnection
 from dynamo.core.clock import Clock
 from dynamo.core.errors import (
     DynamoError,
@@ -21,7 +27,7 @@ from dynamo.core.errors import (
 )
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 256
 """Responses in the background of a process. Each holds its input, which no client waits for.
@@ -50,6 +56,13 @@ class DetachedConnection:
         return 0
 
 
+class RunningResponse(msgspec.Struct):
+    """A response that is generated, and the log of its events if it is streamed."""
+
+    task: asyncio.Task[None]
+    log: EventLog | None
+
+
 class BackgroundResponses:
     """Generates responses in tasks of this process. Their state is in the store, where each process
     of the deployment can read and cancel them."""
@@ -68,28 +81,44 @@ class BackgroundResponses:
         self._store = store
         self._clock = clock
         self._tasks = BackgroundTasks()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, RunningResponse] = {}
         self._renewal: asyncio.Task[None] | None = None
 
     async def start(self, turn: Turn, exchange: Exchange) -> None:
         """Store the response and begin to generate it. Raises `StoreUnavailable`, `Overloaded`."""
+        connection = DetachedConnection()
+        await self._start(turn, self._detach(exchange, connection), None, None)
+
+    async def stream(self, turn: Turn, exchange: Exchange) -> None:
+        """Do the same, and stream the response to its client. Raises `SlowReader`, too."""
+        log = EventLog()
+        detached = self._detach(exchange, log)
+        detached.start_stream("")
+        start = turn.writer.encode_start(UsageCounter(1))
+        detached.response.write(start)
+        await self._start(turn, detached, log, log.take_batch())
+        exchange.streaming = True
+        await log.serve(exchange, start)
+
+    def _detach(self, exchange: Exchange, connection: ResponseConnection) -> Exchange:
+        """Return the exchange of a response that does not need its client."""
+        response = Response(connection, "POST", "1.1", keep_alive=False, backlog_limit=1)
+        request_id, client_id = exchange.request_id, exchange.client_request_id
+        return Exchange(exchange.request, response, request_id, client_id, ())
+
+    async def _start(
+        self, turn: Turn, detached: Exchange, log: EventLog | None, events: StreamEvents | None
+    ) -> None:
         response = turn.writer.response
         self._take_place(turn.owner)
         try:
-            await self._store.add(turn.owner, response, turn.items, running=True)
+            await self._store.add(turn.owner, response, turn.items, running=True, events=events)
         except BaseException:
             self._release_place(turn.owner)
             raise
-        exchange.request.release_body()
-        detached = Exchange(
-            exchange.request,
-            Response(DetachedConnection(), "POST", "1.1", keep_alive=False, backlog_limit=1),
-            exchange.request_id,
-            exchange.client_request_id,
-            (),
-        )
-        task = self._tasks.start(self._generate(turn, detached), response["id"])
-        self._running[response["id"]] = task
+        detached.request.release_body()
+        task = self._tasks.start(self._generate(turn, detached, log), response["id"])
+        self._running[response["id"]] = RunningResponse(task, log)
         if self._renewal is None or self._renewal.done():
             self._renewal = self._tasks.start(self._renew(), "renew responses")
 
@@ -112,42 +141,60 @@ class BackgroundResponses:
 
     def cancel(self, response_id: str) -> None:
         """Stop a response, if this process generates it. The store has its new state already."""
-        task = self._running.get(response_id)
-        if task is not None:
-            task.cancel()
+        run = self._running.pop(response_id, None)
+        if run is not None:
+            run.task.cancel()
 
     async def close(self, drain_s: float) -> None:
         """Wait for the responses at most `drain_s`, then let the remaining ones fail."""
         await wait_at_most(self._tasks.join(), drain_s)
         await self._tasks.close()
 
-    async def _generate(self, turn: Turn, exchange: Exchange) -> None:
+    async def _generate(self, turn: Turn, exchange: Exchange, log: EventLog | None) -> None:
         writer = turn.writer
         try:
             await turn.generate(self._generation, exchange)
         except DynamoError as error:
             writer.fail(error)
         except asyncio.CancelledError:
-            writer.fail(ServerStopped("the server stopped before the response was complete"))
+            if writer.response["id"] in self._running:
+                writer.fail(ServerStopped("the server stopped before the response was complete"))
+            else:
+                writer.cancel()
         except Exception:
-            log.exception("response failed")
+            logger.exception("response failed")
             writer.fail(InternalError("internal error", hint="see the server's log"))
         self._running.pop(writer.response["id"], None)
         self._release_place(turn.owner)
+        tail = b"" if log is None else writer.encode_last_event()
         try:
-            await self._store.finish(writer.response)
+            events = None if log is None else log.take_batch(tail)
+            await self._store.finish(writer.response, events)
         except StoreUnavailable as error:
-            log.warning("response not stored", extra={"fields": {"error": error.message}})
+            logger.warning("response not stored", extra={"fields": {"error": error.message}})
+        if log is not None:
+            log.end(tail)
 
     async def _renew(self) -> None:
         """Renew the running responses until there are none."""
         await self._clock.sleep(RENEWAL_S)
         while running := tuple(self._running):
+            events = self._take_events()
             try:
-                going_on = await self._store.renew(running)
+                going_on = await self._store.renew(running, events)
             except StoreUnavailable as error:
-                log.warning("responses not renewed", extra={"fields": {"error": error.message}})
+                logger.warning("responses not renewed", extra={"fields": {"error": error.message}})
+                for response_id, batch in events:
+                    if (run := self._running.get(response_id)) is not None and run.log is not None:
+                        run.log.put_back(batch)
             else:
                 for response_id in set(running) - going_on:
                     self.cancel(response_id)
             await self._clock.sleep(RENEWAL_S)
+
+    def _take_events(self) -> list[tuple[str, StreamEvents]]:
+        events = list[tuple[str, StreamEvents]]()
+        for response_id, run in self._running.items():
+            if run.log is not None and (batch := run.log.take_batch()) is not None:
+                events.append((response_id, batch))
+        return events

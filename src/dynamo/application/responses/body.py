@@ -102,17 +102,10 @@ def read_responses_body(request: Request) -> ResponsesBody:
     for name in ("prompt_cache_key", "safety_identifier", "previous_response_id"):
         text = getattr(body, name) or ""
         check_size(name, len(text), MAX_ECHOED_CHARS, "characters")
-    if body.background:
-        if body.stream:
-            raise Unsupported(
-                "stream: a response in the background cannot be streamed",
-                hint="poll GET /v1/responses/ID, or leave background out",
-                param="stream",
-            )
-        if body.store is False:
-            raise InvalidRequest(
-                "background: needs store: true, by which the response is read", param="background"
-            )
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "background: needs store: true, by which the response is read", param="background"
+        )
     return body
 
 

@@ -14,6 +14,7 @@ from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.responses.background import BackgroundResponses
 from dynamo.application.responses.body import chat_body, chat_messages, read_responses_body
+from dynamo.application.responses.event_log import replay
 from dynamo.application.responses.input_items import Item, read_input
 from dynamo.application.responses.response_object import new_response
 from dynamo.application.responses.store import ResponseStore
@@ -26,6 +27,7 @@ from dynamo.core.errors import InvalidRequest, NotFound, Unsupported
 PREFIX = "/v1/responses/"
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+MAX_DIGITS = 9
 
 
 class ResponsesHandler:
@@ -69,6 +71,9 @@ class ResponsesHandler:
             await turn.answer(self._generation, exchange, self._store)
             return
         turn.check(self._generation, exchange)
+        if turn.chat.stream:
+            await self._background.stream(turn, exchange)
+            return
         await self._background.start(turn, exchange)
         exchange.send_json(200, msgspec.json.encode(turn.writer.response))
 
@@ -107,9 +112,10 @@ class ResponsesHandler:
                 f"there is no GET {request.path[:100]}", hint="did you mean input_items?"
             )
         elif query.get("stream", "false") != "false":
-            raise Unsupported(
-                "stream: stored responses are not streamed", hint="poll", param="stream"
-            )
+            after = _read_starting_after(query.get("starting_after", "-1"))
+            owner = self._owner(request)
+            await replay(self._store, self._clock, exchange, owner, response_id, after)
+            return
         else:
             answer = await self._store.get(self._owner(request), response_id)
         exchange.send_json(200, msgspec.json.encode(answer))
@@ -172,6 +178,13 @@ class ResponsesHandler:
                     param=f"input[{number}].id",
                 )
         return [stored.get(item["id"], item) for item in items]
+
+
+def _read_starting_after(text: str) -> int:
+    digits = text.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > MAX_DIGITS:
+        raise InvalidRequest("starting_after: expected a number", param="starting_after")
+    return int(text)
 
 
 def _read_page_query(query: dict[str, str]) -> dict[str, Any]:

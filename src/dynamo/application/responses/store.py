@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
 from dynamo.application.responses.input_items import PREVIOUS, Item
 from dynamo.application.responses.item_pages import EncodedTurn, ItemPage, read_page
+from dynamo.application.responses.store_file import (
+    PRUNE,
+    RUNNING_STATUSES,
+    SCHEMA,
+    SCHEMA_VERSION,
+    StreamEvents,
+    StreamPart,
+    add_events,
+    hold_lock,
+    read_events,
+)
 from dynamo.core.errors import (
     InvalidRequest,
     NotFound,
@@ -34,7 +44,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FILE_NAME = "responses.sqlite"
-SCHEMA_VERSION = 1
 MAX_RESPONSES = 100_000
 MAX_CONTEXT_BYTES = 32 << 20
 """Limit of the input and output of all responses that a request continues."""
@@ -46,22 +55,7 @@ BUSY_TIMEOUT_S = 3.0
 """How long a call waits for the lock of another process. Later calls then fail at once for
 `LOCKED_PAUSE_S`, so that they do not wait in turn."""
 LOCKED_PAUSE_S = 5.0
-LOCK_POLL_S = 0.02
 
-_SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS responses (
-  id TEXT PRIMARY KEY, owner TEXT NOT NULL, used_at REAL NOT NULL, running INTEGER NOT NULL,
-  bytes INTEGER NOT NULL, input BLOB NOT NULL, response BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, bytes);
-PRAGMA user_version = {SCHEMA_VERSION};
-"""
-_PRUNE = """
-DELETE FROM responses WHERE id IN (
-  SELECT id FROM (
-    SELECT id, used_at, sum(bytes) OVER newest AS total, row_number() OVER newest AS number
-    FROM responses WINDOW newest AS (ORDER BY used_at DESC, id))
-  WHERE total > ? OR number > ? OR used_at < ?)
-"""
 encode = msgspec.json.encode
 decode = msgspec.json.decode
 
@@ -89,14 +83,26 @@ class ResponseStore:
         self._locked_until_s = -math.inf
 
     async def add(
-        self, owner: str, response: Item, items: Sequence[Item], *, running: bool = False
+        self,
+        owner: str,
+        response: Item,
+        items: Sequence[Item],
+        *,
+        running: bool = False,
+        events: StreamEvents | None = None,
     ) -> None:
-        """Store a response with its input. `running`: `finish` will follow."""
-        await self._run(self._add, owner, response, items, running)
+        """Store a response with its input. `running`: `finish` will follow. `events`: the first
+        ones of a stream."""
+        await self._run(self._add, owner, response, items, running, events)
 
-    async def finish(self, response: Item) -> None:
-        """Store the end of a running response, unless it was cancelled or deleted."""
-        await self._run(self._finish, response)
+    async def finish(self, response: Item, events: StreamEvents | None = None) -> None:
+        """Store the end of a running response and the last events of its stream, unless it was
+        deleted. Of one that was cancelled, only a cancelled object is stored."""
+        await self._run(self._finish, response, events)
+
+    async def read_stream(self, owner: str, response_id: str, after: int) -> StreamPart:
+        """Return the events of a stream behind `after`. Raises as `get` and `read_events`."""
+        return await self._run(self._read_stream, owner, response_id, after)
 
     async def get(self, owner: str, response_id: str) -> Item:
         """Return the object of a response. Raises `NotFound`."""
@@ -111,9 +117,12 @@ class ResponseStore:
         it is. Raises `NotFound`, `InvalidRequest`."""
         return await self._run(self._cancel, owner, response_id)
 
-    async def renew(self, running: Sequence[str]) -> set[str]:
-        """Renew running responses. Returns those that are neither cancelled nor deleted."""
-        return await self._run(self._renew, running)
+    async def renew(
+        self, running: Sequence[str], events: Sequence[tuple[str, StreamEvents]] = ()
+    ) -> set[str]:
+        """Renew running responses, and store events of their streams. Returns those that are
+        neither cancelled nor deleted."""
+        return await self._run(self._renew, running, events)
 
     async def load_context(self, owner: str, response_id: str) -> list[Item]:
         """Return the items of a response and of all that it continues, and renew them. Raises
@@ -195,8 +204,8 @@ class ResponseStore:
         file.execute("PRAGMA synchronous = NORMAL")
         file.execute("PRAGMA cache_size = -1024")
         file.execute("PRAGMA secure_delete = ON")
-        if version == 0:
-            file.executescript(_SCHEMA)
+        if file.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone() is None:
+            file.executescript(SCHEMA)
         with file:
             self._prune(file)
 
@@ -204,30 +213,13 @@ class ResponseStore:
         file, self._file = self._file, None
         if file is not None:
             try:
-                with self._alone(wait_s=0.0 if self._locked_until_s > monotonic() else None):
+                with self._alone(0.0 if self._locked_until_s > monotonic() else BUSY_TIMEOUT_S):
                     file.close()
             except TimeoutError:
                 file.close()
 
-    @contextmanager
-    def _alone(self, wait_s: float | None = None) -> Iterator[None]:
-        """Hold a lock between processes: the first to open a file and the last to close it need it
-        alone, and SQLite's own waiting does not cover that. Raises `TimeoutError` after `wait_s`,
-        by default BUSY_TIMEOUT_S."""
-        if self._path is None:
-            yield
-            return
-        with self._path().with_suffix(".lock").open("w") as lock:
-            until_s = monotonic() + (BUSY_TIMEOUT_S if wait_s is None else wait_s)
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if monotonic() >= until_s:
-                        raise TimeoutError("another process holds its lock") from None
-                    sleep(LOCK_POLL_S)
-            yield
+    def _alone(self, wait_s: float = BUSY_TIMEOUT_S) -> AbstractContextManager[object]:
+        return nullcontext() if self._path is None else hold_lock(self._path(), wait_s)
 
     @property
     def _rows(self) -> sqlite3.Connection:
@@ -235,7 +227,14 @@ class ResponseStore:
             raise RuntimeError("the store is not open")
         return self._file
 
-    def _add(self, owner: str, response: Item, items: Sequence[Item], running: bool) -> None:
+    def _add(
+        self,
+        owner: str,
+        response: Item,
+        items: Sequence[Item],
+        running: bool,
+        events: StreamEvents | None,
+    ) -> None:
         blobs = (encode(items), encode(response))
         size = sum(map(len, blobs))
         self._rows.execute(
@@ -244,22 +243,32 @@ class ResponseStore:
         )
         self._writes += 1
         self._written_bytes += size
+        if events is not None:
+            self._add_events(response["id"], events)
         if self._writes >= PRUNE_AFTER_WRITES or self._written_bytes >= PRUNE_AFTER_BYTES:
             self._prune(self._rows)
 
     def _prune(self, file: sqlite3.Connection) -> None:
         """Delete responses that are too old, and those beyond the bounds."""
         oldest = self._wall() - self._keep_s
-        file.execute(_PRUNE, (self._max_bytes, MAX_RESPONSES, oldest))
+        file.execute(PRUNE, (self._max_bytes, MAX_RESPONSES, oldest))
         self._writes = self._written_bytes = 0
 
-    def _finish(self, response: Item) -> None:
+    def _add_events(self, response_id: str, events: StreamEvents) -> None:
+        self._written_bytes += add_events(self._rows, response_id, events)
+
+    def _finish(self, response: Item, events: StreamEvents | None = None) -> None:
         blob = encode(response)
         self._rows.execute(
             "UPDATE responses SET running = 0, used_at = ?, response = ?, "
-            "bytes = bytes - length(response) + ? WHERE id = ? AND running",
-            (self._wall(), blob, len(blob), response["id"]),
+            "bytes = bytes - length(response) + ? WHERE id = ? AND (running OR ?)",
+            (self._wall(), blob, len(blob), response["id"], response["status"] == "cancelled"),
         )
+        if events is not None:
+            self._add_events(response["id"], events)
+
+    def _read_stream(self, owner: str, response_id: str, after: int) -> StreamPart:
+        return read_events(self._rows, self._read(owner, response_id)[1], after)
 
     def _read(self, owner: str, response_id: str) -> tuple[bytes, Item, int]:
         """Return encoded input, object and size of a response. Raises `NotFound`."""
@@ -297,12 +306,16 @@ class ResponseStore:
                 hint="close the connection of the request instead",
                 param="response_id",
             )
-        if response["status"] in {"queued", "in_progress"}:
+        if response["status"] in RUNNING_STATUSES:
             response["status"] = "cancelled"
             self._finish(response)
         return response
 
-    def _renew(self, running: Sequence[str]) -> set[str]:
+    def _renew(
+        self, running: Sequence[str], events: Sequence[tuple[str, StreamEvents]]
+    ) -> set[str]:
+        for response_id, batch in events:
+            self._add_events(response_id, batch)
         places = ", ".join("?" * len(running))
         self._rows.execute(
             f"UPDATE responses SET used_at = ? WHERE running AND id IN ({places})",  # noqa: S608
@@ -343,7 +356,7 @@ class ResponseStore:
             turn = self._read(owner, response_id)
         except NotFound as error:
             raise PreviousResponseNotFound(error.message, hint=error.hint, param=PREVIOUS) from None
-        if turn[1]["status"] in {"queued", "in_progress"}:
+        if turn[1]["status"] in RUNNING_STATUSES:
             raise InvalidRequest(
                 f"{PREVIOUS}: {response_id!r} is still in progress",
                 hint="wait until it has ended",

@@ -1,0 +1,137 @@
+"""Streams of responses in the background: for the client that began one, and for later readers."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.generation.replies import write_keep_alive
+from dynamo.application.responses.store import ResponseStore
+from dynamo.application.responses.store_file import EVENT_END, MAX_PART_BYTES, StreamEvents
+from dynamo.communication.http import Response
+from dynamo.core.clock import Clock
+from dynamo.core.errors import SlowReader
+
+MAX_UNSAVED_BYTES = 4 << 20
+"""Events that wait for a store that cannot be used. More are dropped."""
+POLL_S = 0.5
+
+
+class EventLog:
+    """The connection of a response in the background that is streamed. Its events go to a client
+    while that reads, and wait to be stored: `take_batch`."""
+
+    chunked = False
+
+    def __init__(self) -> None:
+        self.output: list[bytes] = []
+        self.pending_events: list[bytes] = []
+        self._client: Response | None = None
+        self._client_done = asyncio.Event()
+        self._unsaved: list[bytes] = []
+        self._events = 0
+
+    def schedule_flush(self) -> None:
+        """Pass the events on after this loop iteration."""
+        asyncio.get_running_loop().call_soon(self.merge_events)
+
+    def merge_events(self) -> None:
+        """Pass the events on now."""
+        self.output.clear()  # the head
+        data = b"".join(self.pending_events)
+        self.pending_events.clear()
+        if not data:
+            return
+        self._append(data)
+        client = self._client
+        if client is None:
+            return
+        if client.backlog_bytes > client.backlog_limit:
+            client.overrun, client.open = True, False
+        if not client.write(data):
+            self._release_client()
+
+    def unsent_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def take_batch(self, tail: bytes = b"") -> StreamEvents | None:
+        """Return the events that are not stored yet, and a last one, which `end` gives the
+        client."""
+        self.merge_events()
+        if tail:
+            self._append(tail)
+        data = b"".join(self._unsaved)
+        self._unsaved.clear()
+        return StreamEvents(self._events - 1, data) if data else None
+
+    def put_back(self, batch: StreamEvents) -> None:
+        """Keep events that could not be stored, as far as their number is bounded."""
+        if len(batch.data) <= MAX_UNSAVED_BYTES:
+            self._unsaved.insert(0, batch.data)
+
+    async def serve(self, exchange: Exchange, start: bytes) -> None:
+        """Stream to the client, from the events `start` on, until the end. Raises `SlowReader`. The
+        response goes on without a client that leaves."""
+        client = self._client = exchange.response
+        exchange.start_stream("")
+        client.on_silence = partial(write_keep_alive, client)
+        client.write(start)
+        try:
+            await self._client_done.wait()
+        finally:
+            self._release_client()
+        check_reader(client)
+
+    def end(self, tail: bytes) -> None:
+        """Give the client the last event."""
+        if self._client is not None:
+            self._client.end(tail)
+        self._release_client()
+
+    def _append(self, data: bytes) -> None:
+        self._unsaved.append(data)
+        self._events += data.count(EVENT_END)
+
+    def _release_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.on_silence = None
+        self._client_done.set()
+
+
+async def replay(
+    store: ResponseStore, clock: Clock, exchange: Exchange, owner: str, response_id: str, after: int
+) -> None:
+    """Stream the stored events of a response behind the number `after`, until its end. Raises
+    `NotFound`, `Unsupported`, `StoreUnavailable` and `SlowReader`."""
+    part = await store.read_stream(owner, response_id, after)
+    client = exchange.response
+    exchange.streaming = True
+    exchange.start_stream("")
+    client.on_silence = partial(write_keep_alive, client)
+    try:
+        while True:
+            if part.data:
+                client.write(part.data)
+            if part.stage == "running":
+                await clock.sleep(POLL_S)
+            while client.open and client.backlog_bytes > MAX_PART_BYTES:
+                await clock.sleep(POLL_S)
+            check_reader(client)
+            if part.stage == "ended":
+                break
+            part = await store.read_stream(owner, response_id, part.last)
+    finally:
+        client.on_silence = None
+    client.end()
+
+
+def check_reader(client: Response) -> None:
+    """Raise `SlowReader` for a client that was cut off."""
+    if client.overrun:
+        raise SlowReader(
+            "the stream's backlog overflowed because the client reads too slowly",
+            hint="GET the response with stream=true&starting_after=N",
+        )
