@@ -319,6 +319,9 @@ async def test_a_stream_that_fails_ends_with_the_failed_response(
     assert events[-1].type == "response.failed"
     assert "the worker died" in events[-1].response.error.message
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    failed = events[-1].response
+    assert (failed.output_text, failed.output[0].status) == ("one two ", "incomplete")
+    assert await client.responses.retrieve(failed.id) == failed
 
 
 async def test_logprobs(client: openai.AsyncOpenAI) -> None:

@@ -83,14 +83,25 @@ class Turn(msgspec.Struct):
     async def answer(
         self, generation: GenerationHandler, exchange: Exchange, store: ResponseStore
     ) -> None:
-        """Generate the response, store it unless the client wants that not, then send its end."""
-        if not await self.generate(generation, exchange) or self.reply is None:
-            return
-        response = self.writer.response
-        if response["store"]:
-            try:
-                await store.add(self.owner, response, self.items)
-            except StoreUnavailable as error:
-                log.warning("response not stored", extra={"fields": {"error": error.message}})
-                response["store"] = False
+        """Generate the response, store it unless the client wants that not, then send its end. A
+        stream that has begun is stored if it fails, too."""
+        try:
+            if not await self.generate(generation, exchange) or self.reply is None:
+                return
+        except DynamoError as error:
+            if exchange.response.started:
+                self.writer.fail(error)
+                await self._store(store)
+            raise
+        await self._store(store)
         self.reply.release()
+
+    async def _store(self, store: ResponseStore) -> None:
+        response = self.writer.response
+        if not response["store"]:
+            return
+        try:
+            await store.add(self.owner, response, self.items)
+        except StoreUnavailable as error:
+            log.warning("response not stored", extra={"fields": {"error": error.message}})
+            response["store"] = False
