@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.application.generation.items import ItemStreamReply
 from dynamo.core.clock import SystemClock
 
 Open = Callable[..., Awaitable[Any]]
@@ -203,3 +204,19 @@ async def test_an_answer_that_is_not_streamed_stays_silent(site: Any, clock: Ste
         await clock.advance(60.0)
         site.processor.gate.set()
         assert await answer.read_head() == 503
+
+
+async def test_a_stream_that_cannot_begin_leaves_others_alone(
+    site: Any, clock: SteppedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.application.generation.concurrency.update_limits(2, 0)
+    monkeypatch.setattr(ItemStreamReply, "break_silence", lambda _, silent_s: 1 / 0)
+    async with request(site, "/v1/messages") as broken, request(site, "/v1/completions") as other:
+        while len(site.processor.requests) < 2:
+            await asyncio.sleep(0)
+        await clock.advance(2.0)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await broken.read_head()
+        assert await other.read_head() == 200
+        await clock.advance(15.0)
+        await other.read_comment()

@@ -334,8 +334,13 @@ class HttpConnection(asyncio.Protocol):
     def check_silence(self, now: float) -> None:
         """Let a stream break its silence. Bytes that a slow client has not taken are none."""
         response = self._response
-        if response is not None and response.on_silence is not None and self.paused_at is None:
+        if response is None or response.on_silence is None or self.paused_at is not None:
+            return
+        try:
             response.check_silence(now, self._written_bytes)
+        except Exception:
+            log.exception("a silent stream failed")
+            self.abort()
 
     def _check_stall(self, now: float) -> None:
         sent_bytes = self._written_bytes - self.unsent_bytes()
