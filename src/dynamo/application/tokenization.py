@@ -1,4 +1,4 @@
-"""The routes /tokenize, /detokenize and /tokenizer_info, with vLLM's bodies."""
+"""The routes /tokenize, /detokenize and /tokenizer_info, with the bodies of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from dynamo.core.text import ChatRequest
 
 
 class TokenizeBody(msgspec.Struct):
-    """The body of /tokenize: a text in `prompt`, or a conversation in `messages`."""
+    """The body of /tokenize: a text in `prompt`, or a conversation in `messages`.
+
+    llama.cpp's body has a text in `content`, and asks for special tokens and pieces.
+    """
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    parse_special: Annotated[Any, Neutral(True)] = None
     add_generation_prompt: Annotated[Any, Neutral(True)] = None
     continue_final_message: Annotated[Any, Neutral(False)] = None
     tools: Annotated[Any, Neutral([])] = None
@@ -46,6 +53,12 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class LlamaCppTokens(msgspec.Struct, frozen=True):
+    """The answer of /tokenize to a body of llama.cpp."""
+
+    tokens: list[int] | list[dict[str, Any]]
 
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
@@ -76,7 +89,7 @@ class TokenizationHandler:
             body = decode_body(_detokenize_decoder, exchange.request)
             _, served = self._gateway.find(body.model)
             text = await served.processor.detokenize(body.tokens)
-        exchange.send_json(200, msgspec.json.encode({"prompt": text}))
+        exchange.send_json(200, msgspec.json.encode({"prompt": text, "content": text}))
 
     async def describe(self, exchange: Exchange) -> None:
         """GET /tokenizer_info. Evaluation programs read it before they use /tokenize."""
@@ -88,7 +101,7 @@ class TokenizationHandler:
         }
         exchange.send_json(200, msgspec.json.encode(info))
 
-    async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse:
+    async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse | LlamaCppTokens:
         _unsupported_fields.check(body)
         model, served = self._gateway.find(body.model)
         processor = served.processor
@@ -98,7 +111,20 @@ class TokenizationHandler:
         elif body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)
+        elif body.content is not None:
+            ids = await processor.tokenize(body.content, add_special=body.add_special)
+            if not body.with_pieces:
+                return LlamaCppTokens(ids)
+            return LlamaCppTokens(list(map(_piece, ids, await processor.token_bytes(ids))))
         else:
             raise InvalidRequest("prompt: required, but missing", param="prompt")
-        strings = await processor.texts(ids) if body.return_token_strs else None
+        strings = await processor.token_strings(ids) if body.return_token_strs else None
         return TokenizeResponse(len(ids), served.context_tokens, ids, strings)
+
+
+def _piece(token_id: int, raw: bytes) -> dict[str, Any]:
+    """Return a token in llama.cpp's form: bytes that are no UTF-8 are a list of numbers."""
+    try:
+        return {"id": token_id, "piece": raw.decode()}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(raw)}

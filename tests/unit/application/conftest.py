@@ -75,8 +75,11 @@ class WordProcessor:
     async def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join("x" * token for token in ids)
 
-    async def texts(self, ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
         return ["x" * token for token in ids]
+
+    async def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [b"y" * (token - 1) + b"\xc3" * (token % 2) for token in ids]
 
     async def _prepare(
         self,

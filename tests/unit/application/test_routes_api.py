@@ -245,6 +245,16 @@ async def test_tokenize(site: Any, connect: Any) -> None:
         assert (await get(connect, site, "/tokenize", "POST", wrong)).status == 400
 
 
+async def test_tokenize_of_llama_cpp(site: Any, connect: Any) -> None:
+    body: dict[str, Any] = {"content": "a bb"}
+    assert (await get(connect, site, "/tokenize", "POST", body)).json == {"tokens": [1, 2]}
+    body |= {"add_special": True, "with_pieces": True}
+    assert (await get(connect, site, "/tokenize", "POST", body)).json["tokens"] == [
+        *({"id": 1, "piece": [0xC3]}, {"id": 1, "piece": [0xC3]}),
+        {"id": 2, "piece": "y"},
+    ]
+
+
 async def test_tokenizer_info(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/tokenizer_info")
     assert answer.json == {"bos_token": None, "eos_token": "</s>", "model_max_length": 100_000}
@@ -252,7 +262,7 @@ async def test_tokenizer_info(site: Any, connect: Any) -> None:
 
 async def test_detokenize(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/detokenize", "POST", {"model": "words", "tokens": [1, 2]})
-    assert answer.json == {"prompt": "x xx"}
+    assert answer.json == {"prompt": "x xx", "content": "x xx"}
     for wrong in ({"tokens": [-1]}, {"tokens": "x"}, {}):
         assert (await get(connect, site, "/detokenize", "POST", wrong)).status == 400
 

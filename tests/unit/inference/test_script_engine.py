@@ -6,6 +6,7 @@ import json
 from random import Random
 
 import pytest
+from tests.support.sentencepiece import write_tokenizer
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.clock import SystemClock
@@ -16,6 +17,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine_registry import EngineInputs, open_engine
+from dynamo.inference.script.engine import read_script
 from dynamo.models.resolve import resolve_model
 from dynamo.models.tokenization.tokenizer import load_tokenizer
 
@@ -72,6 +74,13 @@ async def test_the_first_line_that_fits_answers_with_its_special_tokens(tiny_mod
     assert 2 in reply.ids
     assert reply.end.reason == "stop"
     assert set(reply.steps) == {1}
+
+
+def test_a_text_has_no_space_that_its_line_has_not(tmp_path, script):
+    """Tokenizers that put a space before each text encode it as the middle of one."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", "llama"))
+    answers = read_script(script, tokenizer)
+    assert tokenizer.decode_behind_text(answers[0].ids) == LINES[0]["text"]
 
 
 async def test_a_cut_answer_ends_by_length(tiny_model, script):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import tokenizers
+from tests.support.sentencepiece import write_tokenizer
 
 from dynamo.core.errors import InvalidRequest, ModelUnavailable
 from dynamo.models.checkpoint.gguf import GgufFile
@@ -102,6 +103,19 @@ def test_the_stream_decoder_never_splits_a_character(tokenizer):
     for token in ids(tokenizer.encode("a👍"))[:-1]:
         cut.step(token)
     assert cut.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])
+@pytest.mark.parametrize(
+    "text", ["Hello", " Hello", "  x", "\n", "\n\n the", ".", "a", "日本", "0"]
+)
+def test_text_that_goes_on_has_no_space_before_it(tmp_path, family, text):
+    """SentencePiece puts a space before a text, which its decoder drops at the beginning alone."""
+    spaced = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", family))
+    encoded = ids(spaced.encode_behind_text(text))
+    before = ids(spaced.encode("answer"))
+    assert spaced.decode_behind_text(encoded) == text
+    assert spaced.decode([*before, *encoded]) == f"answer{text}"
 
 
 def test_special_tokens_are_added_on_request(edited_tokenizer):

@@ -329,7 +329,7 @@ async def test_many_ids_are_decoded_on_a_thread(
     await chat_processor.complete(complete(pack_ids(ids), echo=True), CONTEXT, reader)
     assert reader.whole() == "word fox" * 1000
     assert clock.offloaded == ["decode", "decode"]
-    assert "".join(await chat_processor.texts(ids)) == "word fox" * 1000
+    assert len(await chat_processor.token_strings(ids)) == len(ids)
     assert len(clock.offloaded) == 3
 
 
@@ -342,6 +342,18 @@ async def test_tokenize_and_back(make_processor: Any, scripted_engine: Any, ids_
     ) == ("<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(InvalidRequest):
         await chat_processor.detokenize([70_000])
+
+
+async def test_strings_of_tokens_are_those_of_the_vocabulary(
+    make_processor: Any, scripted_engine: Any, ids_of: Ids, tokenizer: Tokenizer
+) -> None:
+    chat_processor, ids = make_processor(scripted_engine([]).send), ids_of("fox the é<|im_end|>")
+    strings = await chat_processor.token_strings(ids)
+    assert strings == [tokenizer.id_to_token(token) for token in ids]
+    assert "Ġ" in "".join(strings)
+    assert strings[-1] == "<|im_end|>"
+    assert b"".join(await chat_processor.token_bytes(ids)).decode() == "fox the é<|im_end|>"
+    assert await chat_processor.token_strings([60_000]) == [""]
 
 
 async def test_a_conversation_that_cannot_fit_is_not_rendered(

@@ -349,13 +349,13 @@ class OpenAIServerEngine(Engine):
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    return unpack_ids(tokenizer.encode(text, parse_special=False))
+    return unpack_ids(tokenizer.encode_behind_text(text, parse_special=False))
 
 
 def _check_text_round_trip(tokenizer: Tokenizer, url: str) -> None:
     """Raise `ConfigError` if pieces of text do not survive their tokens one by one."""
     for text in (" a", "a", "\n", "  b", "犬"):
-        if tokenizer.decode(_encode_text(tokenizer, text)) != text:
+        if tokenizer.decode_behind_text(_encode_text(tokenizer, text)) != text:
             raise ConfigError(
                 f"{url} sends text without token ids, and the tokenizer changes {text!r}",
                 hint="use a server that sends token ids: vLLM, SGLang or llama.cpp",

@@ -101,7 +101,7 @@ def read_script(path: Path, tokenizer: Tokenizer) -> list[ScriptAnswer]:
                 f"{path}, line {number}: {error}",
                 hint='a line is {"when": "text in the prompt", "text": "answer"}',
             ) from None
-        ids = entry.ids or tuple(unpack_ids(tokenizer.encode(entry.text)))
+        ids = entry.ids or tuple(unpack_ids(tokenizer.encode_behind_text(entry.text)))
         cut = entry.cut is not None
         answers.append(ScriptAnswer(entry.when, ids[: entry.cut], "length" if cut else "stop"))
     return answers

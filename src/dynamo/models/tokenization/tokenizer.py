@@ -8,6 +8,7 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 
+from dynamo.core.codec import unpack_ids
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.file_cache import FileRef, file_ref, find_file
 from dynamo.models.tokenization.encoders import (
@@ -30,6 +31,12 @@ MAX_COMPOSED_CHARS = 4
 """Unicode's composition (NFC) combines at most this many characters to one."""
 MAX_INCOMPLETE_TOKENS = 16
 """This many ids without whole text never become text, since a character has four bytes."""
+_CONTEXT_TOKENS = 4
+"""At least so many ids of a prompt are decoded before an answer, and as many as are whole text."""
+_MAX_CUT_TOKENS = 3
+"""At most so many ids at the end of a prompt begin a character."""
+_TEXTS_BEFORE = ("\n", "a", ".", "0")
+"""A text is encoded behind one of these, to have none of what tokenizers add to a beginning."""
 
 
 class Tokenizer:
@@ -78,13 +85,38 @@ class Tokenizer:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self._encoder.decode(ids, skip_special)
 
+    def encode_behind_text(self, text: str, *, parse_special: bool = True) -> bytes:
+        """Return packed ids of a text that goes on with another one: without the space that
+        SentencePiece puts before a text."""
+        if not self.has_exact_bytes:
+            for before in _TEXTS_BEFORE:
+                start = self.encode(before)
+                whole = self.encode(before + text, parse_special=parse_special)
+                if whole.startswith(start):
+                    return whole[len(start) :]
+        return self.encode(text, parse_special=parse_special)
+
+    def decode_behind_text(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` that go on with another text, with the space that decoders drop
+        at a beginning."""
+        before = unpack_ids(self.encode("a"))
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
     def id_to_token(self, token_id: int) -> str | None:
         """Return the vocabulary's string for an id, in the tokenizer's alphabet."""
         return self._encoder.id_to_token(token_id)
 
-    def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
-        """Return an incremental decoder, for tokenizers without exact token bytes."""
-        return StreamDecoder(self, skip_special)
+    def stream_decoder(
+        self, *, skip_special: bool = True, prompt_end: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """Return an incremental decoder of text behind `prompt_end`, for tokenizers without exact
+        token bytes."""
+        return StreamDecoder(self, skip_special, prompt_end)
+
+    @cached_property
+    def has_exact_bytes(self) -> bool:
+        """Whether `token_bytes` are known."""
+        return any(raw is not None for raw in self.token_bytes)
 
     @cached_property
     def token_texts(self) -> list[str | None]:
@@ -94,7 +126,7 @@ class Tokenizer:
     @cached_property
     def text_token_ids(self) -> list[int]:
         """Ids that alone decode to whole, non-empty text and are not special."""
-        if any(raw is not None for raw in self.token_bytes):
+        if self.has_exact_bytes:
             return _text_token_ids(self.token_bytes, self.special_ids)
         texts = (self._decode_alone(number) for number in range(self.vocab_size))
         return [n for n, text in enumerate(texts) if text and n not in self.special_ids]
@@ -114,13 +146,25 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids one by one. Incomplete characters are held back."""
+    """Decodes ids one by one, behind the end of a prompt. Incomplete characters are held back, also
+    one that the prompt begins."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, prompt_end: Sequence[int] = ()
+    ) -> None:
         self._decode = tokenizer.decode
         self._skip_special = skip_special
-        self._ids: list[int] = []
-        self._emitted = 0
+        self._ids, self._emitted = self._choose_context(prompt_end)
+
+    def _choose_context(self, prompt_end: Sequence[int]) -> tuple[list[int], int]:
+        """Return ids that precede the answer, and how many of them are whole text."""
+        known = len(prompt_end)
+        for whole in range(known, max(0, known - 1 - _MAX_CUT_TOKENS), -1):
+            for start in range(max(0, whole - _CONTEXT_TOKENS), -1, -1):
+                text = self._decode_ids(prompt_end[start:whole])
+                if text and _REPLACEMENT not in text:
+                    return list(prompt_end[start:]), whole - start
+        return list(prompt_end), known
 
     def step(self, token_id: int) -> str:
         """Return the text that `token_id` completes; "" while a character is incomplete."""

@@ -34,7 +34,7 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 class _TokenizerModel(msgspec.Struct, frozen=True):
     type: str = "BPE"
-    vocab: dict[str, int] | msgspec.Raw = msgspec.Raw(b"{}")
+    vocab: dict[str, int] | list[tuple[str, float]] | None = None
     dropout: float | None = None
     byte_fallback: bool = False
 
@@ -76,8 +76,12 @@ def _text_growth(step: Any) -> float:
 
 def vocabulary(file: TokenizerFile) -> list[str | None]:
     """Return token strings by id; None for ids without a token."""
-    vocab = file.model.vocab if isinstance(file.model.vocab, dict) else {}
-    by_id = {number: text for text, number in vocab.items()}
+    vocab = file.model.vocab or ()
+    by_id = (
+        {number: text for text, number in vocab.items()}
+        if isinstance(vocab, dict)
+        else {number: text for number, (text, _) in enumerate(vocab)}  # Unigram: with scores
+    )
     by_id.update({token.id: token.content for token in file.added_tokens})
     highest = max(by_id, default=-1)
     if highest > _MAX_TOKEN_ID:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from random import Random
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -45,10 +46,12 @@ from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.token_counter import TokenCounter
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
+T = TypeVar("T")
 CHOICES_PER_SLICE = 16
 """So many choices of a request are sent in one iteration of the event loop."""
 PROMPT_END_TOKENS = 24
-"""So many tokens at the end of a prompt tell whether the answer begins in reasoning."""
+"""So many tokens at the end of a prompt tell whether the answer begins in reasoning, and what its
+text goes on with."""
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
@@ -168,10 +171,18 @@ class ChatProcessor:
         self._check_ids(ids, "tokens")
         return await self._decode(ids)
 
-    async def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id decoded alone."""
-        decode = self._tokenizer.decode
-        return await self._clock.offload(lambda: [decode([token_id]) for token_id in ids])
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's string of each id, in the tokenizer's alphabet."""
+        return [string or "" for string in await self._map_ids(self._tokenizer.id_to_token, ids)]
+
+    async def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each id, whose concatenation is the text."""
+        return await self._map_ids(self._vocabulary.get_token_bytes, ids)
+
+    async def _map_ids(self, convert: Callable[[int], T], ids: Sequence[int]) -> list[T]:
+        if len(ids) <= MAX_INLINE_IDS:
+            return list(map(convert, ids))
+        return await self._clock.offload(lambda: list(map(convert, ids)))
 
     async def _decode(self, ids: Sequence[int]) -> str:
         decode = self._vocabulary.decode
@@ -273,14 +284,15 @@ class ChatProcessor:
         )
         stops = self._stop_strings(options)
         plain = make_reader is None and options.prompt_logprobs is None and not options.count_tokens
+        end = prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]
         if options.n == 1 and max_tokens and plain:
-            choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
+            choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo, end)
             return self._send(request, context, choice)
         choices = [
-            Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
+            Detokeniser(choice, self._vocabulary, options, stops, reply, echo, end)
             if make_reader is None
             else ParsedDetokeniser(
-                choice, self._vocabulary, options, stops, reply, make_reader(), self._answers
+                choice, self._vocabulary, options, stops, reply, end, make_reader(), self._answers
             )
             for choice in range(options.n)
         ]

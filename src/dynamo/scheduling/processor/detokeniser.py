@@ -20,7 +20,8 @@ class Detokeniser(Reply):
 
     Text and its logprobs are held back only while a character is incomplete or a stop string may
     have begun. A character that the end cuts is left out. A stop string finishes the choice; the
-    returned False then cancels the generation.
+    returned False then cancels the generation. `prompt_end`: the last packed ids of the prompt,
+    behind which the text is decoded.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class Detokeniser(Reply):
         "_min_tokens",
         "_nothing_pending",
         "_pending_text",
+        "_prompt_end",
         "_remainder",
         "_reply",
         "_skipped_ids",
@@ -54,6 +56,7 @@ class Detokeniser(Reply):
         stops: StopStrings | None,
         reply: TextReply,
         echo: str = "",
+        prompt_end: bytes = b"",
     ) -> None:
         self._choice = choice
         self._reply = reply
@@ -70,6 +73,7 @@ class Detokeniser(Reply):
         self._include_stop = options.include_stop
         self._stop_ids = options.stop_token_ids
         self._min_tokens = options.min_tokens
+        self._prompt_end = prompt_end
         self._echo = echo
         self._token_count = 0
         self._text_offset = len(echo)  # and the characters decoded by `_decode_token`
@@ -128,8 +132,7 @@ class Detokeniser(Reply):
             self._logprobs.append(self._convert_logprobs(logprobs))
         decoder = self._decoder
         if decoder is None:
-            skip_special = bool(self._skipped_ids)
-            decoder = self._decoder = self._vocabulary.create_decoder(skip_special=skip_special)
+            decoder = self._open_decoder()
         text = decoder.step(token)
         self._text_offset += len(text)
         wants_more = self._emit(text) if text else True
@@ -139,6 +142,15 @@ class Detokeniser(Reply):
         if self._fast_path is not None:
             self._fast_path.buffer_empty = self._nothing_pending
         return wants_more
+
+    def _open_decoder(self) -> TextDecoder:
+        """Create the decoder before its first token, which is counted."""
+        self._decoder = decoder = self._vocabulary.create_decoder(
+            skip_special=bool(self._skipped_ids),
+            prompt_end=self._prompt_end,
+            at_start=self._count_tokens() == 1,
+        )
+        return decoder
 
     def _count_tokens(self) -> int:
         sent = 0 if self._fast_path is None else self._fast_path.tokens_sent

@@ -26,10 +26,11 @@ class ParsedDetokeniser(Detokeniser):
         options: TextOptions,
         stops: StopStrings | None,
         reply: TextReply,
+        prompt_end: bytes,
         reader: AnswerReader,
         answers: AnswerParsing,
     ) -> None:
-        super().__init__(choice, vocabulary, options, stops, reply)
+        super().__init__(choice, vocabulary, options, stops, reply, prompt_end=prompt_end)
         self._reader = reader
         self._marker_chars = answers.chars
         self._reasoning_tokens = 0
@@ -52,7 +53,7 @@ class ParsedDetokeniser(Detokeniser):
     def _decode_token(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         decoder = self._decoder
         if decoder is None:
-            decoder = self._decoder = self._vocabulary.create_decoder(skip_special=True)
+            decoder = self._open_decoder()
         char = self._marker_chars.get(token)
         if char is not None:
             text = decoder.flush() + char

@@ -190,10 +190,15 @@ class TextProcessor:
         del ids
         self._refuse("/detokenize", "model")
 
-    async def texts(self, ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Raise `Unsupported`."""
         del ids
-        self._refuse("the texts of token ids", "model")
+        self._refuse("the strings of token ids", "model")
+
+    async def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Raise `Unsupported`."""
+        del ids
+        self._refuse("the bytes of token ids", "model")
 
     def _refuse(self, what: str, param: str) -> NoReturn:
         raise Unsupported(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.fast_path import TokenTexts
-from dynamo.core.text import REPLACEMENT
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.text import MAX_CUT_BYTES, REPLACEMENT
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Utf8Decoder = getincrementaldecoder("utf-8")
@@ -26,7 +27,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes: Sequence[bytes | None] = tokenizer.token_bytes
-        self._exact = any(raw is not None for raw in self._token_bytes)
+        self._exact = tokenizer.has_exact_bytes
         self._bytes_cache: dict[int, bytes] = {}
         self.special_ids = tokenizer.special_ids
         texts = [text or None for text in tokenizer.token_texts]
@@ -35,11 +36,20 @@ class Vocabulary:
             [None if number in self.special_ids else text for number, text in enumerate(texts)]
         )
 
-    def create_decoder(self, *, skip_special: bool) -> TextDecoder:
-        """Return a decoder for one answer. Skipped special tokens need not be passed to it."""
-        if self._exact:
-            return TableDecoder(self._token_bytes)
-        return TokenizerDecoder(self, self._tokenizer, skip_special=skip_special)
+    def create_decoder(
+        self, *, skip_special: bool, prompt_end: bytes = b"", at_start: bool = True
+    ) -> TextDecoder:
+        """Return a decoder for one answer. Skipped special tokens need not be passed to it.
+
+        `prompt_end`: the last packed ids of the prompt. `at_start`: no text of the answer precedes.
+        """
+        if not self._exact:
+            end = unpack_ids(prompt_end)
+            return TokenizerDecoder(self, self._tokenizer, end, skip_special=skip_special)
+        decoder = TableDecoder(self._token_bytes)
+        for token in unpack_ids(prompt_end[-MAX_CUT_BYTES * TOKEN_BYTES :]) if at_start else ():
+            decoder.step(token)  # the answer may complete a character
+        return decoder
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids including special tokens. On a thread the table releases the GIL from time to
@@ -58,13 +68,11 @@ class Vocabulary:
         if self._exact:
             return self._token_bytes[token_id] or b""
         if token_id not in self._bytes_cache:
-            self._bytes_cache[token_id] = self._decode_behind_token(token_id)
+            self._bytes_cache[token_id] = self._decode_behind_text(token_id)
         return self._bytes_cache[token_id]
 
-    def _decode_behind_token(self, token_id: int) -> bytes:
-        """Decode after another token, because decoders drop the leading space of the first one."""
-        decode, before = self._tokenizer.decode, unpack_ids(self._tokenizer.encode("a"))
-        text = decode([*before, token_id])[len(decode(before)) :]
+    def _decode_behind_text(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode_behind_text([token_id])
         byte = BYTE_TOKEN_PATTERN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(byte[1]) if byte and REPLACEMENT in text else text.encode()
 
@@ -104,9 +112,18 @@ class TokenizerDecoder:
 
     has_pending = True
 
-    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
+        prompt_end: Sequence[int],
+        *,
+        skip_special: bool,
+    ) -> None:
         self._vocabulary = vocabulary
-        self._stream = stream = tokenizer.stream_decoder(skip_special=skip_special)
+        self._stream = stream = tokenizer.stream_decoder(
+            skip_special=skip_special, prompt_end=prompt_end
+        )
         self.step = stream.step
         self.flush = stream.flush
 
