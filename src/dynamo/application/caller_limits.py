@@ -20,19 +20,22 @@ class CallerLimits:
     - `priority` is clamped to `server.priority_range`.
     - With several API keys, the cache salt contains a digest of the caller's key. Blocks and cached
       tokens are then those of the same key. `share_cache` is `engine.share_cache`.
+    - With several API keys, new forms of answers are tried in turns of the callers.
     """
 
     def __init__(self, server: ServerSettings, *, share_cache: bool) -> None:
         self._lowest, self._highest = server.priority_range
-        self._separates_caches = len(set(server.api_keys)) > 1 and not share_cache
-        self.needed = self._separates_caches or not self._lowest <= 0 <= self._highest
+        self._several = len(set(server.api_keys)) > 1
+        self._separates_caches = self._several and not share_cache
+        self.needed = self._several or not self._lowest <= 0 <= self._highest
 
     def apply(self, options: TextOptions, request: Request) -> TextOptions:
         """Return the options that the caller of `request` may have."""
         priority = min(max(options.priority, self._lowest), self._highest)
-        salt = options.salt
+        if not self._several:
+            return replace(options, priority=priority)
+        caller, salt = hashlib.sha256(caller_key(request).encode()), options.salt
         if self._separates_caches:
-            caller = hashlib.sha256(caller_key(request).encode()).digest()
-            digest = hashlib.blake2b(salt.encode(), key=caller, digest_size=SALT_BYTES)
+            digest = hashlib.blake2b(salt.encode(), key=caller.digest(), digest_size=SALT_BYTES)
             salt = digest.hexdigest()
-        return replace(options, priority=priority, salt=salt)
+        return replace(options, priority=priority, salt=salt, caller=caller.hexdigest())

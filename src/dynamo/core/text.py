@@ -29,7 +29,8 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options that chat and completion requests share. `count_tokens`: the reply wants to know the
     tokens of each choice as they come. `structured_field`: where the request has `structured`.
-    `adapter`: the id of a LoRA adapter, "" for none."""
+    `adapter`: the id of a LoRA adapter, "" for none. `caller`: a digest of the caller's API key,
+    where there are several."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -48,6 +49,7 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     structured: StructuredOutput | None = None
     structured_field: str = ""
     adapter: str = ""
+    caller: str = ""
 
 
 CallMode = Literal["free", "strict", "required", "named"]

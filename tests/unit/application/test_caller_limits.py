@@ -90,8 +90,18 @@ def test_a_salt_of_another_caller_cannot_be_requested() -> None:
 )
 def test_otherwise_salts_stay_as_they_are(keys: tuple[str, ...], share_cache: bool) -> None:
     limits = CallerLimits(ServerSettings(api_keys=keys), share_cache=share_cache)
-    assert not limits.needed
-    assert limits.apply(TextOptions(salt="s"), request_of("a")) == TextOptions(salt="s")
+    assert limits.needed == (keys == KEYS)
+    assert limits.apply(TextOptions(salt="s"), request_of("a")).salt == "s"
+
+
+def test_several_keys_are_several_callers() -> None:
+    limits = CallerLimits(ServerSettings(api_keys=KEYS), share_cache=True)
+    callers = [limits.apply(TextOptions(), request_of(key)).caller for key in (*KEYS, *KEYS)]
+    assert callers[:2] == callers[2:]
+    assert len({*callers}) == 2
+    assert not any(word in caller for caller in callers for word in KEYS)
+    alone = CallerLimits(ServerSettings(api_keys=("a",)), share_cache=False)
+    assert alone.apply(TextOptions(), request_of("a")).caller == ""
 
 
 def test_one_key_cannot_take_all_places_of_background_responses() -> None:

@@ -20,11 +20,10 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, SchemaTooComplex
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import StructuredOutput
-from dynamo.models.grammar.checker import GrammarChecker
+from dynamo.models.grammar.checker import SMALL_NICENESS, GrammarChecker
 from dynamo.models.grammar.grammar_text import grammar_text
 from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
 from dynamo.models.grammar.refusal import find_endless
-from dynamo.models.grammar.trial_process import NICENESS
 
 EOS = 2
 PERSON = {
@@ -315,12 +314,12 @@ async def test_a_cancelled_check_leaves_its_verdict_to_nobody_else(checker: Gram
 
 async def test_a_trial_process_that_died_is_replaced(checker: GrammarChecker) -> None:
     await checker.check(schema(PERSON))
-    process = checker._process
+    process = checker._small.process
     assert process is not None
     process.kill()
     process.wait()
     await checker.check(StructuredOutput("json_object"))
-    assert checker._process is not process
+    assert checker._small.process is not process
 
 
 async def test_trials_keep_no_output_open_and_end_with_their_parent() -> None:
@@ -331,7 +330,7 @@ from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.checker import GrammarChecker
 checker = GrammarChecker()
 asyncio.run(checker.check(StructuredOutput("json_object")))
-print(checker._process.pid, flush=True)
+print(checker._small.process.pid, flush=True)
 signal.pause()
 """
     pipe = asyncio.subprocess.PIPE
@@ -355,13 +354,13 @@ signal.pause()
 async def test_trials_run_when_nothing_else_does(checker: GrammarChecker) -> None:
     """Linux divides CPU time among sessions, so that the process needs one of its own."""
     await checker.check(schema(PERSON))
-    process = checker._process
+    process = checker._small.process
     assert process is not None
     assert os.getsid(process.pid) == process.pid
     group = Path(f"/proc/{process.pid}/autogroup")
     if group.exists():
-        assert group.read_text().endswith(f"nice {NICENESS}\n")
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= NICENESS
+        assert group.read_text().endswith(f"nice {SMALL_NICENESS}\n")
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) >= SMALL_NICENESS
 
 
 def tokenizer_ids(tokenizer: Any, text: str) -> list[int]:

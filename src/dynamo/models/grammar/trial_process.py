@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 TRIAL_CPU_S = 0.2
 MAX_STEPS = 256
 """So many bytes of an answer are tried, since patterns are only read where they begin."""
-NICENESS = 15
 AUTOGROUP_TRIES = 20
-"""A trial then gets 7 % of a core that another process uses, too."""
 MAX_ERROR_CHARS = 2000
 _EOS = 256
 _PREFERRED = b'"}]0a'
@@ -204,15 +202,15 @@ class Trials:
         return verdict
 
 
-def lower_priority() -> None:
+def lower_priority(niceness: int) -> None:
     """Give this process less CPU time than others. Linux divides CPU time among sessions first
     (autogroups), so that the niceness of a process counts within its session only. The kernel lets
     users but root change one autogroup in a tenth of a second."""
-    os.nice(NICENESS)
+    os.nice(niceness)
     os.setsid()
     for _ in range(AUTOGROUP_TRIES):
         try:
-            Path("/proc/self/autogroup").write_text(str(NICENESS))
+            Path("/proc/self/autogroup").write_text(str(niceness))
         except BlockingIOError:
             time.sleep(0.1)
         except OSError:  # a kernel without autogroups
@@ -221,12 +219,12 @@ def lower_priority() -> None:
             return
 
 
-def main() -> int:
+def main(niceness: int) -> int:
     """Try each form that arrives."""
     set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
     try_form(StructuredOutput("json_object"))  # loads the library before the first fork
-    lower_priority()
+    lower_priority(niceness)
     trials = Trials()
     while (payload := read_message(sys.stdin.buffer)) is not None:
         write_message(sys.stdout.buffer, trials.judge(payload))
@@ -234,4 +232,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

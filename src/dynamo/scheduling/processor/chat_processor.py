@@ -195,7 +195,7 @@ class ChatProcessor:
         await self._check_form(request.options)
         for form, field in self._answers.argument_forms(request):
             if self._grammar_checker is not None:
-                await self._grammar_checker.check(form, field)
+                await self._grammar_checker.check(form, field, request.options.caller)
         structured = request.options.structured
         limited = structured is not None and structured.reasoning_limit is not None
         if request.tools or self._answers.always or limited:
@@ -229,7 +229,8 @@ class ChatProcessor:
         else:
             return request
         if form is not None and form.kind == "calls" and checker is not None:
-            await checker.check(StructuredOutput("calls", form.value), "tools")
+            calls = StructuredOutput("calls", form.value)
+            await checker.check(calls, "tools", request.options.caller)
         return replace(request, options=replace(request.options, structured=form))
 
     async def _check_form(self, options: TextOptions) -> None:
@@ -238,7 +239,7 @@ class ChatProcessor:
         form = options.structured
         if form is not None and form.kind != "text" and self._grammar_checker is not None:
             form = replace(form, reasoning_limit=None, soft_limit=False)
-            await self._grammar_checker.check(form, options.structured_field)
+            await self._grammar_checker.check(form, options.structured_field, options.caller)
 
     def _decode_end(self, prompt: bytes) -> str:
         return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))
