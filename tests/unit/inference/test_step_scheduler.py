@@ -72,6 +72,17 @@ def test_batch_slots_are_limited_and_go_by_priority():
     assert [chunk.sequence for chunk in step(scheduler).chunks] == [low, later]
 
 
+def test_answers_that_may_fill_the_memory_run_together():
+    """Blocks are taken as answers grow, not for their largest length."""
+    scheduler = make_scheduler(blocks=100, context=400)
+    sequences = [make_sequence(range(start, start + 9), max_tokens=391) for start in range(8)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    step(scheduler)
+    plan = step(scheduler)
+    assert {chunk.sequence for chunk in plan.chunks} == {*sequences}
+
+
 def test_the_last_sequence_is_preempted_and_resumes_from_the_cache():
     scheduler = make_scheduler(blocks=6)
     first, last = make_sequence(range(11)), make_sequence(range(50, 61))

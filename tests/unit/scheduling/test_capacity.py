@@ -5,14 +5,30 @@ from __future__ import annotations
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.unit.scheduling.fake_cluster import FakeCluster, run_scenario
 
-from dynamo.core.values import EngineInfo, Load, sum_loads
+from dynamo.core.context import Context
+from dynamo.core.values import (
+    EngineInfo,
+    GenerateRequest,
+    Load,
+    SamplingParams,
+    StopConditions,
+    sum_loads,
+)
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.workers.durations import DequeueRate, DurationHistogram, DurationModel
+from dynamo.scheduling.workers.durations import (
+    DEFAULT_OUTPUT_TOKENS,
+    DEFAULT_TPOT_S,
+    DequeueRate,
+    DurationHistogram,
+    DurationModel,
+)
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.slots import ClusterCapacity, Reservation
 from dynamo.scheduling.workers.workers import WorkerStates
+from dynamo.testing.fakes import CollectedReply
 
 
 def test_the_remaining_duration_by_age() -> None:
@@ -72,6 +88,55 @@ def make_worker(name: str, seqs: int = 4, blocks: int = 64, ranks: int = 1) -> I
         endpoint="generate",
         capabilities=capabilities,
     )
+
+
+@pytest.mark.parametrize("left", [32_000, 20_000, 9_000, 1_500])
+def test_the_free_context_is_no_expected_length(left: int) -> None:
+    """Answers without max_tokens may fill the context. Their lengths are those of earlier ones,
+    whose prompts left other sizes."""
+    durations = DurationModel()
+    assert durations.predict_output_tokens(left) <= DEFAULT_OUTPUT_TOKENS
+    assert durations.predict_remaining_s(left, 0.0) <= DEFAULT_OUTPUT_TOKENS * DEFAULT_TPOT_S
+    for _ in range(50):
+        durations.observe_output(32_000, 300, 299 * DEFAULT_TPOT_S)
+        durations.observe(32_000, 300 * DEFAULT_TPOT_S)
+    assert durations.predict_output_tokens(left) == pytest.approx(300)
+    assert durations.predict_remaining_s(left, 0.0) == pytest.approx(300 * DEFAULT_TPOT_S, rel=0.05)
+    assert durations.predict_mean_s() == pytest.approx(300 * DEFAULT_TPOT_S)
+
+
+def test_answers_that_may_fill_the_context_take_no_more_room_than_answers_took() -> None:
+    """A worker with room for two whole contexts takes all requests that have places."""
+
+    async def scenario(cluster: FakeCluster) -> None:
+        info = EngineInfo("mock", 16, 2 * 32_768 // 16, 32_768, 20, 8192)
+        capabilities = {"engine": msgspec.to_builtins(info)}
+        cluster.set_instances(a=replace(cluster.instances["a"], capabilities=capabilities))
+        for number in range(24):
+            request = GenerateRequest(
+                str(number), "m", bytes(4 * 300), SamplingParams(), StopConditions(32_468)
+            )
+            call = cluster.admission.send(
+                request, Context(str(number)), CollectedReply(), cluster.route
+            )
+            cluster.tasks.start(call)
+        await cluster.clock.sleep(0.5)
+        assert len(cluster.served) == 20
+
+    run_scenario(scenario, 1)
+
+
+def test_requests_of_other_frontends_last_as_long_as_ours() -> None:
+    now = [0.0]
+    capacity = ClusterCapacity(0, lambda: now[0])
+    capacity.update_workers({"a": make_worker("a")}, {})
+    for _ in range(9):
+        capacity.durations.observe(32_000, 3.0)
+    for at_s in (0.1, 0.2):
+        capacity.on_load_report("a", Load(running=4, waiting=3), at_s)
+    now[0] = 0.2
+    waits = [capacity.predict_wait_s(ahead, 32_000) for ahead in range(7)]
+    assert waits == pytest.approx([3.0 * rank / 7 for rank in range(1, 8)])
 
 
 def test_requests_of_other_frontends_occupy_slots() -> None:

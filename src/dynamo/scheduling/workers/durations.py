@@ -86,6 +86,7 @@ class DurationModel:
 
     def __init__(self) -> None:
         self.tpot_s = DEFAULT_TPOT_S
+        self._mean_duration_s = 0.0
         self._mean_output_tokens = 0.0
         self._mean_fill_ratio = 0.5
         self._histograms: dict[int, DurationHistogram] = {}
@@ -97,6 +98,8 @@ class DurationModel:
         if length_class not in self._histograms:
             self._histograms[length_class] = DurationHistogram()
         self._histograms[length_class].observe(duration_s)
+        mean_s = self._mean_duration_s
+        self._mean_duration_s += 0.1 * (duration_s - mean_s) if mean_s else duration_s
 
     def observe_output(self, max_tokens: int, tokens: int, seconds: float) -> None:
         """Record an answer's length and the seconds from its first token to its end."""
@@ -120,6 +123,10 @@ class DurationModel:
             min(max_tokens, self._mean_output_tokens),
             min(max_tokens, DEFAULT_OUTPUT_TOKENS) * self._mean_fill_ratio,
         )
+
+    def predict_mean_s(self) -> float:
+        """Return the predicted seconds of a request of which nothing is known."""
+        return self._mean_duration_s or self.predict_remaining_s(DEFAULT_OUTPUT_TOKENS, 0.0)
 
     def predict_remaining_s(self, max_tokens: int, age_s: float) -> float:
         """Return the predicted remaining seconds of a request of that age."""

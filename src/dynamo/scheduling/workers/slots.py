@@ -282,7 +282,7 @@ class ClusterCapacity:
 
     def _predict_ends(self, now: float, excluded: frozenset[str]) -> list[float]:
         remaining_s = self.durations.predict_remaining_s
-        foreign_s = remaining_s(1 << 10, 0.0)
+        foreign_s = self.durations.predict_mean_s()
         ends: list[float] = []
         for worker in self.workers.values():
             if worker.live and worker.instance_id not in excluded:
