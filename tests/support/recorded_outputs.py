@@ -194,6 +194,7 @@ class FamilyModel:
         tokenizer_file: Path | None,
         engine: EngineInfo | None = None,
     ) -> None:
+        self._markers = family.markers
         write_family_folder(family.markers, folder, tokenizer_file)
         self.tokenizer: Tokenizer = load_tokenizer(folder / "tokenizer.json")
         card = ModelCard(
@@ -227,9 +228,22 @@ class FamilyModel:
                 return
         reply.finish(Finish("length" if reason == "length" else "stop", sum(map(len, steps))))
 
+    def steps(self, output: RecordedOutput, grouping: str) -> list[tuple[int, ...]]:
+        """Return the steps of an output. Markers that its reasoning mentions are plain text there,
+        as in the ids that models wrote."""
+        reasoning = (output.expected or {}).get("reasoning_content") or ""
+        if not any(marker in reasoning for marker in self._markers):
+            return self.groups(output.raw_output, grouping)
+        encode = self.tokenizer.encode_behind_text
+        before, mention, after = output.raw_output.partition(reasoning)
+        ids = encode(before) + encode(mention, parse_special=False) + encode(after)
+        return self._split(unpack_ids(ids), grouping)
+
     def groups(self, text: str, grouping: str) -> list[tuple[int, ...]]:
-        """Return the token ids of an output in the steps of a grouping."""
-        ids = unpack_ids(self.tokenizer.encode(text))
+        """Return the token ids of a text in the steps of a grouping."""
+        return self._split(unpack_ids(self.tokenizer.encode_behind_text(text)), grouping)
+
+    def _split(self, ids: tuple[int, ...], grouping: str) -> list[tuple[int, ...]]:
         if grouping == WHOLE:
             return [ids]
         if grouping == BY_TOKEN:
@@ -260,7 +274,7 @@ class FamilyModel:
     ) -> ParsedAnswer:
         """Return the answer that a client gets for an output. `send` replaces the engine."""
         reason = "length" if output.truncated else "stop"
-        self._answer = (self.groups(output.raw_output, grouping), reason)
+        self._answer = (self.steps(output, grouping), reason)
         self._engine = send or self._send
         request = ChatRequest(
             model=output.family,

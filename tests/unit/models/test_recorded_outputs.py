@@ -8,14 +8,17 @@ from random import Random
 
 import pytest
 from tests.support.recorded_outputs import (
+    BY_TOKEN,
     GROUPINGS,
     WHOLE,
     FamilyModel,
+    RecordedOutput,
     judge,
     leaks,
     mutate,
     read_collection,
 )
+from tests.support.sentencepiece import write_tokenizer
 
 COLLECTION = {
     family.slug: (family, outputs)
@@ -42,6 +45,43 @@ async def test_outputs_are_read_to_the_letter_in_all_groupings(slug, family_mode
         for grouping in GROUPINGS
     }
     assert {key: verdict for key, verdict in verdicts.items() if verdict != "exact"} == {}
+
+
+@pytest.mark.parametrize("slug", COLLECTION)
+async def test_outputs_are_read_to_the_letter_with_spaces_as_signs(slug, tmp_path):
+    """Gemma's and Mistral's tokenizers write spaces as ▁, and their decoders look at neighbours."""
+    for kind in ("gemma", "mistral"):
+        tokenizer = write_tokenizer(tmp_path / f"{kind}.json", kind)
+        model = FamilyModel(COLLECTION[slug][0], tmp_path / kind, tokenizer)
+        for output in COLLECTION[slug][1]:
+            for grouping in (WHOLE, BY_TOKEN, "rand:1:8"):
+                assert judge(output, await model.parse(output, grouping)) == "exact", output
+
+
+@pytest.mark.parametrize(
+    ("slug", "opening", "closing", "mention"),
+    [
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+            "I end it by <|call|>, and never write <|channel|>final or <|end|>.",
+        ),
+        ("qwen3-hermes", "<think>", "</think>", "First <tool_call>, then </think>, they say."),
+        ("deepseek", "<think>", "</think>", "Not </think>, but <｜tool▁calls▁begin｜>."),
+        ("mistral", "[THINK]", "[/THINK]", "Is [TOOL_CALLS] before [/THINK]?"),
+    ],
+)
+async def test_markers_that_reasoning_spells_out_are_text(
+    slug, opening, closing, mention, family_model
+):
+    model = family_model(slug)
+    expected = {"content": "Done.", "reasoning_content": mention, "tool_calls": []}
+    output = RecordedOutput(
+        "mention", slug, f"{opening}{mention}{closing}Done.", [], [], expected=expected
+    )
+    for grouping in GROUPINGS:
+        assert judge(output, await model.parse(output, grouping)) == "exact"
 
 
 @pytest.mark.parametrize("slug", COLLECTION)
