@@ -173,6 +173,15 @@ def test_one_call_is_one_call(tiny_model: Path, tmp_path: Path) -> None:
     assert all(len(forced.read(tokens)) == 1 for tokens in answers)
 
 
+def test_arguments_may_have_formats_of_no_standard() -> None:
+    family = family_named("qwen3-hermes")
+    grammar = CallGrammar(make_format(family, "", (), named=True).alphabet, "")
+    tools = {"open": {"properties": {"file": {"type": "string", "format": "path"}}}}
+    assert family.write_calls is not None
+    start = calls_expression(grammar, family.write_calls(grammar), tools, one_call=True)
+    assert try_form(StructuredOutput("calls", grammar.write(start))) == Verdict()
+
+
 def test_gemma_needs_plain_types() -> None:
     family = family_named("gemma4")
     assert family.write_calls is not None

@@ -213,7 +213,7 @@ REFUSED = {
         schema({"properties": {"not": {"type": "string"}, "b": {"not": {}}}}),
         "/properties/b/not",
     ),
-    "format": (schema({"type": "string", "format": "zork"}), "'format' at /format"),
+    "format": (schema({"type": "string", "format": "iri"}), "'format' at /format"),
     "type": (schema({"type": "foo"}), "'type' at /type"),
     "reference": (schema({"$ref": "#/$defs/x"}), "'$ref' at /$ref"),
     "remote": (schema({"$ref": "http://a/b"}), "'$ref' at /$ref"),

@@ -11,6 +11,7 @@ import msgspec
 
 from dynamo.models.answers.alphabet import MarkerAlphabet
 from dynamo.models.answers.values import STRING, value_types
+from dynamo.models.grammar.schema_rewriting import rewrite_schema
 
 MAX_CALLS = 16
 """So many calls a forced answer may have."""
@@ -72,7 +73,8 @@ class CallGrammar:
         for key in _DEFINITIONS if root else ():
             if root and key in root:
                 document[key] = root[key]
-        return self.rule(f"%json {json.dumps({**document, 'x-guidance': JSON_STYLE})}")
+        text = json.dumps({**document, "x-guidance": JSON_STYLE})
+        return self.rule(f"%json {rewrite_schema(text)}")
 
     def text_until(self, end: str) -> str:
         """Return the expression of any text and of the marker behind it."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.values import StructuredOutput
+from dynamo.models.grammar.schema_rewriting import rewrite_schema
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -48,7 +49,7 @@ def grammar_text(structured: StructuredOutput) -> str:
             options = {"whitespace_pattern": structured.whitespace_pattern, "coerce_one_of": True}
         schema = value or '{"type": "object"}'
         from_schema: Any = LLMatcher.grammar_from_json_schema
-        return str(from_schema(schema, overrides=options))
+        return str(from_schema(rewrite_schema(schema), overrides=options))
     if kind == "calls":
         return LLMatcher.grammar_from_lark(value)
     if kind == "regex":

@@ -19,7 +19,9 @@ _UNKNOWN_VALUES = (
     (re.compile(r"regex parse error:\n    (.+)\n"), "pattern"),
 )
 _PLACE = re.compile(r"\bat line (\d+), '|(?:^|at )(\d+)\((\d+)\): ")
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_NAMED = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependencies", "dependentSchemas"}
+)
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -62,7 +64,7 @@ def grammar_refusal(kind: str, reason: str, field: str) -> InvalidRequest:
 def find_keyword(schema: Any, keyword: str, value: str = "") -> str:
     """Return the JSON pointer of the first use of a keyword, of any value or of one that contains
     `value`; "" where there is none."""
-    for pointer, node in _subschemas(schema, ""):
+    for pointer, node in subschemas(schema, ""):
         if keyword in node and (not value or value in str(node[keyword])):
             return f"{pointer}/{keyword}"
     return ""
@@ -71,7 +73,7 @@ def find_keyword(schema: Any, keyword: str, value: str = "") -> str:
 def find_endless(schema: Any) -> str:
     """Return the JSON pointer of a reference whose every instance contains another one without end;
     "" where there is none."""
-    nodes = list(_subschemas(schema, ""))
+    nodes = list(subschemas(schema, ""))
     targets = {node["$ref"] for _, node in nodes if isinstance(node.get("$ref"), str)}
     ending: set[str] = set()
     while more := {name for name in targets - ending if _ends(_resolve(schema, name), ending)}:
@@ -115,21 +117,21 @@ def _resolve(root: Any, reference: str) -> Any:
     return node
 
 
-def _subschemas(node: Any, pointer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def subschemas(node: Any, pointer: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every schema inside of one, with its pointer."""
     if isinstance(node, list):
         for number, item in enumerate(node):
-            yield from _subschemas(item, f"{pointer}/{number}")
-    if not isinstance(node, Mapping):
+            yield from subschemas(item, f"{pointer}/{number}")
+    if not isinstance(node, dict):
         return
     yield pointer, node
     for key, value in node.items():
         inner = f"{pointer}/{_escape(key)}"
         if key in _NAMED and isinstance(value, Mapping):
             for name, schema in value.items():
-                yield from _subschemas(schema, f"{inner}/{_escape(name)}")
+                yield from subschemas(schema, f"{inner}/{_escape(name)}")
         elif key not in _VALUES:
-            yield from _subschemas(value, inner)
+            yield from subschemas(value, inner)
 
 
 def _escape(key: str) -> str:
