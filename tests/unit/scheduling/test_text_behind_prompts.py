@@ -172,6 +172,17 @@ async def test_texts_and_offsets_of_logprobs_are_those_of_the_text(
         assert ("the sum" + text)[entry.offset :].startswith(entry.token)
 
 
+async def test_text_that_became_tokens_piece_by_piece_is_the_same(
+    spaced: Tokenizer, make: Make, scripted_engine: Any, recording_reply: Any
+) -> None:
+    """Servers without token ids send text in pieces."""
+    pieces = [" Hel", "lo", ",", " ", "wor", "ld: ", "  two", "\n", "numbers", "."]
+    ids = [token for piece in pieces for token in unpack_ids(spaced.encode_behind_text(piece))]
+    engine, reader = scripted_engine(ids), recording_reply()
+    await make(engine.send, spaced).complete(complete("the sum"), CONTEXT, reader)
+    assert reader.whole() == "".join(pieces)
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3])
 async def test_an_answer_completes_a_character_of_its_prompt(
     tokenizer: Tokenizer,
