@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from dynamo.runtime.calls.client import Client as Client
     from dynamo.runtime.calls.streams import ResponseStream as ResponseStream
     from dynamo.runtime.cancellation import CancellationToken as CancellationToken
-    from dynamo.runtime.compatibility import dynamo_endpoint as dynamo_endpoint
-    from dynamo.runtime.compatibility import dynamo_worker as dynamo_worker
+    from dynamo.runtime.compatibility.calls import CompatContext
+    from dynamo.runtime.compatibility.worker import dynamo_endpoint as dynamo_endpoint
+    from dynamo.runtime.compatibility.worker import dynamo_worker as dynamo_worker
     from dynamo.runtime.component import Component as Component
     from dynamo.runtime.component import Endpoint as Endpoint
     from dynamo.runtime.component import Namespace as Namespace
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from dynamo.runtime.worker_discovery import WorkerDiscovery as WorkerDiscovery
     from dynamo.runtime.worker_discovery import WorkerInfo as WorkerInfo
 
+    Context = CompatContext
+
 _MODULE_OF = {
     "CancellationToken": "cancellation",
     "Client": "calls.client",
     "Component": "component",
+    "Context": "compatibility.calls",
     "DistributedRuntime": "distributed",
     "Endpoint": "component",
     "Namespace": "component",
@@ -32,8 +36,8 @@ _MODULE_OF = {
     "ServedEndpoint": "component",
     "WorkerDiscovery": "worker_discovery",
     "WorkerInfo": "worker_discovery",
-    "dynamo_endpoint": "compatibility",
-    "dynamo_worker": "compatibility",
+    "dynamo_endpoint": "compatibility.worker",
+    "dynamo_worker": "compatibility.worker",
 }
 __all__ = list(_MODULE_OF)
 
@@ -44,5 +48,6 @@ if not TYPE_CHECKING:  # unknown names stay errors to the type checker
         module = _MODULE_OF.get(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        defined_name = "CompatContext" if name == "Context" else name
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), defined_name)
         return value

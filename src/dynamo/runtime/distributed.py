@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
+from importlib import import_module
 from random import Random
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,6 +61,13 @@ class DistributedRuntime:
     runtime: Runtime
     planes: Planes
 
+    def __new__(cls, *args: Any, **names: Any) -> Any:
+        """Return the runtime of NVIDIA Dynamo's API for its arguments, which begin with a loop."""
+        if not args or not isinstance(args[0], asyncio.AbstractEventLoop):
+            return super().__new__(cls)
+        objects = import_module("dynamo.runtime.compatibility.objects")  # which imports this module
+        return objects.CompatRuntime.create(*args, **names)
+
     def __init__(
         self,
         settings: Settings,
@@ -71,7 +79,7 @@ class DistributedRuntime:
         if not isinstance(settings, Settings):
             raise ConfigError(
                 "DistributedRuntime is not made by its constructor",
-                hint="use await DistributedRuntime.create(), or @dynamo_worker() (how-to/migrate)",
+                hint="use await DistributedRuntime.create()",
             )
         remember_settings(settings)
         remember_environment(os.environ)
@@ -116,7 +124,7 @@ class DistributedRuntime:
         if settings is None:
             settings = await asyncio.to_thread(environment_settings)
         runtime = cls(settings, role, name, clock, stopping)
-        await runtime._open_planes()
+        await runtime.open()
         if from_environment:
             log.info("runtime opened its planes", extra={"fields": runtime.planes.redacted_urls()})
         return runtime
@@ -214,7 +222,8 @@ class DistributedRuntime:
         """Run `hook(drain_s)` while the endpoints drain, before the planes close."""
         self._shutdown_hooks.append(hook)
 
-    async def _open_planes(self) -> None:
+    async def open(self) -> None:
+        """Open the planes; `create` does this. Raises `ConfigError`."""
         self.planes = planes = planes_of(self.settings)
         async with AsyncExitStack() as opened:
             background = await self._open_discovery(opened, planes)

@@ -6,6 +6,7 @@
 # ruff: noqa: A002 (`help` is Prometheus' word)
 from __future__ import annotations
 
+import logging
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,9 @@ from operator import add
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
 """Called at each scrape. Returns the value, or values by label values."""
@@ -138,6 +142,16 @@ class Registry:
 
     def __init__(self) -> None:
         self._metrics: dict[str, _RegisteredMetric] = {}
+        self._before_scrape: list[Callable[[], object]] = []
+        self._texts: list[Callable[[], str]] = []
+
+    def before_scrape(self, callback: Callable[[], object]) -> None:
+        """Call `callback` before each scrape. Its failure is logged."""
+        self._before_scrape.append(callback)
+
+    def add_text(self, source: Callable[[], str]) -> None:
+        """Add the text that `source` returns, in Prometheus' format, to each scrape."""
+        self._texts.append(source)
 
     @overload
     def counter(self, name: str, help: str, **options: Unpack[_Options]) -> Counter: ...
@@ -202,6 +216,8 @@ class Registry:
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format 0.0.4."""
+        for callback in self._before_scrape:
+            _call_foreign(callback)
         lines: list[str] = []
         for entry in self._metrics.values():
             lines.append(f"# HELP {entry.name} {_escape_help(entry.help)}")
@@ -210,7 +226,18 @@ class Registry:
                 lines.append(f"# MERGE {entry.name} {entry.merge}")
             for values, child in _label_values(entry):
                 lines += _sample_lines(entry, values, child)
+        texts = (_call_foreign(source) for source in self._texts)
+        lines += [text.rstrip("\n") for text in texts if text]
         return "\n".join(lines) + "\n"
+
+
+def _call_foreign(function: Callable[[], T]) -> T | None:
+    """Return the result of a program's function, or None after a failure, which is logged."""
+    try:
+        return function()
+    except Exception:
+        log.exception("a program's metrics function failed")
+        return None
 
 
 def format_number(value: float) -> str:

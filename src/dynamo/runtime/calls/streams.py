@@ -87,9 +87,8 @@ class ResponseStream(AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         queue = self._received
-        if self._call is None and queue.open:
-            self._call = self._tasks.start(self._start_call(queue.push, self._window), "stream")
-            self._call.add_done_callback(queue.on_call_ended)
+        if self._call is None:
+            self.begin()
         while not queue.items:
             if not queue.open:
                 if queue.error is not None:
@@ -99,6 +98,20 @@ class ResponseStream(AsyncIterator[Any]):
         payload = queue.items.popleft()
         self._window.release(len(payload))
         return self._decode(payload)
+
+    def begin(self) -> None:
+        """Start the call before its first item is requested."""
+        queue = self._received
+        if self._call is None and queue.open:
+            self._call = self._tasks.start(self._start_call(queue.push, self._window), "stream")
+            self._call.add_done_callback(queue.on_call_ended)
+
+    def cancel(self) -> None:
+        """Cancel the call and drop the items that were not requested yet: the stream ends."""
+        self._received.open = False
+        self._received.items.clear()
+        if self._call is not None:
+            self._call.cancel()
 
     async def aclose(self) -> None:
         """Cancel the call if it is still running."""
