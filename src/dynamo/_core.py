@@ -24,8 +24,24 @@ _HOMES = {
     "Context": "runtime.compatibility.calls.CompatContext",
     "DistributedRuntime": "runtime.distributed.DistributedRuntime",
     "Endpoint": "runtime.compatibility.objects.CompatEndpoint",
+    "HttpAsyncEngine": "services.compatibility.http.HttpAsyncEngine",
+    "HttpError": "runtime.compatibility.errors.HttpError",
+    "HttpService": "services.compatibility.http.HttpService",
+    "ModelInput": "services.compatibility.models.ModelInput",
+    "ModelRuntimeConfig": "services.compatibility.models.ModelRuntimeConfig",
+    "ModelType": "services.compatibility.models.ModelType",
     "Namespace": "runtime.compatibility.objects.CompatNamespace",
+    "PythonAsyncEngine": "services.compatibility.http.HttpAsyncEngine",
+    "RouterMode": "services.compatibility.models.RouterMode",
+    "WorkerType": "services.compatibility.models.WorkerType",
+    "fetch_llm": "services.compatibility.models.fetch_model",
+    "fetch_model": "services.compatibility.models.fetch_model",
+    "register_llm": "services.compatibility.models.register_model",
+    "register_model": "services.compatibility.models.register_model",
+    "unregister_llm": "services.compatibility.models.unregister_model",
+    "unregister_model": "services.compatibility.models.unregister_model",
 }
+SUBMODULES = ("exceptions",)
 
 
 def load_name(owner: str, name: str) -> Any:
@@ -34,11 +50,11 @@ def load_name(owner: str, name: str) -> Any:
     if home is not None:
         module, _, attribute = home.rpartition(".")
         return getattr(import_module(f"dynamo.{module}"), attribute)
-    if name.startswith("__"):
+    if name.startswith("__") or name in SUBMODULES:  # Python then looks for a module
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
     raise ImportError(
-        f"{owner}.{name} of NVIDIA Dynamo does not exist here: docs/how-to/migrate.md lists what "
-        "does, and what to use instead"
+        f"{owner}.{name} of NVIDIA Dynamo does not exist here: use what the table of the page "
+        "how-to/migrate names instead"
     )
 
 

@@ -96,7 +96,7 @@ class ServiceModelProcessor:
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         """Answer by the service."""
         body = chat_request_to_dict(request)
-        reader = ChatChunkReader(reply)
+        reader = ChatChunkReader(reply, request.options.n)
         reply.prompt(0)
         if self.record.streams:
             await call_with_retries(

@@ -113,7 +113,7 @@ def test_reasoning_and_calls_pass_between_services_in_chunks() -> None:
 
 def test_calls_without_arguments_have_an_empty_object_in_each_choice() -> None:
     reply = EventReply()
-    reader = ChatChunkReader(reply)
+    reader = ChatChunkReader(reply, 2)
     begun, arguments = {"id": "c", "function": {"name": "f"}}, {"function": {"arguments": "{1}"}}
     for choice, call in ((0, begun), (1, begun), (0, arguments)):
         delta = {"tool_calls": [{"index": 0, **call}]}
@@ -121,6 +121,22 @@ def test_calls_without_arguments_have_an_empty_object_in_each_choice() -> None:
     reader.end()
     texts = [(call[0], call[1].text) for call in reply.calls if type(call[1]) is ArgumentsDelta]
     assert texts == [(0, "{1}"), (1, "{}")]
+
+
+def test_indices_of_a_single_choice_are_not_read() -> None:
+    reply = RecordingReply()
+    reader = ChatChunkReader(reply)
+    for index in range(3):
+        reader.receive({"choices": [{"index": index, "delta": {"content": f"{index}"}}]})
+    reader.receive({"choices": [{"text": "!", "finish_reason": "length"}]})
+    reader.end()
+    texts = [(0, "0"), (0, "1"), (0, "2"), (0, "!")]
+    assert reply.calls == [("begin", 0), *texts, ("prompt", 0), ("finish", 0, "length", 0)]
+
+
+def test_a_choice_that_was_not_asked_for_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="index 2"):
+        ChatChunkReader(RecordingReply(), 2).receive({"choices": [{"index": 2}]})
 
 
 def test_reasoning_and_calls_pass_between_services_in_one_answer() -> None:

@@ -162,9 +162,10 @@ class ChunkText(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """A choice of a chunk or of a completion."""
+    """A choice of a chunk or of a completion, of a chat or of a prompt (`text`)."""
 
     index: int = 0
+    text: str | None = None
     delta: ChunkText | None = None
     message: ChunkText | None = None
     finish_reason: str | None = None
@@ -187,11 +188,13 @@ class CompletionChunk(msgspec.Struct, frozen=True):
 class ChatChunkReader:
     """Passes a service's answer to a reply: texts, OpenAI's chunks or a complete completion.
 
-    A choice ends with the whole answer, because a service may add text after the model's end.
+    A choice ends with the whole answer, because a service may add text after the model's end. If
+    the request wants one choice (`n`), indices are not read: some services number chunks by them.
     """
 
-    def __init__(self, reply: TextReply) -> None:
+    def __init__(self, reply: TextReply, n: int = 1) -> None:
         self._reply = reply
+        self._n = n
         self._usage = TokenUsage()
         self._prompt_reported = False
         self._reasons: dict[int, FinishReason] = {}
@@ -210,10 +213,13 @@ class ChatChunkReader:
         self._usage = chunk.usage or self._usage
         reader_open = True
         for choice in chunk.choices:
-            text = choice.delta or choice.message or ChunkText()
-            reader_open = self._forward(choice.index, text) and reader_open
+            index = choice.index if self._n > 1 else 0
+            if not 0 <= index < self._n:
+                raise ProtocolError(f"an answer with {self._n} choices has one of index {index}")
+            text = choice.delta or choice.message or ChunkText(choice.text)
+            reader_open = self._forward(index, text) and reader_open
             if choice.finish_reason:
-                self._reasons[choice.index] = FINISH_REASONS.get(choice.finish_reason, "stop")
+                self._reasons[index] = FINISH_REASONS.get(choice.finish_reason, "stop")
         return reader_open
 
     def end(self) -> None:

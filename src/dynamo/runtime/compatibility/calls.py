@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
 
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, InvalidRequest
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.streams import ResponseStream
@@ -106,6 +107,25 @@ class CompatContext:
     def _trace_part(self, number: int) -> str | None:
         parts = self._trace.split("-")
         return parts[number] if len(parts) > number else None
+
+
+async def await_handler(
+    tasks: BackgroundTasks,
+    work: Coroutine[Any, Any, None],
+    context: CompatContext,
+    reads_context: bool,
+) -> None:
+    """Wait for a handler's work. If this is cancelled, since the caller has left, a handler that
+    reads its context goes on as a task of `tasks`; others are cancelled."""
+    running = tasks.start(work)
+    try:
+        await asyncio.wait({running})
+    except asyncio.CancelledError:
+        context.kill()
+        if not reads_context:
+            running.cancel()
+        raise
+    running.result()
 
 
 class CompatItem:

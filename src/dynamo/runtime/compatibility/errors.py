@@ -63,7 +63,7 @@ def refuse_name(owner: str, name: str) -> NoReturn:
     """Raise `MissingName` for an attribute of `owner`."""
     raise MissingName(
         f"{owner}.{name} of NVIDIA Dynamo does not exist here",
-        hint="docs/how-to/migrate.md lists what does; runtime.native is this project's own runtime",
+        hint="the page how-to/migrate lists what does; runtime.native is this project's runtime",
     )
 
 

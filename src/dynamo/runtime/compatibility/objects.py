@@ -16,7 +16,12 @@ from dynamo.core.errors import ConfigError, InvalidRequest
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.calls.streams import decode_item, encode_item
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.compatibility.calls import CompatClient, CompatContext, instance_number
+from dynamo.runtime.compatibility.calls import (
+    CompatClient,
+    CompatContext,
+    await_handler,
+    instance_number,
+)
 from dynamo.runtime.compatibility.errors import handler_error, refuse_name, static_error
 from dynamo.runtime.compatibility.metrics import EndpointMetrics
 from dynamo.runtime.component import Endpoint, parse_reference
@@ -66,7 +71,10 @@ class CompatRuntime:
         self.tasks = BackgroundTasks(on_failure=lambda _: None)
         self.handlers: dict[str, Handler] = {}
         self.models: dict[str, RegisteredModel] = {}
+        self.drains = False
+        """Whether the program gets time to end when the process stops: it serves something."""
         self.closed = CancellationToken()
+        self._status_url: str | None = None
         self._opening = self.tasks.start(self._open(), "open planes")
         self._life = BackgroundTasks(on_failure=lambda _: None)
         self._life.start(self._live(), "runtime")
@@ -106,8 +114,13 @@ class CompatRuntime:
         self.native.stopping.cancel()
 
     def child_token(self) -> CompatToken:
-        """Return a token that is cancelled when this process stops."""
+        """Return a token that is cancelled when this process stops. The program ends by itself."""
+        self.drains = True
         return CompatToken(self.native.stopping)
+
+    def system_status_server_url(self) -> str | None:
+        """Return the URL of the status port, or None if it is not wanted or not open yet."""
+        return self._status_url
 
     def set_health_status(self, ready: bool) -> None:
         """Report on the status port whether the program is ready."""
@@ -130,6 +143,7 @@ class CompatRuntime:
             status = status_server_of(self.native)
             await status.start()
             self.native.add_shutdown_hook(lambda _: status.stop())
+            self._status_url = status.url
             log.info("status port", extra={"fields": {"url": status.url}})
 
     async def _live(self) -> None:
@@ -218,6 +232,7 @@ class CompatEndpoint:
         await runtime.ready()
         await self.native.serve(serve)
         runtime.handlers[path] = handler
+        runtime.drains = True
         if model := runtime.models.get(path):
             await model.serve(handler)
         await runtime.closed.wait()
@@ -265,14 +280,6 @@ def _generator_handler(function: Handler, path: str, tasks: BackgroundTasks) -> 
     async def handle(payload: bytes, out: ResponseWriter) -> None:
         call = out.context
         context = CompatContext(call.request_id, call.metadata, trace=call.trace)
-        answering = tasks.start(answer(payload, context, out))
-        try:
-            await asyncio.wait({answering})
-        except asyncio.CancelledError:  # the caller has left
-            context.kill()
-            if not reads_context:
-                answering.cancel()
-            raise
-        answering.result()
+        await await_handler(tasks, answer(payload, context, out), context, reads_context)
 
     return handle

@@ -56,7 +56,7 @@ async def _run_until_stopped(runtime: CompatRuntime, worker: Coroutine[Any, Any,
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             await runtime.ready()  # raises why it could not open
-        if not running.done() and runtime.handlers:
+        if not running.done() and runtime.drains:
             await runtime.closed.wait()
             await asyncio.wait({running}, timeout=CLEANUP_S)
         return running.result() if running.done() else None
