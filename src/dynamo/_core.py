@@ -3,52 +3,63 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dynamo.runtime import distributed
-    from dynamo.runtime.compatibility import calls, objects
-
-    CancellationToken = objects.CompatToken
-    Client = calls.CompatClient
-    Component = objects.CompatComponent
-    Context = calls.CompatContext
-    DistributedRuntime = distributed.DistributedRuntime
-    Endpoint = objects.CompatEndpoint
-    Namespace = objects.CompatNamespace
-
+_NAMES_BY_MODULE = {
+    "core.errors": {
+        "CannotConnect": "WorkerFailed",
+        "ConnectionTimeout": "WorkerFailed",
+        "Disconnected": "WorkerFailed",
+        "DynamoException": "DynamoError",
+        "EngineShutdown": "WorkerDraining",
+        "InvalidArgument": "InvalidRequest",
+        "RouterQueueLimitExceeded": "Overloaded",
+        "StreamIncomplete": "WorkerFailed",
+        "Unknown": "InternalError",
+        "WorkerShutdown": "WorkerDraining",
+        "WorkerUnavailable": "WorkerFailed",
+    },
+    "runtime.distributed": {"DistributedRuntime": "DistributedRuntime"},
+    "runtime.compatibility.calls": {"Client": "CompatClient", "Context": "CompatContext"},
+    "runtime.compatibility.errors": {"HttpError": "HttpError"},
+    "runtime.compatibility.objects": {
+        "CancellationToken": "CompatToken",
+        "Component": "CompatComponent",
+        "Endpoint": "CompatEndpoint",
+        "Namespace": "CompatNamespace",
+    },
+    "services.compatibility.http": {
+        "HttpAsyncEngine": "HttpAsyncEngine",
+        "HttpService": "HttpService",
+        "PythonAsyncEngine": "HttpAsyncEngine",
+    },
+    "services.compatibility.models": {
+        **{
+            name: name
+            for name in (
+                *("KvEventPublisher", "KvRouterConfig", "ModelInput", "ModelRuntimeConfig"),
+                *("ModelType", "RouterConfig", "RouterMode", "WorkerMetricsPublisher"),
+                *("WorkerType", "fetch_model", "register_model", "unregister_model"),
+            )
+        },
+        "fetch_llm": "fetch_model",
+        "register_llm": "register_model",
+        "unregister_llm": "unregister_model",
+    },
+}
+"""By module of this project: NVIDIA Dynamo's names, and those here."""
 _HOMES = {
-    "CancellationToken": "runtime.compatibility.objects.CompatToken",
-    "Client": "runtime.compatibility.calls.CompatClient",
-    "Component": "runtime.compatibility.objects.CompatComponent",
-    "Context": "runtime.compatibility.calls.CompatContext",
-    "DistributedRuntime": "runtime.distributed.DistributedRuntime",
-    "Endpoint": "runtime.compatibility.objects.CompatEndpoint",
-    "HttpAsyncEngine": "services.compatibility.http.HttpAsyncEngine",
-    "HttpError": "runtime.compatibility.errors.HttpError",
-    "HttpService": "services.compatibility.http.HttpService",
-    "ModelInput": "services.compatibility.models.ModelInput",
-    "ModelRuntimeConfig": "services.compatibility.models.ModelRuntimeConfig",
-    "ModelType": "services.compatibility.models.ModelType",
-    "Namespace": "runtime.compatibility.objects.CompatNamespace",
-    "PythonAsyncEngine": "services.compatibility.http.HttpAsyncEngine",
-    "RouterMode": "services.compatibility.models.RouterMode",
-    "WorkerType": "services.compatibility.models.WorkerType",
-    "fetch_llm": "services.compatibility.models.fetch_model",
-    "fetch_model": "services.compatibility.models.fetch_model",
-    "register_llm": "services.compatibility.models.register_model",
-    "register_model": "services.compatibility.models.register_model",
-    "unregister_llm": "services.compatibility.models.unregister_model",
-    "unregister_model": "services.compatibility.models.unregister_model",
+    name: (module, own_name)
+    for module, names in _NAMES_BY_MODULE.items()
+    for name, own_name in names.items()
 }
 SUBMODULES = ("exceptions",)
 
 
 def load_name(owner: str, name: str) -> Any:
     """Return what stands for a name of NVIDIA Dynamo's module `owner`. Raises `ImportError`."""
-    home = _HOMES.get(name)
-    if home is not None:
-        module, _, attribute = home.rpartition(".")
+    if name in _HOMES:
+        module, attribute = _HOMES[name]
         return getattr(import_module(f"dynamo.{module}"), attribute)
     if name.startswith("__") or name in SUBMODULES:  # Python then looks for a module
         raise AttributeError(f"module {owner!r} has no attribute {name!r}")
@@ -58,8 +69,6 @@ def load_name(owner: str, name: str) -> Any:
     )
 
 
-if not TYPE_CHECKING:  # unknown names stay errors to the type checker
-
-    def __getattr__(name: str) -> Any:
-        value = globals()[name] = load_name(__name__, name)
-        return value
+def __getattr__(name: str) -> Any:
+    value = globals()[name] = load_name(__name__, name)
+    return value

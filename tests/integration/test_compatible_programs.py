@@ -293,7 +293,6 @@ async def test_a_service_serves_engines_over_http(runtime: Any) -> None:
     await until_served(client, "mock", "wait", "prompts")
     assert await chat(client, "mock") == (200, "chunk0chunk1chunk2")
     assert await chat(client, "mock", "refuse") == (403, "not you")
-    assert (await chat(client, "prompts"))[0] == 400
     messages = [{"role": "user", "content": "hi"}]
     _, text = await ask(client, CHAT, model="mock", stream=True, messages=messages)
     assert [f"chunk{index}" in text for index in range(4)] == [True, True, True, False]

@@ -1,3 +1,3 @@
-"""Errors that handlers raise, under the import path of NVIDIA Dynamo."""
+"""The names that programs import from NVIDIA Dynamo's `dynamo.llm.exceptions`."""
 
-from dynamo.runtime.compatibility.errors import HttpError  # noqa: F401 - the name that programs import
+from dynamo.llm import __getattr__  # noqa: F401 - serves every name

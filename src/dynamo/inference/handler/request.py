@@ -16,6 +16,7 @@ FINISH_REASONS: Final[Mapping[str, FinishReason]] = {
     "eos": "stop",
     "length": "length",
     "cancelled": "cancelled",
+    "abort": "cancelled",
     "content_filter": "content_filter",
 }
 
@@ -63,25 +64,32 @@ class HandlerItem(msgspec.Struct, frozen=True):
         ]
 
 
+UNSET: Final[Mapping[str, Sequence[str]]] = {
+    "stop_conditions": ("stop", "stop_token_ids_visible", "max_thinking_tokens"),
+    "sampling_options": (
+        *("best_of", "use_beam_search", "length_penalty", "include_stop_str_in_output"),
+    ),
+    "output_options": (
+        *("prompt_logprobs", "skip_special_tokens", "formatted_prompt"),
+        "return_tokens_as_token_ids",
+    ),
+}
+"""Fields of the parts of a request that are always None here."""
+
+
 def handler_request(request: GenerateRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """Return a request as a handler reads it. Values that clients omit are resolved already."""
     sampling, stops = request.sampling, request.stops
-    return {
-        "model": request.model,
-        "token_ids": list(unpack_ids(request.token_ids)),
+    parts: dict[str, dict[str, Any]] = {
         "stop_conditions": {
             "max_tokens": stops.max_tokens,
             "min_tokens": stops.min_tokens or None,
             "ignore_eos": stops.ignore_eos or None,
-            "stop": None,
             "stop_token_ids": list(stops.stop_token_ids) or None,
             "stop_token_ids_hidden": list(eos_token_ids),
-            "stop_token_ids_visible": None,
-            "max_thinking_tokens": None,
         },
         "sampling_options": {
             "n": 1,
-            "best_of": None,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or None,
@@ -90,18 +98,14 @@ def handler_request(request: GenerateRequest, eos_token_ids: Sequence[int]) -> d
             "frequency_penalty": sampling.frequency_penalty or None,
             "repetition_penalty": sampling.repetition_penalty,
             "seed": None if sampling.random_seed else sampling.seed,
-            "use_beam_search": None,
-            "length_penalty": None,
-            "include_stop_str_in_output": None,
             "guided_decoding": _guided_decoding(request.structured),
         },
-        "output_options": {
-            "logprobs": request.top_logprobs,
-            "prompt_logprobs": None,
-            "skip_special_tokens": None,
-            "formatted_prompt": None,
-            "return_tokens_as_token_ids": None,
-        },
+        "output_options": {"logprobs": request.top_logprobs},
+    }
+    return {
+        "model": request.model,
+        "token_ids": list(unpack_ids(request.token_ids)),
+        **{name: dict.fromkeys(UNSET[name]) | part for name, part in parts.items()},
         "eos_token_ids": list(eos_token_ids),
         "annotations": [],
         "routing": {},

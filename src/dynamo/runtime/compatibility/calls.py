@@ -138,16 +138,6 @@ class CompatItem:
         """Return the value that the handler yielded."""
         return self._value
 
-    def event(self) -> None:
-        """Return None: items have no name of an event."""
-
-    def id(self) -> None:
-        """Return None: items have no id."""
-
-    def comments(self) -> list[str]:
-        """Return an empty list: items have no comments."""
-        return []
-
     def is_error(self) -> bool:
         """Return False: errors are raised by the stream."""
         return False

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any
 
 from dynamo.application import Application, Gateway, ServedModel
-from dynamo.application.openai.service_chat import ChatChunkReader, chat_request_to_dict
 from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.communication.requests import Sink
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import Unsupported
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
-from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
+from dynamo.runtime.calls.streams import decode_item, encode_item
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.compatibility.calls import CompatContext, await_handler
 from dynamo.runtime.compatibility.errors import handler_error
 from dynamo.runtime.compatibility.objects import bind_handler
 from dynamo.runtime.environment import environment_settings
+from dynamo.sdk.service_model import ServiceModelRecord
+from dynamo.services.service_models import ServiceModelProcessor
 from dynamo.telemetry import Registry
 
 DEFAULT_PORT = 8080
@@ -34,70 +35,42 @@ class HttpAsyncEngine:
         self.start, self.reads_context = bind_handler(generator)
 
 
-class EngineProcessor:
-    """The text processor of a model of an `HttpAsyncEngine`. `takes_prompts`: its requests have a
-    prompt, not messages."""
+class EngineClient:
+    """Calls an engine as a `Client` calls an instance. `takes_prompts`: the engine reads the last
+    message as `prompt`."""
 
     def __init__(self, engine: HttpAsyncEngine, *, takes_prompts: bool) -> None:
         self._engine = engine
         self._takes_prompts = takes_prompts
         self._tasks = BackgroundTasks(on_failure=lambda _: None)
 
-    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
-        """Answer a conversation. Raises `Unsupported` for an engine of prompts."""
-        if self._takes_prompts:
-            raise Unsupported("this model takes prompts", hint="POST /v1/completions")
-        reader = ChatChunkReader(reply, request.options.n)
-        await self._answer(chat_request_to_dict(request), context, reader)
+    def pick(self, mode: str) -> None:
+        """Pick the only instance."""
 
-    async def complete(
-        self, request: CompletionRequest, context: Context, reply: TextReply
+    async def call(
+        self, instance: None, payload: bytes, context: Context, sink: Sink, window: None
     ) -> None:
-        """Answer a prompt; engines of chats get it as a user's message. Raises `Unsupported` for
-        token ids and echo."""
-        if request.echo or isinstance(request.prompt, bytes):
-            self._refuse()
-        message = {"role": "user", "content": request.prompt}
-        body = chat_request_to_dict(ChatRequest(request.model, (message,), request.options))
+        """Answer a chat request. Raises what the engine raises."""
+        del instance, window
+        body = decode_item(payload)
         if self._takes_prompts:
-            del body["messages"]
-            body["prompt"] = request.prompt
-        await self._answer(body, context, ChatChunkReader(reply, request.options.n))
-
-    async def tokenize(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise `Unsupported`: an engine of text has no tokenizer."""
-        self._refuse()
-
-    detokenize = texts = tokenize
-
-    async def _answer(
-        self, body: dict[str, Any], context: Context, reader: ChatChunkReader
-    ) -> None:
+            body["prompt"] = body.pop("messages")[-1]["content"]
         call = CompatContext(context.request_id, context.metadata, trace=context.trace)
-        work = self._pass_on(body, call, reader)
+        work = self._pass_on(body, call, sink)
         await await_handler(self._tasks, work, call, self._engine.reads_context)
 
-    async def _pass_on(
-        self, body: dict[str, Any], call: CompatContext, reader: ChatChunkReader
-    ) -> None:
+    async def _pass_on(self, body: dict[str, Any], call: CompatContext, sink: Sink) -> None:
         try:
             async with aclosing(self._engine.start(body, call)) as items:
                 left = False
                 async for item in items:
                     if left:
                         return
-                    left = call.is_stopped() or not reader.receive(item)
+                    left = call.is_stopped() or not sink(encode_item(item))
                     if left:
                         call.kill()
         except Exception as error:
             raise handler_error(error) from error
-        if not call.is_stopped():
-            reader.end()
-
-    def _refuse(self) -> NoReturn:
-        raise Unsupported(
-            "this model has no tokenizer here", hint="POST /v1/chat/completions", param="model"
-        )
 
 
 class HttpService:
@@ -144,7 +117,9 @@ class HttpService:
         self._stopping.cancel()
 
     def _add(self, model: str, engine: HttpAsyncEngine, *, takes_prompts: bool) -> None:
-        processor = EngineProcessor(engine, takes_prompts=takes_prompts)
+        record = ServiceModelRecord(model, "", "", "", streams=True, derived=False)
+        client: Any = EngineClient(engine, takes_prompts=takes_prompts)
+        processor = ServiceModelProcessor(record, client, self._gateway, unknown_roles="")
         served = ServedModel((model,), processor, int(self._clock.wall()), 0, "program")
         self._names[takes_prompts][model] = served
         self._gateway.add(served)

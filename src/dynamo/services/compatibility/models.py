@@ -7,6 +7,7 @@ Frontends of the namespace of this process find both, whatever the path of the e
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum, Flag, auto
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,36 @@ class ModelRuntimeConfig:
     def get_engine_specific(self, key: str) -> Any:
         """Return a value of the engine's own."""
         return self.runtime_data.get(key)
+
+
+class IgnoredPart:
+    """A part of NVIDIA Dynamo that does nothing here, whatever is called. Its creation is logged:
+    frontends of this project decide by themselves what the part would tell them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        log.info("a part has no effect", extra={"fields": {"part": type(self).__name__}})
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class KvRouterConfig(IgnoredPart):
+    """Stands for settings of `router` at the frontend."""
+
+
+class RouterConfig(IgnoredPart):
+    """Stands for `router.mode` at the frontend."""
+
+
+class KvEventPublisher(IgnoredPart):
+    """Publishes nothing: routers predict the blocks that handlers cache."""
+
+
+class WorkerMetricsPublisher(IgnoredPart):
+    """Publishes nothing: routers count the requests of handlers."""
+
+    async def create_endpoint(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 class TokenModel:
