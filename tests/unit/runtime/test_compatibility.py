@@ -236,6 +236,30 @@ async def test_metrics_of_an_endpoint_are_scraped(runtime: Any) -> None:
         usage.inc()
 
 
+async def serve_nothing(request: Any) -> None:
+    """A coroutine function, which is no handler."""
+
+
+async def test_a_handler_may_return_any_async_iterator(serve: MakeClient) -> None:
+    class Items:
+        def __init__(self, request: list[int]) -> None:
+            self._items = iter(request)
+
+        def __aiter__(self) -> Items:
+            return self
+
+        async def __anext__(self) -> int:
+            for item in self._items:
+                return item
+            raise StopAsyncIteration
+
+    client = await serve(Items)
+    assert [item async for item in await client.generate([1, 2], annotated=False)] == [1, 2]
+    client = await serve(lambda request: request)
+    with pytest.raises(ConfigError, match="no async iterator"):
+        await anext(await client.generate("x"))
+
+
 async def test_unknown_parts_are_refused(runtime: Any) -> None:
     with pytest.raises(Unsupported, match="etcd_client"):
         runtime.etcd_client()
@@ -243,7 +267,7 @@ async def test_unknown_parts_are_refused(runtime: Any) -> None:
     with pytest.raises(Unsupported, match="create_summary"):
         runtime.endpoint("n.c.e").metrics.create_summary("a", "b")
     with pytest.raises(ConfigError, match="async generator"):
-        await runtime.endpoint("n.c.e").serve_endpoint(lambda request: request)
+        await runtime.endpoint("n.c.e").serve_endpoint(serve_nothing)
     with pytest.raises(ConfigError, match="static"):
         dynamo_worker(static=True)
     with pytest.raises(ConfigError, match="static"):

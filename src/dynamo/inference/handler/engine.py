@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.codec import unpack_ids
@@ -21,8 +20,7 @@ from dynamo.core.values import (
     Started,
 )
 from dynamo.inference.handler.request import HandlerItem, handler_request
-from dynamo.runtime.compatibility.calls import CompatContext
-from dynamo.runtime.compatibility.errors import handler_error
+from dynamo.runtime.compatibility.calls import CompatContext, pass_on
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -154,19 +152,15 @@ class HandlerEngine(Engine):
     async def _answer(
         self, request: GenerateRequest, call: CompatContext, answer: HandlerAnswer
     ) -> None:
+        async def send(item: Any) -> bool:
+            wanted = not answer.over.done() and answer.receive(item)
+            if answer.cut:
+                call.kill()
+            return wanted
+
         body = handler_request(request, self._card.eos_token_ids)
-        passed_on = True
-        try:
-            async with aclosing(self._start(body, call)) as items:
-                async for item in items:
-                    if not passed_on:
-                        return
-                    passed_on = not answer.over.done() and answer.receive(item)
-                    if answer.cut:
-                        call.kill()
+        if await pass_on(self._start(body, call), send):
             answer.end("stop")
-        except Exception as error:
-            raise handler_error(error) from error
 
     async def prove_progress(self, canary: GenerateRequest, context: Context, reply: Reply) -> None:
         """Do nothing: a handler may count or record its requests."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
 
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, InvalidRequest
+from dynamo.core.errors import ConfigError, InstanceGone, InvalidRequest
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.streams import ResponseStream
-from dynamo.runtime.compatibility.errors import RefusedByHandler, refuse_name
+from dynamo.runtime.compatibility.errors import RefusedByHandler, handler_error, refuse_name
 
 
 class CompatContext:
@@ -111,7 +112,7 @@ class CompatContext:
 
 async def await_handler(
     tasks: BackgroundTasks,
-    work: Coroutine[Any, Any, None],
+    work: Coroutine[Any, Any, object],
     context: CompatContext,
     reads_context: bool,
 ) -> None:
@@ -126,6 +127,31 @@ async def await_handler(
             running.cancel()
         raise
     running.result()
+
+
+async def pass_on(answer: Any, send: Callable[[Any], Awaitable[bool]]) -> bool:
+    """Send the items of a handler's answer. Returns whether all were sent.
+
+    A handler goes on after an item that is not wanted, to see that its context is stopped, and is
+    closed at its next item. Raises `ConfigError` for an answer that is no async iterator.
+    """
+    if not isinstance(answer, AsyncIterator):
+        raise ConfigError(
+            f"the handler returned {answer!r}, which is no async iterator",
+            hint="write an async generator function: use `yield` in it",
+        )
+    wanted = True
+    try:
+        async with AsyncExitStack() as stack:
+            if isinstance(answer, AsyncGenerator):
+                stack.push_async_callback(answer.aclose)
+            async for item in answer:
+                if not wanted:
+                    return False
+                wanted = await send(item)
+    except Exception as error:
+        raise handler_error(error) from error
+    return wanted
 
 
 class CompatItem:

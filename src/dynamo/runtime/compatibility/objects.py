@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 from dynamo.communication.requests import RequestHandler, ResponseWriter
@@ -21,8 +21,9 @@ from dynamo.runtime.compatibility.calls import (
     CompatContext,
     await_handler,
     instance_number,
+    pass_on,
 )
-from dynamo.runtime.compatibility.errors import handler_error, refuse_name, static_error
+from dynamo.runtime.compatibility.errors import refuse_name, static_error
 from dynamo.runtime.compatibility.metrics import EndpointMetrics
 from dynamo.runtime.component import Endpoint, parse_reference
 from dynamo.runtime.distributed import DistributedRuntime
@@ -223,12 +224,11 @@ class CompatEndpoint:
         """Serve `handler(request)` or `handler(request, context)` until the process has drained.
 
         The last three arguments have no effect: the runtime always drains, labels its metrics and
-        probes its processes by itself. Raises `ConfigError` for a handler that is no async
-        generator function.
+        probes its processes by itself. Raises `ConfigError` for a coroutine function.
         """
         del graceful_shutdown, metrics_labels, health_check_payload
         runtime, path = self.runtime, self.native.path
-        serve = _generator_handler(handler, path, runtime.tasks)
+        serve = _request_handler(handler, path, runtime.tasks)
         await runtime.ready()
         await self.native.serve(serve)
         runtime.handlers[path] = handler
@@ -253,29 +253,24 @@ def bind_handler(function: Handler) -> tuple[Callable[[Any, CompatContext], Any]
     return lambda request, _: function(request), False
 
 
-def _generator_handler(function: Handler, path: str, tasks: BackgroundTasks) -> RequestHandler:
-    if not inspect.isasyncgenfunction(function):
+def _request_handler(function: Handler, path: str, tasks: BackgroundTasks) -> RequestHandler:
+    if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"the handler of {path} must be an async generator function", hint="use `yield` in it"
         )
     start, reads_context = bind_handler(function)
 
     async def answer(payload: bytes, context: CompatContext, out: ResponseWriter) -> None:
+        async def send(item: Any) -> bool:
+            await out.wait_for_window()
+            return out.send(encode_item(item))
+
         try:
-            async with aclosing(start(decode_item(payload), context)) as items:
-                dropped = False
-                async for item in items:
-                    await out.wait_for_window()
-                    if not out.send(encode_item(item)):
-                        if dropped:
-                            return
-                        dropped = True  # the handler goes on and may see that it is stopped
-        except Exception as error:
-            failure = handler_error(error)
-            if isinstance(failure, InvalidRequest):
-                fields = {"endpoint": path, "error": failure.message}
-                log.warning("a handler refused a request", extra={"fields": fields})
-            raise failure from error
+            await pass_on(start(decode_item(payload), context), send)
+        except InvalidRequest as error:
+            fields = {"endpoint": path, "error": error.message}
+            log.warning("a handler refused a request", extra={"fields": fields})
+            raise
 
     async def handle(payload: bytes, out: ResponseWriter) -> None:
         call = out.context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any
 
 from dynamo.application import Application, Gateway, ServedModel
@@ -15,8 +14,7 @@ from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.calls.streams import decode_item, encode_item
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.compatibility.calls import CompatContext, await_handler
-from dynamo.runtime.compatibility.errors import handler_error
+from dynamo.runtime.compatibility.calls import CompatContext, await_handler, pass_on
 from dynamo.runtime.compatibility.objects import bind_handler
 from dynamo.runtime.environment import environment_settings
 from dynamo.sdk.service_model import ServiceModelRecord
@@ -56,21 +54,15 @@ class EngineClient:
         if self._takes_prompts:
             body["prompt"] = body.pop("messages")[-1]["content"]
         call = CompatContext(context.request_id, context.metadata, trace=context.trace)
-        work = self._pass_on(body, call, sink)
-        await await_handler(self._tasks, work, call, self._engine.reads_context)
 
-    async def _pass_on(self, body: dict[str, Any], call: CompatContext, sink: Sink) -> None:
-        try:
-            async with aclosing(self._engine.start(body, call)) as items:
-                left = False
-                async for item in items:
-                    if left:
-                        return
-                    left = call.is_stopped() or not sink(encode_item(item))
-                    if left:
-                        call.kill()
-        except Exception as error:
-            raise handler_error(error) from error
+        async def send(item: Any) -> bool:
+            wanted = not call.is_stopped() and sink(encode_item(item))
+            if not wanted:
+                call.kill()
+            return wanted
+
+        work = pass_on(self._engine.start(body, call), send)
+        await await_handler(self._tasks, work, call, self._engine.reads_context)
 
 
 class HttpService:
