@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from dynamo.runtime.calls.streams import ResponseStream as ResponseStream
     from dynamo.runtime.cancellation import CancellationToken as CancellationToken
     from dynamo.runtime.compatibility.calls import CompatContext
+    from dynamo.runtime.compatibility.worker import UnaryClient as UnaryClient
     from dynamo.runtime.compatibility.worker import dynamo_endpoint as dynamo_endpoint
     from dynamo.runtime.compatibility.worker import dynamo_worker as dynamo_worker
+    from dynamo.runtime.compatibility.worker import serve_unary_endpoint as serve_unary_endpoint
     from dynamo.runtime.component import Component as Component
     from dynamo.runtime.component import Endpoint as Endpoint
     from dynamo.runtime.component import Namespace as Namespace
@@ -34,10 +36,12 @@ _MODULE_OF = {
     "ResponseStream": "calls.streams",
     "Runtime": "background",
     "ServedEndpoint": "component",
+    "UnaryClient": "compatibility.worker",
     "WorkerDiscovery": "worker_discovery",
     "WorkerInfo": "worker_discovery",
     "dynamo_endpoint": "compatibility.worker",
     "dynamo_worker": "compatibility.worker",
+    "serve_unary_endpoint": "compatibility.worker",
 }
 __all__ = list(_MODULE_OF)
 

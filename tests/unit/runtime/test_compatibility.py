@@ -13,7 +13,14 @@ from pydantic import BaseModel
 from dynamo._core import Client, Endpoint
 from dynamo.core.errors import ConfigError, InstanceGone, InvalidRequest, NoWorkers, Unsupported
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime import Context, DistributedRuntime, dynamo_endpoint, dynamo_worker
+from dynamo.runtime import (
+    Context,
+    DistributedRuntime,
+    UnaryClient,
+    dynamo_endpoint,
+    dynamo_worker,
+    serve_unary_endpoint,
+)
 from dynamo.runtime.environment import environment_settings, with_dyn_names
 
 MakeClient = Callable[[Any], Awaitable[Client]]
@@ -236,6 +243,23 @@ async def test_metrics_of_an_endpoint_are_scraped(runtime: Any) -> None:
         usage.inc()
 
 
+async def test_unary_endpoints_answer_once(runtime: Any) -> None:
+    async def double(request: int, *, context: Context) -> str:
+        return f"{context.id()}: {2 * request}"
+
+    endpoint = runtime.endpoint("n.c.unary")
+    async with BackgroundTasks() as tasks:
+        tasks.start(serve_unary_endpoint(endpoint, double))
+        client = await endpoint.client()
+        await client.wait_for_instances()
+        assert await UnaryClient(client).complete(2, context=Context("me")) == "me: 4"
+
+
+async def test_a_unary_client_refuses_several_items(serve: MakeClient) -> None:
+    with pytest.raises(RuntimeError, match="2 items"):
+        await UnaryClient(await serve(count)).complete({"count": 2})
+
+
 async def serve_nothing(request: Any) -> None:
     """A coroutine function, which is no handler."""
 
@@ -288,7 +312,7 @@ async def test_a_token_is_cancelled_alone_or_with_the_runtime(runtime: Any) -> N
 
 
 async def test_a_worker_returns_its_result_and_ends_with_the_runtime() -> None:
-    @dynamo_worker()
+    @dynamo_worker(True)
     async def add(runtime: Any, first: int, second: int) -> int:
         return first + second
 

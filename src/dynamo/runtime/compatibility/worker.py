@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import wraps
 from typing import Any, TypeVar
 
 from dynamo.core.errors import ConfigError, InvalidRequest
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.compatibility.calls import CompatClient, CompatContext
 from dynamo.runtime.compatibility.errors import static_error
-from dynamo.runtime.compatibility.objects import CompatRuntime
+from dynamo.runtime.compatibility.objects import CompatEndpoint, CompatRuntime
 
 R = TypeVar("R")
 WorkerFunction = Callable[..., Coroutine[Any, Any, R]]
@@ -20,15 +21,15 @@ CLEANUP_S = 5.0
 
 
 def dynamo_worker(
-    static: bool = False, *, enable_nats: bool | None = None
+    enable_nats: bool | None = None, *, static: bool = False
 ) -> Callable[[WorkerFunction[R]], Callable[..., Coroutine[Any, Any, R | None]]]:
     """Decorate `async def worker(runtime, ...)`, which is then called without the runtime.
 
     The runtime has the planes of the environment (`DYN_...`, `DYNAMO_...`). SIGINT and SIGTERM
-    drain the served endpoints, then cancel the function. Raises `ConfigError` for `static=True`.
+    drain the served endpoints, then cancel the function. `enable_nats` has no effect. Raises
+    `ConfigError` for `static=True`.
     """
-    del enable_nats  # the settings choose the request plane
-    if callable(static):
+    if callable(enable_nats):
         raise ConfigError("@dynamo_worker needs its parentheses", hint="write @dynamo_worker()")
     if static:
         raise static_error()
@@ -94,3 +95,29 @@ def _validate(model: Any, request: Any) -> Any:
         return validate(request)
     except ValueError as error:
         raise InvalidRequest(f"{model.__name__}: {error}") from None
+
+
+class UnaryClient:
+    """Calls an endpoint that answers with one item."""
+
+    def __init__(self, client: CompatClient) -> None:
+        self._client = client
+
+    async def complete(self, request: Any, *, context: CompatContext | None = None) -> Any:
+        """Return the only item. Raises `RuntimeError` for no item and for several."""
+        stream = await self._client.round_robin(request, annotated=False, context=context)
+        items = [item async for item in stream]
+        if len(items) != 1:
+            raise RuntimeError(f"a unary endpoint answered with {len(items)} items")
+        return items[0]
+
+
+async def serve_unary_endpoint(
+    endpoint: CompatEndpoint, handler: Callable[..., Awaitable[Any]]
+) -> None:
+    """Serve `handler(request, context=...)`, a coroutine function."""
+
+    async def generate(request: Any, context: CompatContext) -> AsyncGenerator[Any, None]:
+        yield await handler(request, context=context)
+
+    await endpoint.serve_endpoint(generate)
