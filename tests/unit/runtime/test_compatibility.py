@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -300,6 +301,26 @@ async def test_unknown_parts_are_refused(runtime: Any) -> None:
         dynamo_worker(lambda runtime: None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="constructor"):
         DistributedRuntime("etcd", "tcp", "")  # type: ignore[call-arg, arg-type]
+
+
+async def test_a_program_that_serves_drains_at_sigterm(serve: MakeClient, runtime: Any) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    going_on = asyncio.Event()
+
+    async def answer(request: Any) -> AsyncIterator[Any]:
+        yield 1
+        await going_on.wait()
+        yield 2
+
+    stream = await (await serve(answer)).generate("x", annotated=False)
+    assert await anext(stream) == 1
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM)
+    await runtime.native.stopping.wait()
+    going_on.set()
+    assert [item async for item in stream] == [2]
+    await runtime.closed.wait()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 async def test_a_token_is_cancelled_alone_or_with_the_runtime(runtime: Any) -> None:

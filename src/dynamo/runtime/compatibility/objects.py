@@ -64,8 +64,8 @@ class CompatToken:
 
 class CompatRuntime:
     """The runtime of a program: `DistributedRuntime(loop, "file", "tcp")` there. `native` is the
-    runtime below. Planes open in the background; calls that need them wait. SIGINT, SIGTERM,
-    `shutdown` and the end of the event loop withdraw the endpoints and close the planes."""
+    runtime below. Planes open in the background; calls that need them wait. `shutdown` and the end
+    of the event loop withdraw the endpoints and close the planes."""
 
     def __init__(self, native: DistributedRuntime) -> None:
         self.native = native
@@ -94,13 +94,28 @@ class CompatRuntime:
         if request_plane is True:  # `is_static` of early versions
             raise static_error()
         settings = environment_settings(discovery_backend, str(request_plane or ""))
-        runtime = cls(DistributedRuntime(settings, "process", ""))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
-                event_loop.add_signal_handler(number, runtime.shutdown)
-        return runtime
+        del event_loop  # the running one
+        return cls(DistributedRuntime(settings, "process", ""))
 
-    detached = create
+    def stop_on(self, *signals: signal.Signals) -> None:
+        """Stop with the first of these signals. The second acts as if there were no handler."""
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            for number in signals:
+                loop.remove_signal_handler(number)
+            self.shutdown()
+
+        for number in signals:
+            with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, stop)
+
+    def note_service(self) -> None:
+        """Note that the program serves something, and drain it at SIGTERM unless the program has a
+        handler of its own."""
+        self.drains = True
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.stop_on(signal.SIGTERM)
 
     def namespace(self, name: str) -> CompatNamespace:
         """Return a namespace."""
@@ -116,7 +131,7 @@ class CompatRuntime:
 
     def child_token(self) -> CompatToken:
         """Return a token that is cancelled when this process stops. The program ends by itself."""
-        self.drains = True
+        self.note_service()
         return CompatToken(self.native.stopping)
 
     def system_status_server_url(self) -> str | None:
@@ -156,7 +171,8 @@ class CompatRuntime:
 
     async def _close(self) -> None:
         try:
-            if self._opening.done() and self._opening.exception() is None:
+            opened = self._opening.done() and not self._opening.cancelled()
+            if opened and self._opening.exception() is None:
                 await self.native.shutdown()
         finally:
             self.shutdown()
@@ -232,7 +248,7 @@ class CompatEndpoint:
         await runtime.ready()
         await self.native.serve(serve)
         runtime.handlers[path] = handler
-        runtime.drains = True
+        runtime.note_service()
         if model := runtime.models.get(path):
             await model.serve(handler)
         await runtime.closed.wait()

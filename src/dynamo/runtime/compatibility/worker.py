@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import wraps
@@ -38,6 +39,7 @@ def dynamo_worker(
         @wraps(function)
         async def run(*args: Any, **kwargs: Any) -> R | None:
             runtime = CompatRuntime.create(asyncio.get_running_loop())
+            runtime.stop_on(signal.SIGINT, signal.SIGTERM)
             try:
                 return await _run_until_stopped(runtime, function(runtime, *args, **kwargs))
             finally:
