@@ -1,6 +1,3 @@
-"""The names of the metrics that programs annotate with those of NVIDIA Dynamo's bindings."""
+"""The names of `dynamo.prometheus_metrics`, as some versions of NVIDIA Dynamo name the module."""
 
-from dynamo.runtime.compatibility.metrics import ProgramMetric as Counter
-
-Gauge = Histogram = IntCounter = IntGauge = Counter
-CounterVec = GaugeVec = HistogramVec = IntCounterVec = IntGaugeVec = Counter
+from dynamo.prometheus_metrics import *  # noqa: F403
