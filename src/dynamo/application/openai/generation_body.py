@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, get_args
 
@@ -48,6 +50,7 @@ NVEXT_NEUTRAL = ("annotations", "extra_fields", "greed_sampling", "use_raw_promp
 
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+_TOKEN_ID = re.compile("[0-9]{1,9}")
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -87,7 +90,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     seed: Int64 | None = None
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId | str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     min_tokens: TokenCount | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -290,8 +293,21 @@ def _sampling(body: GenerationBody) -> SamplingOverrides:
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         seed=body.seed,
-        logit_bias=body.logit_bias,
+        logit_bias=_token_biases(body.logit_bias) if body.logit_bias else None,
     )
+
+
+def _token_biases(biases: Mapping[int | str, float]) -> dict[int, float]:
+    """Return the biases by token id. Raises `InvalidRequest` that names the other keys."""
+    keys = [str(key) for key in biases]
+    others = [key[:64] for key in keys if not _TOKEN_ID.fullmatch(key)]
+    if others:
+        raise InvalidRequest(
+            f"logit_bias: expected token ids as keys, got {', '.join(map(repr, others[:10]))}",
+            hint="/tokenize returns the ids of a text",
+            param="logit_bias",
+        )
+    return dict(zip(map(int, keys), biases.values(), strict=True))
 
 
 def check_size(
