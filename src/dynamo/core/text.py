@@ -62,7 +62,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
     `callable_tools`: the names of `tools` that the answer may call; None: all of them. `call_mode`:
     "free", "strict" (calls have arguments by the schemas), "required" (the answer consists of such
-    calls), or "named" (of one call).
+    calls), or "named" (of one call). `continue_final`: the answer continues the last message.
     """
 
     model: str
@@ -74,6 +74,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     parallel_tool_calls: bool = True
     template_args: dict[str, Any] = {}
     add_generation_prompt: bool = True
+    continue_final: bool = False
 
     def tool_options(self) -> dict[str, Any]:
         """Return OpenAI's fields besides `tools` that say which calls an answer may have."""

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MAX_INDENT = 16
 MAX_DATE_FORMAT_CHARS = 200
 
+END_MARK = "END_OF_THE_LAST_MESSAGE "
+"""Stands at the end of a message that the answer continues, while it is rendered."""
 FALLBACK_LABELS = {
     "system": "System", "developer": "System", "user": "User", "assistant": "Assistant",
     "tool": "Tool",
@@ -109,6 +111,30 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        **args: Any,
+    ) -> str:
+        """Return the prompt that ends with the text of the last message. Raises as `render`.
+
+        As in `transformers`, white space at the end stays only where the template keeps it.
+        """
+        *earlier, last = messages
+        if last["content"] is None:
+            raise InvalidRequest("messages: the last one has no text to continue", param="messages")
+        marked = {**last, "content": content_text(last["content"]) + END_MARK}
+        text = self.render([*earlier, marked], tools, add_generation_prompt=False, **args)
+        end = text.rfind(END_MARK.strip())
+        if end < 0:
+            raise InvalidRequest(
+                "messages: the model's chat template leaves out the text of the last one",
+                hint="end with a user message",
+                param="messages",
+            )
+        return text[:end] if text.startswith(END_MARK, end) else text[:end].rstrip()
 
     def _log_description(self) -> None:
         if not self._described_tools:

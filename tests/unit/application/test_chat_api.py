@@ -172,6 +172,23 @@ async def test_options_reach_the_processor(open_site: Any, connect: Any) -> None
     assert 0 < site.processor.contexts[-1].timeout_s <= 300
 
 
+async def test_keys_of_logit_bias_that_are_no_token_ids_are_named(site: Any, connect: Any) -> None:
+    for biases in ({"one": 1, "7": 2, "-3": 1}, {"1" * 10: 1}):
+        answer = await ask(connect, site, logit_bias=biases)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == "logit_bias"
+        named = [key for key in biases if repr(key) in answer.json["error"]["message"]]
+        assert named == [key for key in biases if key != "7"]
+
+
+async def test_the_last_message_is_continued(site: Any, connect: Any) -> None:
+    await ask(connect, site, continue_final_message=True, add_generation_prompt=False)
+    await ask(connect, site, continue_final_message=False)
+    continued, answered = site.processor.requests[-2:]
+    assert (continued.continue_final, continued.add_generation_prompt) == (True, False)
+    assert (answered.continue_final, answered.add_generation_prompt) == (False, True)
+
+
 async def test_messages_reach_the_processor_in_one_form(site: Any, connect: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     await ask(

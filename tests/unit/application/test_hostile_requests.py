@@ -151,7 +151,11 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(use_beam_search=True), "use_beam_search"),
     (CHAT, chat(return_token_ids=True), "return_token_ids"),
     (CHAT, chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids"),
-    (CHAT, chat(continue_final_message=True), "continue_final_message"),
+    (
+        CHAT,
+        chat(continue_final_message=True, add_generation_prompt=True),
+        "continue_final_message",
+    ),
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
     (CHAT, chat(documents=[{"text": "x"}]), "documents"),
     (TEXT, {"model": "words"}, "prompt"),

@@ -239,6 +239,15 @@ async def test_conversations_reach_the_processor(site: Any, client: Any) -> None
     assert request.options.sampling.top_k == 7
 
 
+async def test_a_begun_answer_is_continued(site: Any, client: Any) -> None:
+    begun = [*HI, {"role": "assistant", "content": "One,"}]
+    await ask(client, messages=begun)
+    await ask(client, messages=[*begun, *HI])
+    continued, answered = site.processor.requests[-2:]
+    assert (continued.continue_final, continued.add_generation_prompt) == (True, False)
+    assert (answered.continue_final, answered.add_generation_prompt) == (False, True)
+
+
 async def test_thinking_effort_and_formats_reach_the_processor(site: Any, client: Any) -> None:
     off = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
     on = {"enable_thinking": True, "thinking": True}
@@ -290,7 +299,17 @@ def result(call_id: str) -> Any:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "continuing"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            "the last one calls tools",
+        ),
         ({"messages": result("c9")}, r"messages\[0\].content\[0\].tool_use_id: .* 'c9'"),
         ({"extra_body": {"response_format": {"type": "json_object"}}}, "leave response_format"),
         ({"messages": image({"type": "base64", "data": "x"})}, r"image \(base64\)"),

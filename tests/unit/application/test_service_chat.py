@@ -214,6 +214,7 @@ def test_a_request_survives_conversion_to_a_dict() -> None:
         "seed": 3,
         "logit_bias": {5: 1.5},
         "include_stop_str_in_output": True,
+        "continue_final_message": True,
     }
     request = chat_request_from_dict(body, "m", "reject")
 

@@ -26,6 +26,31 @@ def test_chatml_is_rendered():
     assert render(CHATML, add_generation_prompt=False) == start
 
 
+@pytest.mark.parametrize(
+    ("template", "content", "end"),
+    [
+        (CHATML, "One, ", "<|im_start|>assistant\nOne, "),
+        (CHATML, [{"type": "text", "text": "One,"}], "<|im_start|>assistant\nOne,"),
+        (CHATML.replace("content", "content | trim"), " One, ", "<|im_start|>assistant\nOne,"),
+        ("", "One,", "User: Hi <b>\nAssistant: One,"),
+    ],
+)
+def test_the_text_of_the_last_message_stays_open(template, content, end):
+    messages = [USER, {"role": "assistant", "content": content}]
+    prompt = ChatTemplate(template).render_open(messages)
+    assert prompt.endswith(end)
+    assert "Hi <b>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "error"),
+    [(CHATML, None, "no text"), ("{{ messages[0].content }}", "One,", "leaves out")],
+)
+def test_a_last_message_without_text_is_not_continued(template, content, error):
+    with pytest.raises(InvalidRequest, match=error):
+        ChatTemplate(template).render_open([USER, {"role": "assistant", "content": content}])
+
+
 def test_templates_get_variables_filters_and_functions():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ x }}", x=3) == "<s>|</s>|3"
     assert render("{{ tools is none }} {{ documents is none }}") == "True True"

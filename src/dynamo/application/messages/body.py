@@ -78,6 +78,9 @@ def prompt_body(body: TokenCountBody) -> ChatBody:
         system = _BILLING_LINE.sub("", join_text(body.system, "system"))
         messages = [{"role": "system", "content": system}, *messages] if system else messages
     chat = MessagesChat(model=body.model, messages=messages)
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        chat.continue_final_message = True
     if body.tools:
         check_size("tools", len(body.tools), MAX_TOOLS)
         chat.tools = [_convert_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)]
@@ -90,12 +93,13 @@ def prompt_body(body: TokenCountBody) -> ChatBody:
 
 def chat_body(body: MessagesBody) -> ChatBody:
     """Return the chat that answers the body. Raises `InvalidRequest`, `Unsupported`."""
-    if body.messages and body.messages[-1].get("role") == "assistant":
-        raise Unsupported(
-            "messages: the last one is the assistant's, and continuing it is not supported",
-            hint="end with a user message",
-        )
     chat = prompt_body(body)
+    if "tool_calls" in chat.messages[-1]:
+        raise InvalidRequest(
+            "messages: the last one calls tools",
+            hint="send their results in a user message",
+            param="messages",
+        )
     chat.max_tokens, chat.stream = body.max_tokens, body.stream
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.stop = body.stop_sequences or None

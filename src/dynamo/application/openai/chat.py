@@ -45,6 +45,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     audio: Annotated[Any, Neutral()] = None
     modalities: Annotated[Any, Neutral(["text"])] = None
@@ -52,7 +53,6 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: Annotated[Any, Neutral("none")] = None
     web_search_options: Annotated[Any, Neutral()] = None
     echo: Annotated[Any, Neutral(False)] = None
-    continue_final_message: Annotated[Any, Neutral(False)] = None
     add_special_tokens: Annotated[Any, Neutral(False)] = None
     chat_template: Annotated[Any, Neutral()] = None
     documents: Annotated[Any, Neutral([])] = None
@@ -80,6 +80,13 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         check_size("reasoning_effort", len(body.reasoning_effort), MAX_NAME_BYTES, "characters")
         off = THINKING_OFF if body.reasoning_effort == "none" else {}
         template_args = {"reasoning_effort": body.reasoning_effort, **off} | template_args
+    continued = body.continue_final_message is True
+    if continued and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message: not with add_generation_prompt, which begins a new message",
+            hint="send one of them",
+            param="continue_final_message",
+        )
     max_tokens = body.max_completion_tokens
     options = text_options(
         body,
@@ -105,7 +112,8 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         call_mode=call_mode,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_args=template_args,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False and not continued,
+        continue_final=continued,
     )
 
 

@@ -55,6 +55,8 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
         body["chat_template_kwargs"] = request.template_args
     if not request.add_generation_prompt:
         body["add_generation_prompt"] = False
+    if request.continue_final:
+        body["continue_final_message"] = True
     return {"model": request.model, "messages": list(request.messages)} | body
 
 

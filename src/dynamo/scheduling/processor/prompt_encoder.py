@@ -150,6 +150,8 @@ class PromptEncoder:
                 hint="set the field of the request with this meaning instead",
                 param="chat_template_kwargs",
             )
+        if request.continue_final:
+            return self._template.render_open(request.messages, request.tools, **args)
         return self._template.render(
             request.messages,
             request.tools,

@@ -148,6 +148,8 @@ class TextProcessor:
             values["chat_template_kwargs"] = request.template_args
         if not request.add_generation_prompt:
             values["add_generation_prompt"] = False
+        if request.continue_final:
+            values["continue_final_message"] = True
         options = request.options
         form = options.structured
         if form is not None and form.reasoning_limit is not None:
