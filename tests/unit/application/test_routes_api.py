@@ -276,6 +276,7 @@ async def test_completions(site: Any, connect: Any) -> None:
         {
             "index": 0,
             "text": "a b ",
+            "prompt_logprobs": None,
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,

@@ -127,5 +127,6 @@ CHAT_RESPONSE = ResponseTemplate(
     empty_delta=b'"delta":{}',
     make_text_field=lambda text: {"message": {"role": "assistant", "content": text}},
     make_logprobs=chat_logprobs,
+    null_fields={"prompt_logprobs": None},
 )
 """The template of chat answers."""

@@ -115,7 +115,7 @@ COMPLETION_RESPONSE = ResponseTemplate(
     after_text=b"",
     first_delta=b"",
     empty_delta=b'"text":""',
-    make_text_field=lambda text: {"text": text},
+    make_text_field=lambda text: {"text": text, "prompt_logprobs": None},
     make_logprobs=completion_logprobs,
 )
 """The template of completion answers."""

@@ -77,7 +77,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     event before the first text (b"": there is no such event). `empty_delta`: that of the last one.
     `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice. The model's
     reasoning is written into each of `reasoning_fields`. Answers with tool calls finish with
-    `call_reason`. `service_tier`: repeated unless "".
+    `call_reason`. `service_tier`: repeated unless "". `null_fields`: in a complete answer.
     """
 
     id_prefix: str
@@ -92,6 +92,7 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
     reasoning_fields: Sequence[str] = REASONING_FIELDS
     call_reason: str = "tool_calls"
     service_tier: str = ""
+    null_fields: Mapping[str, None] = {}
 
 
 class ResponseEncoder:
@@ -218,4 +219,5 @@ class ResponseEncoder:
             **self._tier_field,
             "choices": choices,
             "usage": usage.to_dict(),
+            **template.null_fields,
         }
