@@ -70,6 +70,17 @@ async def test_options_reach_the_engine(
     assert (request.top_logprobs, request.salt, request.priority) == (2, "t", 1)
 
 
+async def test_the_context_bounds_both_limits_of_an_answer(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    await make_processor(engine.send).complete(
+        complete(pack_ids([65] * 4092), max_tokens=99, min_tokens=99), CONTEXT, recording_reply()
+    )
+    (request,) = engine.requests
+    assert (request.stops.max_tokens, request.stops.min_tokens) == (4, 4)
+
+
 async def test_choices_are_separate_requests(
     make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
 ) -> None:

@@ -91,6 +91,7 @@ def test_max_tokens_are_limited_by_the_context() -> None:
     assert defaults().resolve_max_tokens(TextOptions(), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=10), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=128_000), 1990) == 10
+    assert defaults().resolve_max_tokens(TextOptions(max_tokens=99, min_tokens=99), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=0), 2000) == 0
 
 
@@ -101,6 +102,7 @@ def test_max_tokens_are_limited_by_the_context() -> None:
         (TextOptions(max_tokens=0), 2001, ContextLengthExceeded, "prompt"),
         (TextOptions(), 0, InvalidRequest, "prompt"),
         (TextOptions(max_tokens=5, min_tokens=6), 10, InvalidRequest, "min_tokens"),
+        (TextOptions(min_tokens=11), 1990, InvalidRequest, "min_tokens"),
     ],
 )
 def test_a_request_beyond_the_context_is_refused(

@@ -275,7 +275,12 @@ class ChatProcessor:
             model=self._model,
             token_ids=prompt,
             sampling=self._defaults.resolve_sampling(options.sampling),
-            stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
+            stops=StopConditions(
+                max_tokens,
+                options.min_tokens if options.min_tokens < max_tokens else max_tokens,
+                stop_ids,
+                options.ignore_eos,
+            ),
             top_logprobs=options.top_logprobs,
             prompt_logprobs=options.prompt_logprobs,
             salt=options.salt,

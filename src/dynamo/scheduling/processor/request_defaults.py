@@ -73,7 +73,7 @@ class RequestDefaults:
         """Return the answer's maximum length, at most what the prompt leaves of the context.
 
         Raises ContextLengthExceeded when the prompt leaves nothing. Raises InvalidRequest for an
-        empty prompt and a larger `min_tokens`.
+        empty prompt, and for `min_tokens` above the request's own maximum.
         """
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -87,7 +87,7 @@ class RequestDefaults:
                 param="prompt",
             )
         tokens = min(self._max_tokens if wanted is None else wanted, left)
-        if options.min_tokens > tokens:
+        if options.min_tokens > (tokens if wanted is None else wanted):
             raise InvalidRequest(
                 f"min_tokens {options.min_tokens} is above the answer's maximum of {tokens} tokens",
                 param="min_tokens",
