@@ -27,7 +27,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role", "wizard"),
     ({"input": [{"role": "user"}]}, "input[0].content", "expected"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "input_image"),
-    ({"input": [{"type": "computer_call"}]}, "input[0].type", "computer_call"),
+    ({"input": [{"type": "compaction"}]}, "input[0].type", "compaction"),
+    ({"input": [{"type": "additional_tools"}]}, "input[0].tools", "list"),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
         "input[0].call_id",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Annotated, Any
 
@@ -17,6 +18,8 @@ from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.generation_body import Neutral, UnsupportedFields, check_size
 from dynamo.application.openai.tools import MAX_TOOLS
 from dynamo.core.errors import InvalidRequest, Unsupported
+
+log = logging.getLogger(__name__)
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -83,7 +86,7 @@ def prompt_body(body: TokenCountBody) -> ChatBody:
         chat.continue_final_message = True
     if body.tools:
         check_size("tools", len(body.tools), MAX_TOOLS)
-        chat.tools = [_convert_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools)]
+        chat.tools = _convert_tools(body.tools)
     if body.tool_choice is not None:
         chat.tool_choice = _convert_choice(body.tool_choice)
         chat.parallel_tool_calls = not body.tool_choice.get("disable_parallel_tool_use")
@@ -111,13 +114,28 @@ def chat_body(body: MessagesBody) -> ChatBody:
     return chat
 
 
-def _convert_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
-    kind = tool.get("type") or "custom"
-    if kind != "custom":
+def _convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools with a schema. Those of Anthropic's server are left out beside them. Alone
+    they are what the request is about."""
+    converted: list[dict[str, Any]] = []
+    others: list[str] = []
+    for number, tool in enumerate(tools):
+        kind = tool.get("type") or "custom"
+        if kind == "custom":
+            converted.append(_convert_tool(tool, f"tools[{number}]"))
+        else:
+            others.append(str(kind)[:64])
+    if not converted:
         raise Unsupported(
-            f"{field}.type: the server tool {str(kind)[:64]!r} is not supported",
+            f"tools[0].type: the server tool {others[0]!r} is not supported",
             hint="send tools with name and input_schema, and call them in the client",
         )
+    for kind in others:
+        log.info("tool left out", extra={"fields": {"type": kind}})
+    return converted
+
+
+def _convert_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{field}.input_schema: expected a JSON schema")

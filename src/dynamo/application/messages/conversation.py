@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Container, Iterator
 from typing import Any
 
-from dynamo.application.openai.chat_messages import MAX_MESSAGES, MAX_PARTS
+from dynamo.application.openai.chat_messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    leave_out_of_result,
+)
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
+
+log = logging.getLogger(__name__)
 
 _ROLES = ("user", "assistant", "system")
 CALL_PREFIX = "toolu_"
 """The beginning of ids of calls, which clients check. The model's own ids have none."""
+_SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
+_SERVER_RESULT = "_tool_result"
+"""Blocks of tools that Anthropic's server executes: their types, and how those of results end."""
 
 
 def check_conversation(messages: list[dict[str, Any]], system: Any) -> None:
@@ -99,10 +109,25 @@ def _convert_result(block: dict[str, Any], field: str, call_ids: Container[str])
             hint="send the assistant's message with the tool_use before its result",
         )
     content = block.get("content")
-    text = "" if content is None else join_text(content, f"{field}.content")
+    text = "" if content is None else _result_text(content, f"{field}.content")
     if block.get("is_error"):
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _result_text(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_result_block_text(block, where) for block, where in _blocks(content, field))
+
+
+def _result_block_text(block: dict[str, Any], field: str) -> str:
+    if block["type"] == "tool_reference":
+        return _read_str(block, "tool_name", field)
+    try:
+        return _block_text(block, field)
+    except Unsupported:
+        return leave_out_of_result(block["type"])
 
 
 def _convert_answer(content: Any, field: str) -> dict[str, Any]:
@@ -115,6 +140,8 @@ def _convert_answer(content: Any, field: str) -> dict[str, Any]:
             thoughts.append(_read_str(block, "thinking", where))
         elif kind == "tool_use":
             calls.append(_convert_call(block, where))
+        elif kind in _SERVER_CALLS or kind.endswith(_SERVER_RESULT):
+            log.info("block left out", extra={"fields": {"type": kind[:64]}})
         elif kind != "redacted_thinking":
             texts.append(_block_text(block, where))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -150,6 +177,9 @@ def _block_text(block: dict[str, Any], field: str, *, documents: bool = True) ->
     kind = block["type"]
     if kind == "text":
         return _read_str(block, "text", field)
+    if kind == "search_result":
+        heads = [_read_str(block, name, field) for name in ("title", "source")]
+        return "\n".join([*heads, join_text(block.get("content"), f"{field}.content")])
     source = block.get("source")
     source_kind = source.get("type") if isinstance(source, dict) else None
     if kind == "document" and documents and isinstance(source, dict):

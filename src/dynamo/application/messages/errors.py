@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from dynamo.application.http_errors import RETRY_HINT, ErrorFormat, status_of
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import ContextLengthExceeded, DynamoError
 
 OVERLOADED_STATUS = 529
 _RENAMED_FIELDS = (
@@ -20,6 +20,8 @@ _RENAMED_FIELDS = (
     (re.compile(r"^stop: "), "stop_sequences: "),
 )
 """Fields of a chat request in errors about it, and their names in a request for a message."""
+TOO_LONG = "prompt is too long"
+"""The words of Anthropic, by which clients know that they must shorten the conversation."""
 ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,6 +50,8 @@ class AnthropicErrorFormat(ErrorFormat):
         message = f"{error.message} ({hint})" if hint else error.message
         for pattern, name in _RENAMED_FIELDS:
             message = pattern.sub(name, message)
+        if isinstance(error, ContextLengthExceeded):
+            message = f"{TOO_LONG}: {message}"
         body = {"type": "error", "error": {"type": kind, "message": message}}
         return msgspec.json.encode(body | {"request_id": request_id})
 

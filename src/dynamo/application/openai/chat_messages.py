@@ -129,7 +129,8 @@ def _normalise_message(
             raise InvalidRequest(f"{field}: required, but missing", param=field)
     elif isinstance(content, list):
         size.add_parts(len(content))
-        texts = [_part_text(part, f"{field}[{number}]") for number, part in enumerate(content)]
+        read = _result_part_text if message["role"] == "tool" else _part_text
+        texts = [read(part, f"{field}[{number}]") for number, part in enumerate(content)]
         content = [{"type": "text", "text": text} for text in texts]
     elif not isinstance(content, str):
         raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
@@ -156,6 +157,22 @@ def _part_text(part: Any, field: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.{key}: expected str", param=f"{field}.{key}")
     return text
+
+
+def _result_part_text(part: Any, field: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in _TEXT_PART_FIELDS:
+        return leave_out_of_result(kind)
+    return _part_text(part, field)
+
+
+def leave_out_of_result(kind: str) -> str:
+    """Return the text that the model reads instead of an image or a file in a tool's result.
+
+    The result is sent again with each later request, so that a refusal would end the conversation.
+    """
+    log.info("part of a tool's result left out", extra={"fields": {"type": kind[:64]}})
+    return f"[{kind[:64]} left out: this model reads text only]"
 
 
 def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[dict[str, Any]]:

@@ -125,19 +125,20 @@ def chat_messages(
     return chat
 
 
-def chat_body(body: ResponsesBody, messages: list[Item]) -> ChatBody:
+def chat_body(body: ResponsesBody, chat: ChatMessages) -> ChatBody:
     """Return the chat request with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
-    check_size("tools", len(body.tools or ()), MAX_TOOLS)
+    tools = [*(body.tools or ()), *chat.tools.values()]
+    check_size("tools", len(tools), MAX_TOOLS)
     shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
     logprobs = bool(body.include and LOGPROBS in body.include) or bool(body.top_logprobs)
     return ChatBody(
         **shared,
         response_format=_response_format(body),
-        messages=messages,
+        messages=chat.messages,
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
-        tools=[_chat_tool(tool) for tool in body.tools or () if _is_function(tool)] or None,
+        tools=[_chat_tool(tool) for tool in tools if _is_function(tool)] or None,
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,

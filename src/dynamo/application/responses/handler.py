@@ -159,7 +159,7 @@ class ResponsesHandler:
             body, f"resp_{key}", model, int(self._clock.wall()), served.sampling
         )
         writer = ResponseItemWriter(response, self._clock.wall)
-        return Turn(owner, items, messages, chat_body(body, messages.messages), writer)
+        return Turn(owner, items, messages, chat_body(body, messages), writer)
 
     async def _resolve_references(self, owner: str, items: list[Item]) -> list[Item]:
         """Replace references by the items of stored responses. Raises `NotFound`."""

@@ -10,7 +10,11 @@ from typing import Any
 
 import msgspec
 
-from dynamo.application.openai.chat_messages import MAX_MESSAGES, MAX_PARTS
+from dynamo.application.openai.chat_messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    leave_out_of_result,
+)
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported
 
@@ -20,13 +24,17 @@ Item = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 PREVIOUS = "previous_response_id"
-SERVER_CALLS = (
+ADDITIONAL_TOOLS = "additional_tools"
+BUILT_IN_CALLS = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
-    *("mcp_list_tools", "mcp_call", "tool_search_call", "tool_search_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *("tool_search_call", "tool_search_output", "computer_call", "computer_call_output"),
+    *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+    *("apply_patch_call", "apply_patch_call_output"),
 )
-"""Items of tools that OpenAI's server executes, which are stored and shown to no model."""
+"""Items of tools that are no functions, which are stored and shown to no model."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_PART_FIELDS = ("content", "output", "summary")
+_PART_FIELDS = ("content", "output", "summary", "tools")
 _MESSAGE_FIELD = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
 _RENAMED_FIELDS = (
     (re.compile(r"response_format\.json_schema\b|response_format\b"), "text.format"),
@@ -105,14 +113,21 @@ def _read_custom_call(item: Item, field: str, key: str) -> Item:
     return _read_call(item | {"arguments": arguments}, field, key)
 
 
-def _read_server_call(item: Item, field: str, key: str) -> Item:
+def _read_built_in_call(item: Item, field: str, key: str) -> Item:
     return item | {"id": _id(item, field, f"item_{key}")}
+
+
+def _read_tools(item: Item, field: str, key: str) -> Item:
+    tools = item.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest(f"{field}.tools: expected a list of objects", param=f"{field}.tools")
+    return item | {"id": _id(item, field, f"at_{key}")}
 
 
 def _read_call_output(item: Item, field: str, key: str) -> Item:
     output = item.get("output")
     if not isinstance(output, str):
-        output = _read_parts(output, f"{field}.output", "user")
+        output = _read_parts(output, f"{field}.output", "tool")
     return {
         "id": _id(item, field, f"fco_{key}"),
         "type": "function_call_output",
@@ -146,7 +161,8 @@ _READERS = {
     "custom_tool_call_output": _read_call_output,
     "reasoning": _read_reasoning,
     "item_reference": _read_reference,
-} | dict.fromkeys(SERVER_CALLS, _read_server_call)
+    ADDITIONAL_TOOLS: _read_tools,
+} | dict.fromkeys(BUILT_IN_CALLS, _read_built_in_call)
 
 
 def _read_parts(content: Any, field: str, role: str) -> list[Item]:
@@ -165,6 +181,8 @@ def _read_part(part: Any, field: str, role: str) -> Item:
         if role == "assistant":
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "input_text", "text": text}
+    if role == "tool" and isinstance(kind, str):
+        return {"type": "input_text", "text": leave_out_of_result(kind)}
     raise Unsupported(
         f"{field}.type: parts of type {str(kind)[:64]!r} are not supported: models read text only",
         hint="send parts of type input_text",
@@ -190,10 +208,12 @@ def _list(value: Any, field: str) -> list[Any]:
 
 
 class ChatMessages(msgspec.Struct):
-    """Chat messages, and the field of the request that each comes from."""
+    """Chat messages, the field of the request that each comes from, and the tools that items add,
+    by name."""
 
     messages: list[Item] = []
     fields: list[str] = []
+    tools: dict[str, Item] = {}
 
     def add(self, message: Item, field: str) -> None:
         """Append a message."""
@@ -214,7 +234,9 @@ class ChatMessages(msgspec.Struct):
             elif kind == "function_call":
                 if item.get("status") != "incomplete" or item["call_id"] in answered:
                     self._add_call(answer, item, field)
-            elif kind in SERVER_CALLS:
+            elif kind == ADDITIONAL_TOOLS:
+                self.tools |= {str(tool.get("name")): tool for tool in item["tools"]}
+            elif kind in BUILT_IN_CALLS:
                 log.info("item left out", extra={"fields": {"type": kind}})
             elif kind == "message" and item["role"] == "assistant" and "role" not in answer:
                 answer |= {"role": "assistant", "content": _content(item["content"])}

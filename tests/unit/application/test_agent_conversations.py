@@ -1,0 +1,158 @@
+"""Conversations in the form of coding agents: what no model reads must not end them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from dynamo.application.messages.errors import ANTHROPIC_ERRORS
+from dynamo.core.errors import ContextLengthExceeded
+
+LOOK = {"name": "look", "input_schema": {"type": "object"}}
+SEARCH = {"type": "web_search_20260209", "name": "web_search"}
+SHELL: Any = {"type": "function", "name": "shell", "parameters": {"type": "object"}}
+HI: Any = [{"role": "user", "content": "one two three"}]
+PIXEL = "iVBORw0KGgo="
+
+
+@pytest.fixture
+async def messages(site: Any) -> AsyncIterator[Any]:
+    """A function that asks `/v1/messages` and returns what the model reads."""
+    anthropic: Any = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(base_url=site.url, api_key="k", max_retries=0) as sdk:
+
+        async def ask(history: list[Any], **fields: Any) -> Any:
+            await sdk.messages.create(model="words", max_tokens=3, messages=history, **fields)
+            return site.processor.requests[-1]
+
+        yield ask
+
+
+@pytest.fixture
+async def client(site: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="k", max_retries=0) as client:
+        yield client
+    await site.application.close(0)
+
+
+def result_of(content: list[Any]) -> list[Any]:
+    """Return a conversation whose last message is the result of a call."""
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": content}
+    return [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (
+            {"type": "image", "source": {"type": "base64", "data": PIXEL}},
+            "[image left out: this model reads text only]",
+        ),
+        (
+            {"type": "document", "source": {"type": "url", "url": "http://x/a.pdf"}},
+            "[document left out: this model reads text only]",
+        ),
+        ({"type": "tool_reference", "tool_name": "fetch"}, "fetch"),
+        (
+            {
+                "type": "search_result",
+                "title": "Rain",
+                "source": "http://x",
+                "content": [{"type": "text", "text": "It rains."}],
+            },
+            "Rain\nhttp://x\nIt rains.",
+        ),
+    ],
+)
+async def test_a_tool_result_of_messages_is_text(messages: Any, block: Any, text: str) -> None:
+    request = await messages(result_of([{"type": "text", "text": "Here:"}, block]), tools=[LOOK])
+    assert request.messages[-1]["content"] == f"Here:\n{text}"
+
+
+async def test_server_tools_are_left_out_beside_tools_of_the_client(messages: Any) -> None:
+    history = [
+        *HI,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+                {"type": "text", "text": "It rains."},
+            ],
+        },
+        *HI,
+    ]
+    request = await messages(history, tools=[SEARCH, LOOK])
+    assert [tool["function"]["name"] for tool in request.tools] == ["look"]
+    assert [message["content"] for message in request.messages] == [
+        "one two three",
+        "It rains.",
+        "one two three",
+    ]
+
+
+async def test_a_server_tool_that_is_forced_is_refused(messages: Any) -> None:
+    with pytest.raises(Exception, match="'web_search' is not among") as caught:
+        await messages(HI, tools=[SEARCH, LOOK], tool_choice={"type": "tool", "name": "web_search"})
+    assert getattr(caught.value, "status_code", None) == 400
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_of_anthropic() -> None:
+    error = ContextLengthExceeded("the prompt has 9 tokens", hint="shorten it")
+    assert b'"prompt is too long: the prompt has 9 tokens (shorten it)"' in (
+        ANTHROPIC_ERRORS.encode(error, "r")
+    )
+
+
+async def test_tools_that_items_add_are_offered(client: openai.AsyncOpenAI, site: Any) -> None:
+    added = SHELL | {"name": "patch", "description": "old"}
+    custom = {"type": "custom", "name": "exec", "description": "Runs a program."}
+    items: Any = [
+        {"type": "additional_tools", "role": "developer", "tools": [added, custom]},
+        *HI,
+        {"type": "additional_tools", "role": "developer", "tools": [added | {"description": "d"}]},
+    ]
+    first = await client.responses.create(model="words", input=items, tools=[SHELL])
+    await client.responses.create(model="words", input=HI, previous_response_id=first.id)
+    before, after = (request.tools for request in site.processor.requests)
+    assert [tool["function"]["name"] for tool in before] == ["shell", "patch"]
+    assert [tool["function"]["description"] for tool in after] == ["d"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["shell_call", "local_shell_call", "apply_patch_call", "computer_call"]
+)
+async def test_calls_of_built_in_tools_are_not_in_the_prompt(
+    client: openai.AsyncOpenAI, site: Any, kind: str
+) -> None:
+    call = {"type": kind, "call_id": "c1", "status": "completed"}
+    output = {"type": f"{kind}_output", "call_id": "c1", "output": "x"}
+    await client.responses.create(model="words", input=[*HI, call, output, *HI])
+    assert [message["role"] for message in site.processor.requests[-1].messages] == ["user", "user"]
+
+
+async def test_an_image_in_the_output_of_a_call_is_a_note(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": "{}"}
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{PIXEL}"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": [image]}
+    items: Any = [*HI, call, output]
+    await client.responses.create(model="words", input=items, tools=[SHELL])
+    note = "[input_image left out: this model reads text only]"
+    assert site.processor.requests[-1].messages[-1]["content"] == note
+
+
+async def test_an_image_in_a_tool_message_is_a_note(client: openai.AsyncOpenAI, site: Any) -> None:
+    function = {"name": "look", "arguments": "{}"}
+    call = {"id": "c1", "type": "function", "function": function}
+    image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": [image]}
+    history: Any = [*HI, {"role": "assistant", "tool_calls": [call]}, result]
+    await client.chat.completions.create(model="words", messages=history, max_tokens=3)
+    note = "[image_url left out: this model reads text only]"
+    assert site.processor.requests[-1].messages[-1]["content"] == [{"type": "text", "text": note}]
