@@ -14,11 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.errors import DynamoError, InvalidRequest
+from dynamo.models.message_order import MessageOrder, find_order
 from dynamo.models.template_bounds import TemplateTooCostly
 from dynamo.models.template_forms import (
+    PROBE_TOOLS,
     Message,
     MessageForms,
     RawText,
+    Render,
     content_text,
     find_forms,
 )
@@ -52,7 +55,9 @@ class ChatTemplate:
         self, source: str | None, tool_source: str | None = None, **special_tokens: str
     ) -> None:
         self._plain = _Source(source, special_tokens)
-        self._with_tools = _Source(tool_source, special_tokens) if tool_source else self._plain
+        self._with_tools = self._plain
+        if tool_source:
+            self._with_tools = _Source(tool_source, special_tokens, PROBE_TOOLS)
         self._described_tools = False
         self.was_too_costly = False
 
@@ -78,11 +83,12 @@ class ChatTemplate:
         source = self._with_tools if tools else self._plain
         if not source.has_tools and (tools or has_tool_messages(messages)):
             self._log_description()
-            reads_calls = source.forms.reads_calls
-            messages = describe_tools(messages, tools, reads_calls=reads_calls)
+            messages = describe_tools(messages, tools, reads_calls=source.forms.reads_calls)
             tools = ()
         if source.template is None:
             return _render_fallback(messages, add_generation_prompt)
+        if source.order is not None:
+            messages = source.order.arrange(messages)
         changed_roles = source.changed_roles
         for message in messages:
             if (
@@ -143,29 +149,41 @@ class ChatTemplate:
 
 
 class _Source:
-    """A compiled template and the forms of messages that it reads."""
+    """A compiled template and the forms of messages that it reads. `probe_tools`: probes have them
+    where no others are given, for a template that is used with tools only."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        probe_tools: Sequence[Message] = (),
+    ) -> None:
+        self._probe_tools = probe_tools
         self.template = _compile(source) if source else None
         self.has_tools = source is not None and "tools" in source
         self.variables = dict(self.template.variables) if self.template else {}
         self.variables |= special_tokens
         self.forms = MessageForms()
+        self.order: MessageOrder | None = None
         if self.template is not None:
-            self.forms = self._find_forms(self.template)
+            self._probe(partial(self._render_probe, self.template))
         self.changed_roles = self.forms.changed_roles
 
-    def _find_forms(self, template: BoundedTemplate) -> MessageForms:
-        """Return the forms that the template reads; the usual ones for one that is too costly."""
+    def _probe(self, render: Render) -> None:
+        """Find the forms and the order that the template reads. Both stay the usual ones for a
+        template that is too costly."""
         try:
-            return find_forms(partial(self._render_probe, template))
+            self.forms = find_forms(render)
+            order = find_order(render, self.forms)
         except TemplateTooCostly as error:
             log.warning("the chat template is too costly", extra={"fields": {"error": str(error)}})
-            return MessageForms()
+        else:
+            self.order = order if order != MessageOrder() else None
 
     def _render_probe(
         self, template: BoundedTemplate, messages: Sequence[Message], tools: Sequence[Message]
     ) -> str | None:
+        tools = tools or self._probe_tools
         request = {"messages": messages, "tools": tools or None, "documents": None}
         try:
             return template.render({**self.variables, **request, "add_generation_prompt": False})

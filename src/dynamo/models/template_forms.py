@@ -172,19 +172,22 @@ def _render_role(render: Render, role: str, content: Any, calls: MessageForms) -
         return render([probe, question], ()) or ""
     if role == "assistant":
         return render([question, probe, question], ()) or ""
-    [call] = calls.adapt([_call_message('{"q": "v"}')])
+    [call] = calls.adapt([call_message('{"q": "v"}')])
     call_id = call["tool_calls"][0]["id"]
-    return render([question, call, {**probe, "tool_call_id": call_id, "name": "f"}], _TOOLS) or ""
+    return (
+        render([question, call, {**probe, "tool_call_id": call_id, "name": "f"}], PROBE_TOOLS) or ""
+    )
 
 
 _PARAMETERS = {"type": "object", "properties": {"q": {"type": "string", "description": "d"}}}
-_TOOLS: tuple[Message, ...] = (
+PROBE_TOOLS: tuple[Message, ...] = (
     {"type": "function", "function": {"name": "f", "description": "d", "parameters": _PARAMETERS}},
 )
 
 
-def _call_message(arguments: str) -> Message:
-    call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def call_message(arguments: str, call_id: str = _CALL_ID) -> dict[str, Any]:
+    """Return a message with a call of the tool in `PROBE_TOOLS`."""
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
@@ -212,8 +215,8 @@ def _find_call_forms(render: Render, *, wrapped: bool) -> MessageForms:
 def _render_call(render: Render, forms: MessageForms, arguments: str) -> str:
     """Return the rendering of a call and its result; "" if something stands there as "None"."""
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": "f", "content": "r"}
-    messages = [{"role": "user", "content": "q"}, _call_message(arguments), result]
-    text = render(forms.adapt(messages), _TOOLS) or ""
+    messages = [{"role": "user", "content": "q"}, call_message(arguments), result]
+    text = render(forms.adapt(messages), PROBE_TOOLS) or ""
     return "" if "None" in text else text
 
 

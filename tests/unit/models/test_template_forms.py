@@ -19,7 +19,8 @@ CUT = '{"value": '
 
 def read_template(name: str) -> ChatTemplate:
     source = (FOLDER / f"{name}.jinja").read_text()
-    return ChatTemplate(source, **REFERENCE["about"]["tokens"])
+    for_tools = source if name.endswith("-tool_use") else None
+    return ChatTemplate(source, for_tools, **REFERENCE["about"]["tokens"])
 
 
 def call_with(arguments: str, content: str | None = None) -> dict:

@@ -115,8 +115,8 @@ def chat_body(body: MessagesBody) -> ChatBody:
 
 
 def _convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools with a schema. Those of Anthropic's server are left out beside them. Alone
-    they are what the request is about."""
+    """Return the tools with a schema. Tools of Anthropic's server are left out beside others, and
+    refused alone."""
     converted: list[dict[str, Any]] = []
     others: list[str] = []
     for number, tool in enumerate(tools):

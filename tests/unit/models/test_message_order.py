@@ -1,0 +1,109 @@
+"""Conversations as agents send them: no chat template refuses or loses a part of one."""
+
+import json
+
+import pytest
+from tests.unit.models.test_chat_template import CHATML
+from tests.unit.models.test_template_forms import NAMES, TOOL, read_template
+
+from dynamo.models.chat_template import ChatTemplate
+
+REFUSED_BY_TRANSFORMERS = {"Kimi-K2-Thinking"}
+"""Templates that use what the sandbox forbids, there as here."""
+STRICT = (
+    "{% set last = namespace(role='') %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
+    "{{ raise_exception('system') }}{% endif %}"
+    "{% if m.role == last.role or m.role == 'user' and last.role == 'tool' %}"
+    "{{ raise_exception('alternate') }}{% endif %}"
+    "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+    "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% set last.role = m.role %}{{ m.role }}:{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.arguments | tojson }}){% endfor %};"
+    "{% endfor %}{% if tools %}{% endif %}"
+)
+
+
+def text(role, content):
+    return {"role": role, "content": content}
+
+
+def calls(*numbers, **fields):
+    functions = {n: {"name": "f", "arguments": json.dumps({"q": f"arg{n}"})} for n in numbers}
+    parts = [{"id": f"call_{n}", "type": "function", "function": functions[n]} for n in numbers]
+    return {"role": "assistant", "content": None, "tool_calls": parts} | fields
+
+
+def result(number):
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": f"result{number}"}
+
+
+THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm.")
+CODE_AGENT = [
+    text("system", "rules"),
+    text("user", "question"),
+    text("system", "reminder"),
+    calls(1),
+    result(1),
+    text("user", "note behind a result"),
+    text("assistant", "answer"),
+    text("user", "second question"),
+]
+SHELL_AGENT = [
+    text("developer", "rules"),
+    text("developer", "permissions"),
+    text("user", "environment"),
+    text("user", "question"),
+    calls(1, 2, content="I look.", **THOUGHTS),
+    result(2),
+    result(1),
+    text("assistant", "answer"),
+    text("user", "second question"),
+]
+
+
+@pytest.mark.parametrize("conversation", [CODE_AGENT, SHELL_AGENT], ids=["code", "shell"])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - REFUSED_BY_TRANSFORMERS))
+def test_a_conversation_of_an_agent_is_rendered_whole(name, conversation):
+    prompt = read_template(name).render(conversation, [TOOL])
+    for message in conversation:
+        if message["role"] != "assistant":
+            assert message["content"] in prompt
+
+
+STRICT_CODE_AGENT = (
+    'system:rules;user:question\n\nreminder;assistant:({"q": "arg1"});'
+    "tool:result1\n\nnote behind a result;assistant:answer;user:second question;"
+)
+STRICT_SHELL_AGENT = (
+    "system:rules\n\npermissions;user:environment\n\nquestion;"
+    'assistant:({"q": "arg2"});tool:result2;'
+    'assistant:Hm.\n\nI look.({"q": "arg1"});tool:result1;'
+    "assistant:answer;user:second question;"
+)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "prompt"),
+    [
+        (CODE_AGENT, STRICT_CODE_AGENT),
+        (SHELL_AGENT, STRICT_SHELL_AGENT),
+        (
+            [text("user", "q"), text("assistant", "a"), calls(1, content="b"), result(1)],
+            'user:q;assistant:a\n\nb({"q": "arg1"});tool:result1;',
+        ),
+    ],
+)
+def test_a_strict_template_reads_texts_in_their_places(conversation, prompt):
+    assert ChatTemplate(STRICT).render(conversation, [TOOL]) == prompt
+
+
+def test_a_template_that_reads_everything_gets_the_messages_as_they_are():
+    assert ChatTemplate(CHATML)._plain.order is None
+
+
+def test_roles_are_probed_with_tools_in_a_template_for_requests_with_tools():
+    needs_tools = "{{ tools[0].function.name }}" + STRICT
+    template = ChatTemplate("plain", needs_tools)
+    prompt = template.render([text("developer", "rules"), text("user", "q")], [TOOL])
+    assert prompt == "fsystem:rules;user:q;"
