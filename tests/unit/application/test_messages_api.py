@@ -326,6 +326,8 @@ def result(call_id: str) -> Any:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread"),
+        ({"extra_body": {"compaction": {"type": "enabled"}}}, "compaction"),
         ({"stop_sequences": [""]}, "stop_sequences: an empty string"),
     ],
 )

@@ -53,6 +53,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
+    ({"multi_agent": {"enabled": True}}, "multi_agent", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"background": True, "store": False}, "background", "store"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),

@@ -46,6 +46,8 @@ class TokenCountBody(msgspec.Struct, kw_only=True):
 
     mcp_servers: Annotated[Any, Neutral([])] = None
     container: Annotated[Any, Neutral()] = None
+    thread: Annotated[Any, Neutral()] = None
+    compaction: Annotated[Any, Neutral()] = None
     response_format: Annotated[Any, Neutral({"type": "text"})] = None
     structured_outputs: Annotated[Any, Neutral({})] = None
     guided_json: Annotated[Any, Neutral()] = None

@@ -75,6 +75,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
     prompt: Annotated[Any, Neutral()] = None
     context_management: Annotated[Any, Neutral([])] = None
     moderation: Annotated[Any, Neutral()] = None
+    multi_agent: Annotated[Any, Neutral({"enabled": False})] = None
 
 
 log = logging.getLogger(__name__)
