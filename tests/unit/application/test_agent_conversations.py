@@ -108,6 +108,23 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_of_anthropic() -> None:
     )
 
 
+async def test_a_tool_runner_that_asks_for_a_thread_is_told_to_go_on_without(
+    site: Any,
+) -> None:
+    anthropic: Any = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(base_url=site.url, api_key="k", max_retries=0) as sdk:
+        with pytest.raises(anthropic.BadRequestError, match="thread is not supported") as caught:
+            await sdk.messages.create(
+                model="words",
+                max_tokens=3,
+                messages=HI,
+                extra_body={"thread": {"type": "continue", "previous_message_id": "msg_1"}},
+            )
+    details = caught.value.body["error"]["details"]
+    assert details["error_code"] == "thread_unsupported_request"
+    assert not site.processor.requests
+
+
 async def test_tools_that_items_add_are_offered(client: openai.AsyncOpenAI, site: Any) -> None:
     added = SHELL | {"name": "patch", "description": "old"}
     custom = {"type": "custom", "name": "exec", "description": "Runs a program."}

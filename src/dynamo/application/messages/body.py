@@ -129,7 +129,7 @@ def _convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             others.append(str(kind)[:64])
     if not converted:
         raise Unsupported(
-            f"tools[0].type: the server tool {others[0]!r} is not supported",
+            f"tools[0].type: Anthropic's tool {others[0]!r} is not supported",
             hint="send tools with name and input_schema, and call them in the client",
         )
     for kind in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,8 @@ _RENAMED_FIELDS = (
 """Fields of a chat request in errors about it, and their names in a request for a message."""
 TOO_LONG = "prompt is too long"
 """The words of Anthropic, by which clients know that they must shorten the conversation."""
+THREADS_UNSUPPORTED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""The details by which the tool runner of Anthropic's client goes on without a thread."""
 ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
@@ -52,7 +55,9 @@ class AnthropicErrorFormat(ErrorFormat):
             message = pattern.sub(name, message)
         if isinstance(error, ContextLengthExceeded):
             message = f"{TOO_LONG}: {message}"
-        body = {"type": "error", "error": {"type": kind, "message": message}}
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+        if error.param == "thread":
+            body["error"]["details"] = THREADS_UNSUPPORTED
         return msgspec.json.encode(body | {"request_id": request_id})
 
     def encode_event(self, error: DynamoError, request_id: str) -> bytes:
