@@ -173,3 +173,65 @@ async def test_an_image_in_a_tool_message_is_a_note(client: openai.AsyncOpenAI, 
     await client.chat.completions.create(model="words", messages=history, max_tokens=3)
     note = "[image_url left out: this model reads text only]"
     assert site.processor.requests[-1].messages[-1]["content"] == [{"type": "text", "text": note}]
+
+
+def note(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+async def test_a_second_turn_of_claude_code_begins_with_the_first(messages: Any, site: Any) -> None:
+    def system(nonce: str) -> list[Any]:
+        line = f"x-anthropic-billing-header: cc_version=2.1.{nonce}; cc_entrypoint=sdk-cli;"
+        return [note(line), note("You are an agent."), note("Read before you write.")]
+
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "1\tone\n"}
+    first = [
+        {"role": "user", "content": [note("<system-reminder>\nDate\n"), note("Go") | cached]},
+        {"role": "system", "content": "Available agents"},
+    ]
+    second = [
+        {"role": "user", "content": [note("<system-reminder>\nDate\n"), note("Go")]},
+        first[1],
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result | cached, note("Keep on.")]},
+    ]
+    before = await messages(first, system=system("f2f"), tools=[LOOK])
+    after = await messages(second, system=system("3d9"), tools=[LOOK])
+    assert after.messages[: len(before.messages)] == before.messages
+    assert [message["role"] for message in after.messages[3:]] == ["assistant", "tool", "user"]
+    assert after.tools == before.tools
+
+
+async def test_a_second_turn_of_codex_begins_with_the_first(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
+    def message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
+        return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+    tools: Any = [SHELL, {"type": "web_search", "external_web_access": False}]
+    first: Any = [message("developer", "Rules"), message("user", "Go")]
+    second: Any = [
+        *({**item, "id": f"msg_{number}"} for number, item in enumerate(first)),
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        message("assistant", "I look.", "output_text"),
+        {"type": "function_call", "name": "shell", "arguments": "{}", "call_id": "c1"},
+        {"type": "function_call_output", "call_id": "c1", "output": "Exit code: 0"},
+        message("user", "Keep on."),
+    ]
+    for turn, items in enumerate((first, second)):
+        await client.responses.create(
+            model="words",
+            input=items,
+            tools=tools,
+            store=False,
+            parallel_tool_calls=True,
+            reasoning={"summary": "auto"},
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="thread",
+            extra_body={"client_metadata": {"turn_id": str(turn)}},
+        )
+    before, after = (request.messages for request in site.processor.requests)
+    assert after[: len(before)] == before
+    assert [item["role"] for item in after[2:]] == ["assistant", "tool", "user"]

@@ -69,9 +69,9 @@ class MessagesBody(TokenCountBody, kw_only=True):
 
 
 _unsupported = UnsupportedFields(TokenCountBody)
-_BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""The first line of Claude Code's system prompt, which differs in each request. No cached prefix
-would be found behind it."""
+_BILLING_LINE = re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*\n*")
+"""A line of Claude Code's system prompt, which differs in each request. No cached prefix would be
+found behind it. Gateways put their own text before it."""
 
 
 def prompt_body(body: TokenCountBody) -> ChatBody:
