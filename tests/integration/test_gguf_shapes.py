@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from tests.support.gguf import gguf_bytes
 from tests.unit.inference_native.test_shapes import CASES, random_tensor
 
@@ -26,7 +27,6 @@ from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.weights import open_weights
 from dynamo.models.resolve import resolve_model_blocking
-from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from dynamo.testing.fakes import CollectedReply
 
 VOCABULARY = 49152

@@ -235,3 +235,20 @@ async def test_a_second_turn_of_codex_begins_with_the_first(
     before, after = (request.messages for request in site.processor.requests)
     assert after[: len(before)] == before
     assert [item["role"] for item in after[2:]] == ["assistant", "tool", "user"]
+
+
+@pytest.mark.parametrize("before", ["", "Be brief."])
+@pytest.mark.parametrize("as_blocks", [False, True])
+async def test_the_line_of_claude_code_that_always_differs_is_left_out(
+    messages: Any, as_blocks: bool, before: str
+) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=fa690;"
+    texts = [text for text in (before, line, "Be kind.") if text]
+    blocks: Any = [{"type": "text", "text": text} for text in texts]
+    system = blocks if as_blocks else "\n".join(texts)
+    hello: Any = [{"role": "user", "content": f"What is {line}"}]
+    request = await messages(hello, system=system)
+    assert request.messages == (
+        {"role": "system", "content": f"{before}\nBe kind.".strip()},
+        hello[0],
+    )

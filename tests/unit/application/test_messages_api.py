@@ -400,20 +400,3 @@ def test_which_errors_are_overloads() -> None:
 
     assert ANTHROPIC_ERRORS.status_of(NoWorkers("x")) == 529
     assert ANTHROPIC_ERRORS.status_of(Overloaded("x")) in (429, 529)
-
-
-@pytest.mark.parametrize("before", ["", "Be brief."])
-@pytest.mark.parametrize("as_blocks", [False, True])
-async def test_the_line_of_claude_code_that_always_differs_is_left_out(
-    client: anthropic.AsyncAnthropic, site: Any, as_blocks: bool, before: str
-) -> None:
-    line = "x-anthropic-billing-header: cc_version=2.1; cch=fa690;"
-    texts = [text for text in (before, line, "Be kind.") if text]
-    blocks: Any = [{"type": "text", "text": text} for text in texts]
-    system = blocks if as_blocks else "\n".join(texts)
-    hello: Any = [{"role": "user", "content": f"What is {line}"}]
-    await client.messages.create(model="words", max_tokens=3, system=system, messages=hello)
-    assert site.processor.requests[-1].messages == (
-        {"role": "system", "content": f"{before}\nBe kind.".strip()},
-        hello[0],
-    )

@@ -164,7 +164,7 @@ LLAMACPP: Mapping[str, Row] = {
     **_NO_LORA,
     "model.context_tokens": PassedSetting(
         "n_ctx",
-        convert=lambda given, tokens: tokens * (given.engine.max_num_seqs or LLAMACPP_SLOTS),
+        convert=lambda settings, tokens: tokens * (settings.engine.max_num_seqs or LLAMACPP_SLOTS),
     ),
     "engine.tensor_parallel_size": IgnoredSetting(
         "llama.cpp spreads a model over its devices by itself"

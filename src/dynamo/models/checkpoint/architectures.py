@@ -25,8 +25,8 @@ _ACTIVATIONS = {
 
 
 class Architecture(NamedTuple):
-    """The parts of a model that its type fixes. `fields`: those of `DecoderConfig`. `norm_offset`: what norm factors
-    in safetensors lack. `gguf_pairs`: GGUF files have rotary pairs side by side. `window_period`:
+    """The parts of a model that its type fixes. `fields`: those of `DecoderConfig`. `norm_offset`:
+    what norm factors in safetensors lack. `gguf_pairs`: GGUF files have rotary pairs side by side. `window_period`:
     every layer of that number attends to all positions, the others to a window; 0: no such rule."""
 
     fields: Mapping[str, Any] = {}

@@ -266,21 +266,12 @@ class ChatProcessor:
         echo: str = "",
         make_reader: Callable[[], AnswerReader] | None = None,
     ) -> Awaitable[None]:
-        stop_ids = options.stop_token_ids
-        if not options.ignore_eos:
-            further = () if make_reader is None else self._answers.stop_token_ids
-            stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *stop_ids, *further)))
         request = GenerateRequest(
             request_id=context.request_id,
             model=self._model,
             token_ids=prompt,
             sampling=self._defaults.resolve_sampling(options.sampling),
-            stops=StopConditions(
-                max_tokens,
-                options.min_tokens if options.min_tokens < max_tokens else max_tokens,
-                stop_ids,
-                options.ignore_eos,
-            ),
+            stops=self._stop_conditions(options, max_tokens, make_reader is not None),
             top_logprobs=options.top_logprobs,
             prompt_logprobs=options.prompt_logprobs,
             salt=options.salt,
@@ -311,6 +302,16 @@ class ChatProcessor:
             count = reply.count_tokens
             readers = [TokenCounter(choice, partial(count, n)) for n, choice in enumerate(choices)]
         return self._send_readers(request, context, readers)
+
+    def _stop_conditions(
+        self, options: TextOptions, max_tokens: int, has_reader: bool
+    ) -> StopConditions:
+        stop_ids = options.stop_token_ids
+        if not options.ignore_eos:
+            further = self._answers.stop_token_ids if has_reader else ()
+            stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *stop_ids, *further)))
+        min_tokens = min(max_tokens, options.min_tokens)
+        return StopConditions(max_tokens, min_tokens, stop_ids, options.ignore_eos)
 
     def _stop_strings(self, options: TextOptions) -> StopStrings | None:
         """Return what ends an answer. A form ends by itself: its grammar is stronger."""
