@@ -396,7 +396,5 @@ async def test_closing_a_stream_cancels_the_request(site: Any, client: Any) -> N
 
 
 def test_which_errors_are_overloads() -> None:
-    from dynamo.application.messages.errors import ANTHROPIC_ERRORS
-
     assert ANTHROPIC_ERRORS.status_of(NoWorkers("x")) == 529
     assert ANTHROPIC_ERRORS.status_of(Overloaded("x")) in (429, 529)

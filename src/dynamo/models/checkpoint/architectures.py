@@ -25,9 +25,13 @@ _ACTIVATIONS = {
 
 
 class Architecture(NamedTuple):
-    """The parts of a model that its type fixes. `fields`: those of `DecoderConfig`. `norm_offset`:
-    what norm factors in safetensors lack. `gguf_pairs`: GGUF files have rotary pairs side by side. `window_period`:
-    every layer of that number attends to all positions, the others to a window; 0: no such rule."""
+    """The parts of a model that its type fixes.
+
+    - `fields`: fields of `DecoderConfig`.
+    - `norm_offset`: what the factors of norms in safetensors lack.
+    - `gguf_pairs`: GGUF files have rotary pairs side by side.
+    - `window_period`: layers with this period attend to all positions, the others to a window.
+    """
 
     fields: Mapping[str, Any] = {}
     norm_offset: float = 0.0
