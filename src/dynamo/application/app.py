@@ -147,9 +147,9 @@ class Application:
         table = {**protected, **status.routes()}
         self._routes = with_front_page(table, needs_key=self._keys.required)
 
-    def update_settings(self, server: ServerSettings) -> None:
-        """Apply reloaded limits and the log_requests switch."""
-        self.generation.update_settings(server)
+    def update_settings(self, server: ServerSettings, ttft_slo: float = 0.0) -> None:
+        """Apply limits, the log_requests switch and `router.ttft_slo`, which may be reloaded."""
+        self.generation.update_settings(server, ttft_slo)
         self._log_requests = server.log_requests
 
     async def close(self, drain_s: float) -> None:

@@ -12,6 +12,7 @@ from dynamo.application.large_bodies import default_body_bytes
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
 from dynamo.application.responses.store import ResponseStore
 from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.adapters import AdapterOrders
@@ -93,7 +94,12 @@ class FrontendService:
             ),
         )
         runtime.add_shutdown_hook(application.close)
-        runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
+
+        def apply_settings(settings: Settings) -> None:
+            application.update_settings(settings.server, settings.router.ttft_slo)
+
+        apply_settings(runtime.settings)
+        runtime.on_settings_change(apply_settings)
         return application
 
     @staticmethod

@@ -182,6 +182,7 @@ async def open_site() -> AsyncIterator[Open]:
         metrics_source: Any = None,
         adapter_orders: Any = None,
         clock: Clock | None = None,
+        ttft_slo: float = 0.0,
         **settings: Any,
     ) -> Site:
         server = ServerSettings(**settings)
@@ -195,6 +196,7 @@ async def open_site() -> AsyncIterator[Open]:
             metrics_source=metrics_source,
             adapter_orders=adapter_orders,
         )
+        application.update_settings(server, ttft_slo)
         http = HttpServer(
             application.handle,
             HttpLimits.from_settings(server),

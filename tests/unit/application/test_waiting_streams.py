@@ -197,6 +197,21 @@ async def test_a_stream_that_waits_for_a_place_has_a_head(site: Any, clock: Step
             assert text_of(await stream.read_events()) == "one two "
 
 
+async def test_a_head_waits_for_admission_within_the_slo(
+    open_site: Open, clock: SteppedClock
+) -> None:
+    site = await open_site(clock=clock, ttft_slo=2.0)
+    site.processor.fails = "before"
+    for seconds, status in ((1.5, 503), (3.0, 200)):
+        site.processor.gate.clear()
+        site.processor.entered.clear()
+        async with request(site, "/v1/chat/completions") as stream:
+            await site.processor.entered.wait()
+            await clock.advance(seconds)
+            site.processor.gate.set()
+            assert await stream.read_head() == status
+
+
 async def test_an_answer_that_is_not_streamed_stays_silent(site: Any, clock: SteppedClock) -> None:
     site.processor.fails = "before"
     async with request(site, "/v1/chat/completions", stream=False) as answer:

@@ -24,6 +24,7 @@ from dynamo.application.generation.prompt_logprobs import (
     PromptLogprobsReply,
 )
 from dynamo.application.generation.replies import (
+    MAX_HOLD_S,
     HttpReply,
     OffsetReply,
     StreamReply,
@@ -100,6 +101,7 @@ class GenerationHandler:
         reasoning_fields = REASONING_FIELDS if field == "both" else (field,)
         self._chat_response = replace(CHAT_RESPONSE, reasoning_fields=reasoning_fields)
         self._log_prompts = server.log_prompts
+        self._hold_s = 0.0
         self._passes_key = server.pass_api_key
         self._gateway = gateway
         self._clock = clock
@@ -111,9 +113,10 @@ class GenerationHandler:
         )
         self.deadlines = Deadlines(clock, server.request_timeout)
 
-    def update_settings(self, server: ServerSettings) -> None:
+    def update_settings(self, server: ServerSettings, ttft_slo: float) -> None:
         """Apply reloaded limits and log_prompts. Requests in flight keep their deadlines."""
         self._log_prompts = server.log_prompts
+        self._hold_s = min(ttft_slo, MAX_HOLD_S)
         self.concurrency.update_limits(server.max_concurrent_requests, server.max_waiting_requests)
         if server.request_timeout != self.deadlines.timeout_s:
             self.deadlines = Deadlines(self._clock, server.request_timeout)
@@ -230,6 +233,7 @@ class GenerationHandler:
         started = self._clock.now()
         timing = TokenTiming(metrics, self._clock.now, started, per_prompt * prompts)
         reply = make_reply(exchange, model, usage_counter, timing)
+        reply.hold_s = self._hold_s
         reply.release_after(prompts, exchange.request.hold)
         deadline = deadlines.start(started)
         try:

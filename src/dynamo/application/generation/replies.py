@@ -43,6 +43,8 @@ KEEP_ALIVE = b": keep-alive\n"
 KEEP_ALIVE_S = 14.0
 """A stream that was silent for so long sends KEEP_ALIVE. The server notices that within a second:
 no 15 s pass without output."""
+MAX_HOLD_S = 5.0
+"""A head waits so long at most for admission, which rejects requests within `router.ttft_slo`."""
 
 
 class PendingText(msgspec.Struct):
@@ -57,7 +59,8 @@ class HttpReply(TextReply):
     """The common part of replies to one HTTP request; `remaining_choices` have not ended.
 
     A stream that waits sends its head early if `accepted`: all prompts were checked, or a place to
-    check them is waited for. An error before the head has an HTTP status.
+    check them is waited for. An error before the head has an HTTP status. Before a worker has
+    begun, the head waits for `hold_s`.
     """
 
     __slots__ = (
@@ -68,11 +71,12 @@ class HttpReply(TextReply):
         "_unencoded_prompts",
         "_usage_counter",
         "accepted",
+        "hold_s",
         "remaining_choices",
     )
 
     def __init__(self, response: Response, usage_counter: UsageCounter, choices: int) -> None:
-        self.accepted = False
+        self.accepted, self.hold_s = False, 0.0
         self._response = response
         self._usage_counter = usage_counter
         self._hold: BodyHold | None = None
@@ -126,7 +130,8 @@ class HttpReply(TextReply):
         """Send the head of a stream that waits, later comment lines: proxies and clients give up
         connections without output."""
         if not self._response.started:
-            if self.accepted or silent_s >= KEEP_ALIVE_S:
+            decided = silent_s >= self.hold_s or self._usage_counter.worker
+            if (self.accepted and decided) or silent_s >= KEEP_ALIVE_S:
                 self._start_stream()
         else:
             write_keep_alive(self._response, silent_s)
