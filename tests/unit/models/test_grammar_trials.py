@@ -20,6 +20,8 @@ from dynamo.models.grammar import trial_lane
 from dynamo.models.grammar.checker import (
     LARGE_NICENESS,
     SMALL_FORM_SIZE,
+    SMALL_NICENESS,
+    TRIAL_CPU_S,
     GrammarChecker,
     form_size,
 )
@@ -36,7 +38,9 @@ def schema(name: str, words: int = 1) -> StructuredOutput:
 
 
 @pytest.fixture
-async def checker() -> GrammarChecker:
+async def checker(monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
+    """A checker whose trials have time on a busy machine, too."""
+    monkeypatch.setattr(trial_lane, "TRIAL_TIMEOUT_S", 60.0)
     return GrammarChecker()
 
 
@@ -78,9 +82,8 @@ class Trials:
 
 
 async def test_small_forms_do_not_wait_for_large_ones(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+    checker: GrammarChecker,
 ) -> None:
-    monkeypatch.setattr(trial_lane, "TRIAL_TIMEOUT_S", 60.0)
     await checker.check(schema("first", 1000))
     async with BackgroundTasks() as tasks:
         with stopped(checker._large):
@@ -110,10 +113,22 @@ def test_repetitions_count_as_size(form: StructuredOutput, small: bool) -> None:
     assert (form_size(form.value) <= SMALL_FORM_SIZE) is small
 
 
+async def test_a_small_form_that_takes_long_is_tried_again_as_a_large_one(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.models.grammar.checker.SMALL_FORM_SIZE", 1 << 20)
+    checker._small = TrialLane(SMALL_NICENESS, 0.001)
+    for _ in range(2):
+        with pytest.raises(SchemaTooComplex) as caught:
+            await checker.check(HOSTILE)
+        assert "more than 1 ms" not in caught.value.message
+    assert checker._large.process is not None
+
+
 async def test_callers_take_turns() -> None:
     names = ["a0", "a1", "a2", "a3", "b0", "c0", "b1"]
     async with BackgroundTasks() as tasks:
-        trials = Trials(TrialLane(LARGE_NICENESS), tasks)
+        trials = Trials(TrialLane(LARGE_NICENESS, TRIAL_CPU_S), tasks)
         first = await trials.occupy()
         checks = [trials.start(name[0], name) for name in names]
         await asyncio.sleep(0)  # all of them wait now
@@ -129,7 +144,7 @@ async def test_callers_take_turns() -> None:
 
 async def test_a_caller_with_too_many_forms_is_refused_alone() -> None:
     async with BackgroundTasks() as tasks:
-        trials = Trials(TrialLane(LARGE_NICENESS), tasks)
+        trials = Trials(TrialLane(LARGE_NICENESS, TRIAL_CPU_S), tasks)
         await trials.occupy()
         checks = [trials.start("a", str(number)) for number in range(MAX_WAITING)]
         await asyncio.sleep(0)
@@ -150,5 +165,5 @@ async def test_a_trial_without_cpu_time_ends_and_the_next_one_goes_on(
     os.kill(checker._small.process.pid, signal.SIGSTOP)
     with pytest.raises(Overloaded, match="in time"):
         await checker.check(schema("b"))
-    monkeypatch.undo()
+    monkeypatch.setattr(trial_lane, "TRIAL_TIMEOUT_S", 60.0)
     await checker.check(schema("b"))

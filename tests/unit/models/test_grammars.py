@@ -20,6 +20,7 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, SchemaTooComplex
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import StructuredOutput
+from dynamo.models.grammar import trial_lane
 from dynamo.models.grammar.checker import SMALL_NICENESS, GrammarChecker
 from dynamo.models.grammar.grammar_text import grammar_text
 from dynamo.models.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher
@@ -44,7 +45,9 @@ def compiler(tiny_model: Path) -> GrammarCompiler:
 
 
 @pytest.fixture
-async def checker() -> GrammarChecker:
+async def checker(monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
+    """A checker whose trials have time on a busy machine, too."""
+    monkeypatch.setattr(trial_lane, "TRIAL_TIMEOUT_S", 60.0)
     return GrammarChecker()
 
 

@@ -19,6 +19,8 @@ MAX_VERDICTS = 1024
 """So many forms are remembered, as accepted or with their errors."""
 SMALL_FORM_SIZE = 8 << 10
 """Trials of forms up to this size take 20 ms of CPU time at most, if they are not hostile."""
+SMALL_TRIAL_CPU_S, TRIAL_CPU_S = 0.05, 0.2
+"""A small form that takes longer is tried again as a large one."""
 REPETITION_SIZE = 16
 """Each repetition in a pattern counts as so many bytes."""
 SMALL_NICENESS, LARGE_NICENESS = 5, 10
@@ -32,8 +34,8 @@ class GrammarChecker:
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._small = TrialLane(SMALL_NICENESS)
-        self._large = TrialLane(LARGE_NICENESS)
+        self._small = TrialLane(SMALL_NICENESS, SMALL_TRIAL_CPU_S)
+        self._large = TrialLane(LARGE_NICENESS, TRIAL_CPU_S)
 
     async def check(
         self, structured: StructuredOutput, field: str = "response_format", caller: str = ""
@@ -44,17 +46,25 @@ class GrammarChecker:
         key = blake2b(encoded, digest_size=16).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            lane = self._small if form_size(structured.value) <= SMALL_FORM_SIZE else self._large
-            verdict = await lane.run(caller, partial(self._judge, lane, key, encoded))
+            if form_size(structured.value) <= SMALL_FORM_SIZE:
+                verdict = await self._try(self._small, caller, key, encoded)
+            if verdict is None or verdict.timed_out:
+                verdict = await self._try(self._large, caller, key, encoded)
         if verdict.error:
             raise _refusal(structured, verdict, field)
+
+    async def _try(self, lane: TrialLane, caller: str, key: bytes, encoded: bytes) -> Verdict:
+        return await lane.run(caller, partial(self._judge, lane, key, encoded))
 
     def _judge(self, lane: TrialLane, key: bytes, encoded: bytes) -> Verdict:
         """Return the verdict on a form, in the lane's thread. A caller may be cancelled meanwhile;
         the trial then ends before the next one begins. Raises `Overloaded`."""
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._verdicts[key] = lane.try_form(encoded)
+            verdict = lane.try_form(encoded)
+            if verdict.timed_out and lane is self._small:
+                return verdict
+            self._verdicts[key] = verdict
             while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         return verdict

@@ -30,11 +30,11 @@ Work = Callable[[], Verdict]
 
 
 class TrialLane:
-    """Runs trials in a thread and a process of `niceness`, which the first form starts. The process
-    ends with the lane."""
+    """Runs trials in a thread and a process, which the first form starts. The process has a
+    niceness and `cpu_s` of CPU time for each trial, and ends with the lane."""
 
-    def __init__(self, niceness: int) -> None:
-        self._niceness = niceness
+    def __init__(self, niceness: int, cpu_s: float) -> None:
+        self._arguments = (str(niceness), str(cpu_s))
         self._waiting: OrderedDict[str, deque[tuple[Future[Verdict], Work]]] = OrderedDict()
         self._lock = Lock()
         self._thread: Executor | None = None
@@ -74,7 +74,7 @@ class TrialLane:
     def try_form(self, encoded: bytes) -> Verdict:
         """Ask the process, in the thread. Raises `Overloaded`."""
         if self.process is None or self.process.poll() is not None:
-            self.process = _start_process(self._niceness)
+            self.process = _start_process(*self._arguments)
             weakref.finalize(self, _stop_process, self.process)
         process = self.process
         outgoing, incoming = process.stdin, process.stdout
@@ -92,8 +92,8 @@ class TrialLane:
 _decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
 
 
-def _start_process(niceness: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "dynamo.models.grammar.trial_process", str(niceness)]
+def _start_process(*arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "dynamo.models.grammar.trial_process", *arguments]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     # The log pipe of this process is not inherited: its end tells the supervisor of a death.
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, bufsize=0)  # noqa: S603

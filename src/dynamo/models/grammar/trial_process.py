@@ -1,7 +1,7 @@
 """The process that tries forms of answers before a worker sees them.
 
 Some grammars take seconds for their first mask. Trials run in a fork of this process, which the
-kernel ends when a form takes more than `TRIAL_CPU_S` of CPU time. A busy machine therefore refuses
+kernel ends when a form takes more than `cpu_s` of CPU time. A busy machine therefore refuses
 no more than an idle one. The process reads forms from stdin and ends with it, and with its parent.
 """
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     Stream = IO[bytes] | BufferedRWPair[Any, Any]
 
-TRIAL_CPU_S = 0.2
 MAX_STEPS = 256
 """So many bytes of an answer are tried, since patterns are only read where they begin."""
 AUTOGROUP_TRIES = 20
@@ -48,10 +47,11 @@ _length = Struct("<I")
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of a trial. `error`: why the form cannot be enforced. `too_complex`: it can, but
-    takes too long."""
+    takes too long. `timed_out`: the trial took too long."""
 
     error: str = ""
     too_complex: bool = False
+    timed_out: bool = False
 
 
 class ByteTokenizer:
@@ -159,11 +159,11 @@ def _try_safely(payload: bytes) -> Verdict:
         return Verdict(f"its trial failed: {error!r}"[:MAX_ERROR_CHARS])
 
 
-def _serve(stream: Stream) -> NoReturn:
+def _serve(stream: Stream, cpu_s: float) -> NoReturn:
     """Try each form that arrives. The kernel ends this process when one takes too long."""
     try:
         while (payload := read_message(stream)) is not None:
-            signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             verdict = _try_safely(payload)
             signal.setitimer(signal.ITIMER_PROF, 0)
             write_message(stream, msgspec.msgpack.encode(verdict))
@@ -172,9 +172,11 @@ def _serve(stream: Stream) -> NoReturn:
 
 
 class Trials:
-    """A fork of this process that tries forms; another one after the kernel has ended it."""
+    """A fork of this process that tries forms; another one after the kernel has ended it. A trial
+    has `cpu_s` of CPU time."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s = cpu_s
         self._fork()
 
     def _fork(self) -> None:
@@ -183,7 +185,7 @@ class Trials:
         if not self._pid:
             set_parent_death_signal()
             ours.close()
-            _serve(theirs.makefile("rwb"))
+            _serve(theirs.makefile("rwb"), self._cpu_s)
         self._stream = ours.makefile("rwb")
 
     def judge(self, payload: bytes) -> bytes:
@@ -197,8 +199,8 @@ class Trials:
         if verdict is None:
             os.waitpid(self._pid, 0)
             self._fork()
-            text = f"a trial took more than {TRIAL_CPU_S * 1e3:.0f} ms"
-            verdict = msgspec.msgpack.encode(Verdict(text, too_complex=True))
+            text = f"a trial took more than {self._cpu_s * 1e3:.0f} ms"
+            verdict = msgspec.msgpack.encode(Verdict(text, too_complex=True, timed_out=True))
         return verdict
 
 
@@ -219,17 +221,17 @@ def lower_priority(niceness: int) -> None:
             return
 
 
-def main(niceness: int) -> int:
+def main(niceness: int, cpu_s: float) -> int:
     """Try each form that arrives."""
     set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
     try_form(StructuredOutput("json_object"))  # loads the library before the first fork
     lower_priority(niceness)
-    trials = Trials()
+    trials = Trials(cpu_s)
     while (payload := read_message(sys.stdin.buffer)) is not None:
         write_message(sys.stdout.buffer, trials.judge(payload))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2])))
