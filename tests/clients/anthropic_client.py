@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["anthropic==2.12.0"]
+# dependencies = ["anthropic==2.14.0"]
 # ///
 """The official `anthropic` library."""
 
@@ -76,6 +76,23 @@ def tools() -> None:
         assert [block.text for block in answer.content] == [ANSWER]
 
 
+@anthropic.beta_tool
+def get_weather(city: str) -> str:
+    """Return the temperature in a city."""
+    return "18 degrees" if city == "Paris" else "unknown"
+
+
+def tool_runner() -> None:
+    messages: Any = [{"role": "user", "content": WEATHER}]
+    whole = script.beta.messages.tool_runner(**FIELDS, tools=[get_weather], messages=messages)
+    streamed = script.beta.messages.tool_runner(
+        **FIELDS, tools=[get_weather], messages=messages, stream=True
+    )
+    for runner in (whole, streamed):
+        answer: Any = runner.until_done()
+        assert [block.text for block in answer.content] == [ANSWER]
+
+
 def structured() -> None:
     answer = native.messages.parse(**FIELDS, messages=ASK, output_format=City)
     assert isinstance(answer.parsed_output, City)
@@ -100,4 +117,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured, forced_call, error)
+    run(chat, stream, tools, tool_runner, structured, forced_call, error)

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["anthropic==2.12.0", "instructor==1.17.0"]
+# dependencies = ["anthropic==2.14.0", "instructor==1.17.0"]
 # ///
 """instructor over the `openai` library: forced calls, JSON by schema, streams of partial objects."""
 
