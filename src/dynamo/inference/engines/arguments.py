@@ -73,6 +73,10 @@ def _as_tokens(settings: Settings, blocks: int) -> int:
     return blocks * settings.engine.block_size
 
 
+def _llamacpp_slots(settings: Settings) -> int:
+    return settings.engine.max_num_seqs or LLAMACPP_SLOTS
+
+
 _SQUEEZELLM = {
     "squeezellm": "no engine loads these weights any more: use an awq or gptq version of the model"
 }
@@ -164,7 +168,7 @@ LLAMACPP: Mapping[str, Row] = {
     **_NO_LORA,
     "model.context_tokens": PassedSetting(
         "n_ctx",
-        convert=lambda settings, tokens: tokens * (settings.engine.max_num_seqs or LLAMACPP_SLOTS),
+        convert=lambda settings, context: context * _llamacpp_slots(settings),
     ),
     "engine.tensor_parallel_size": IgnoredSetting(
         "llama.cpp spreads a model over its devices by itself"
