@@ -147,7 +147,7 @@ async def test_cancelled_prompts_hold_no_blocks(prefill: VllmEngine, decode: Vll
     for number in range(6):
         request = replace(prompt(19), salt=f"cancelled {number}")  # 7 blocks each
         task = asyncio.create_task(connector(prefill).prefill(request, ENGINE_CONTEXT))
-        while not prefill.ranks[0].requests:
+        while not prefill.ranks[0].answers:
             await asyncio.sleep(0)
         for _ in range(number):
             await asyncio.sleep(0)

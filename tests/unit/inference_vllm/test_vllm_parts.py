@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.support.external_inputs import make_inputs
+from tests.support.external_inputs import install_module, make_inputs
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError, ModelUnavailable, WorkerFailed
+from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
@@ -31,7 +32,7 @@ from dynamo.inference.engines.startup import start_error, without_collections
 from dynamo.inference.vllm.engine import VllmEngine
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
 from dynamo.inference.vllm.rank import HUNG_S, VllmRank
-from dynamo.inference.vllm.requests import PARAMETERS, forward_output
+from dynamo.inference.vllm.requests import PARAMETERS, RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import ADVICE
 from dynamo.testing.fakes import CollectedReply
 from dynamo_conformance.engines import make_request
@@ -39,6 +40,48 @@ from dynamo_conformance.engines import make_request
 
 def foreign_answer(reply: Reply, request: GenerateRequest | None = None) -> ForeignAnswer:
     return ForeignAnswer(request or make_request(), reply, EngineTotals())
+
+
+class FakeParams(msgspec.Struct, kw_only=True):
+    """The fields of vLLM's SamplingParams that the tests name."""
+
+    temperature: float
+    seed: int | None = None
+    n: int = 1
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: Any = None
+    bad_words: list[str] | None = None
+
+
+def translator(monkeypatch: pytest.MonkeyPatch) -> RequestTranslator:
+    """A translator for the fake of vLLM."""
+    install_module(monkeypatch, "vllm")
+    install_module(
+        monkeypatch,
+        "vllm.sampling_params",
+        SamplingParams=FakeParams,
+        StructuredOutputsParams=SimpleNamespace,
+        RequestOutputKind=SimpleNamespace(DELTA="delta"),
+    )
+    translator = RequestTranslator()
+    translator._params = SimpleNamespace
+    return translator
+
+
+@pytest.mark.parametrize("name", ["temperature", "seed", "logit_bias", "structured_outputs", "n"])
+def test_a_caller_sets_no_parameter_beside_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(make_request(), extra={name: 1})  # is greedy, so that no seed is told
+    with pytest.raises(InvalidRequest, match=f"{name} is set by dynamo"):
+        translator(monkeypatch).sampling_params(request)
+
+
+def test_a_caller_sets_other_parameters_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = translator(monkeypatch)
+    params = vllm.sampling_params(replace(make_request(), extra={"bad_words": ["x"]}))
+    assert (params.bad_words, params.temperature, params.detokenize) == (["x"], 0, False)
+    for extra, message in ({"bad_words": 1}, "bad_words: Expected"), ({"bad": 1}, "no parameter"):
+        with pytest.raises(InvalidRequest, match=message):
+            vllm.sampling_params(replace(make_request(), extra=extra))
 
 
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> Any:

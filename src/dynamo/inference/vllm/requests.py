@@ -45,6 +45,8 @@ FORMS = FormTable(
         "calls": ("grammar", str),
     },
 )
+OWN_NAMES = PARAMETERS.names | {"n", "structured_outputs"}
+"""Names that no caller sets beside ours, told or not."""
 
 
 class RequestTranslator:
@@ -81,7 +83,7 @@ class RequestTranslator:
             if name not in self._extra_types or name.startswith("_"):
                 hint = nearest_name_hint(name, self._extra_types, "see vLLM's SamplingParams")
                 raise InvalidRequest(f"vLLM has no parameter {name!r}", hint=hint, param=name)
-            if name in own or name in PARAMETERS.names or name == "n":
+            if name in own or name in OWN_NAMES:
                 raise InvalidRequest(f"extra: {name} is set by dynamo", param=name)
             try:
                 extra[name] = msgspec.convert(value, self._extra_types[name])
