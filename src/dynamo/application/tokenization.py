@@ -10,10 +10,12 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.openai.body import decode_body
-from dynamo.application.openai.chat_messages import normalise_messages
+from dynamo.application.openai.chat import ChatBody, chat_request
 from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
 from dynamo.core.errors import InvalidRequest
-from dynamo.core.text import ChatRequest
+
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""The class of transformers that reads the tokenizers of all models here."""
 
 
 class TokenizeBody(msgspec.Struct):
@@ -31,12 +33,13 @@ class TokenizeBody(msgspec.Struct):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
     parse_special: Annotated[Any, Neutral(True)] = None
-    add_generation_prompt: Annotated[Any, Neutral(True)] = None
-    continue_final_message: Annotated[Any, Neutral(False)] = None
-    tools: Annotated[Any, Neutral([])] = None
     chat_template: Annotated[Any, Neutral()] = None
-    chat_template_kwargs: Annotated[Any, Neutral({})] = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -89,12 +92,16 @@ class TokenizationHandler:
             body = decode_body(_detokenize_decoder, exchange.request)
             _, served = self._gateway.find(body.model)
             text = await served.processor.detokenize(body.tokens)
-        exchange.send_json(200, msgspec.json.encode({"prompt": text, "content": text}))
+        answer = {"prompt": text}
+        if body.model is None:  # llama.cpp's clients name no model and read `content`
+            answer["content"] = text
+        exchange.send_json(200, msgspec.json.encode(answer))
 
     async def describe(self, exchange: Exchange) -> None:
         """GET /tokenizer_info. Evaluation programs read it before they use /tokenize."""
         _, served = self._gateway.find(DEFAULT_MODEL)
         info = {
+            "tokenizer_class": TOKENIZER_CLASS,
             "bos_token": served.bos_token or None,
             "eos_token": served.eos_token or None,
             "model_max_length": served.context_tokens,
@@ -106,8 +113,16 @@ class TokenizationHandler:
         model, served = self._gateway.find(body.model)
         processor = served.processor
         if body.messages is not None:
-            messages = normalise_messages(body.messages, self._unknown_roles)
-            ids = await processor.tokenize(ChatRequest(model, messages))
+            chat = ChatBody(
+                messages=body.messages,
+                tools=body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            request = chat_request(chat, model, self._unknown_roles)
+            special = body.add_special_tokens is True
+            ids = await processor.tokenize(request, add_special=special)
         elif body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)

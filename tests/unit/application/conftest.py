@@ -68,8 +68,10 @@ class WordProcessor:
         words = await self._prepare(request, prompt, context, reply)
         return partial(self._answer, request, words, reply)
 
-    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> list[int]:
         text = prompt if isinstance(prompt, str) else str(prompt.messages[-1]["content"])
+        if not isinstance(prompt, str):
+            self.requests.append(prompt)
         return [1] * add_special + [len(word) for word in text.split()]
 
     async def detokenize(self, ids: Sequence[int]) -> str:

@@ -240,9 +240,28 @@ async def test_tokenize(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/tokenize", "POST", body)
     assert (answer.json["tokens"], answer.json["token_strs"]) == ([1, 2], ["x", "xx"])
     chat = {"messages": [{"role": "user", "content": "ccc"}]}
-    assert (await get(connect, site, "/tokenize", "POST", chat)).json["tokens"] == [1, 3]
+    assert (await get(connect, site, "/tokenize", "POST", chat)).json["tokens"] == [3]
     for wrong in ({"model": "words"}, chat | {"tools": [{}]}, {"prompt": 5}):
         assert (await get(connect, site, "/tokenize", "POST", wrong)).status == 400
+
+
+async def test_tokenize_of_a_conversation_as_it_would_be_answered(site: Any, connect: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {
+        "messages": [{"role": "assistant", "content": "a"}],
+        "tools": [tool],
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "chat_template_kwargs": {"thinking": False},
+    }
+    answer = await get(connect, site, "/tokenize", "POST", body)
+    assert answer.json["tokens"] == [1, 1]
+    request = site.processor.requests[-1]
+    assert (request.tools, request.continue_final) == ((tool,), True)
+    assert request.template_args == {"thinking": False}
+    body |= {"continue_final_message": False, "add_generation_prompt": False}
+    await get(connect, site, "/tokenize", "POST", body)
+    assert not site.processor.requests[-1].add_generation_prompt
 
 
 async def test_tokenize_of_llama_cpp(site: Any, connect: Any) -> None:
@@ -257,11 +276,18 @@ async def test_tokenize_of_llama_cpp(site: Any, connect: Any) -> None:
 
 async def test_tokenizer_info(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/tokenizer_info")
-    assert answer.json == {"bos_token": None, "eos_token": "</s>", "model_max_length": 100_000}
+    assert answer.json == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "</s>",
+        "model_max_length": 100_000,
+    }
 
 
 async def test_detokenize(site: Any, connect: Any) -> None:
     answer = await get(connect, site, "/detokenize", "POST", {"model": "words", "tokens": [1, 2]})
+    assert answer.json == {"prompt": "x xx"}
+    answer = await get(connect, site, "/detokenize", "POST", {"tokens": [1, 2]})
     assert answer.json == {"prompt": "x xx", "content": "x xx"}
     for wrong in ({"tokens": [-1]}, {"tokens": "x"}, {}):
         assert (await get(connect, site, "/detokenize", "POST", wrong)).status == 400

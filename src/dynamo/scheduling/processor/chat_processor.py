@@ -151,10 +151,9 @@ class ChatProcessor:
         await self._check_form(options)
         return partial(self._send_choices, ids, max_tokens, options, context, reply, echo)
 
-    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> list[int]:
         """Return the ids of a conversation or a text (`add_special`: with BOS and the like). Raises
         ContextLengthExceeded and leaves nothing in caches."""
-        add_special = add_special and isinstance(prompt, str)
         return list(
             unpack_ids(await self._prompt_encoder.tokenize(prompt, add_special=add_special))
         )

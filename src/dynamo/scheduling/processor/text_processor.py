@@ -182,7 +182,7 @@ class TextProcessor:
         packed = _pad(_encode({"prompt": prompt}))
         return partial(self._send_choices, packed, parameters, options, context, reply, echo)
 
-    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> list[int]:
         """Raise `Unsupported`."""
         del prompt, add_special
         self._refuse("/tokenize", "model")
