@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dynamo.testing.conformance.engines import ENGINE_CONTEXT
 from tests.support.gguf import gguf_bytes
 from tests.unit.inference_native.test_shapes import CASES, random_tensor
 
@@ -28,6 +27,7 @@ from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.weights import open_weights
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.testing.fakes import CollectedReply
+from dynamo_conformance.engines import ENGINE_CONTEXT
 
 VOCABULARY = 49152
 CLEAR_GAP = 0.05
