@@ -147,9 +147,24 @@ async def test_calls_of_built_in_tools_are_not_in_the_prompt(
     client: openai.AsyncOpenAI, site: Any, kind: str
 ) -> None:
     call = {"type": kind, "call_id": "c1", "status": "completed"}
-    output = {"type": f"{kind}_output", "call_id": "c1", "output": "x"}
-    await client.responses.create(model="words", input=[*HI, call, output, *HI])
+    outputs: Any = [
+        {"type": output, "call_id": "c1", "output": "x"}
+        for output in (f"{kind}_output", "function_call_output")
+    ]
+    await client.responses.create(model="words", input=[*HI, call, *outputs, *HI])
     assert [message["role"] for message in site.processor.requests[-1].messages] == ["user", "user"]
+
+
+async def test_allowed_tools_that_are_no_functions_are_left_out(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
+    search: Any = {"type": "web_search"}
+    named = {"type": "function", "name": "shell"}
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [search, named]}
+    await client.responses.create(
+        model="words", input=HI, tools=[SHELL, SHELL | {"name": "x"}, search], tool_choice=choice
+    )
+    assert site.processor.requests[-1].callable_tools == ("shell",)
 
 
 async def test_an_image_in_the_output_of_a_call_is_a_note(

@@ -121,7 +121,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function"),
     (CHAT, chat(tools=[TOOL, TOOL]), "tools[1].function.name"),
     (CHAT, chat(tools=[choose("a b")]), "tools[0].function.name"),
-    (CHAT, chat(tools=[choose("x" * 65)]), "tools[0].function.name"),
+    (CHAT, chat(tools=[choose("x" * 129)]), "tools[0].function.name"),
     (CHAT, chat(tools=[choose(f"f{n}") for n in range(129)]), "tools"),
     (
         CHAT,

@@ -11,7 +11,7 @@ from dynamo.core.errors import InvalidRequest, Unsupported, nearest_name_hint
 from dynamo.core.text import CallMode
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 
 
 def check_tools(
@@ -63,8 +63,8 @@ def _function_name(tool: Any, field: str) -> str:
         )
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
-            f"{field}.function.name: {name[:80]!r} is not a valid tool name",
-            hint="1 to 64 letters, digits and _ . -",
+            f"{field}.function.name: {name[:144]!r} is not a valid tool name",
+            hint="1 to 128 letters, digits and _ . -",
             param=f"{field}.function.name",
         )
     parameters = function.get("parameters")

@@ -190,7 +190,8 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
         if not isinstance(tools, list):
             raise InvalidRequest("tool_choice.tools: expected a list", param="tool_choice.tools")
         check_size("tool_choice.tools", len(tools), MAX_TOOLS)
-        allowed = {"mode": choice.get("mode", "auto"), "tools": [_named(tool) for tool in tools]}
+        named = [_named(tool) for tool in tools if not isinstance(tool, dict) or _is_function(tool)]
+        allowed = {"mode": choice.get("mode", "auto"), "tools": named}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     raise Unsupported(
         f"tool_choice.type: {str(kind)[:64]!r} is not supported",

@@ -222,10 +222,11 @@ class ChatMessages(msgspec.Struct):
 
     def add_items(self, items: Sequence[Item], fields: Iterator[str]) -> None:
         """Append the messages of items. Neighbouring reasoning, text and calls of the assistant
-        become one message. Reasoning that nothing follows is dropped, and so are cut calls
-        without an output."""
+        become one message. Reasoning that nothing follows is dropped. So are cut calls without an
+        output, and outputs of calls that are left out."""
         answer: Item = {}
         answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
+        left_out: set[str] = set()
         for item, field in zip(items, fields, strict=False):
             kind = item["type"]
             if kind == "reasoning":
@@ -236,7 +237,8 @@ class ChatMessages(msgspec.Struct):
                     self._add_call(answer, item, field)
             elif kind == ADDITIONAL_TOOLS:
                 self.tools |= {str(tool.get("name")): tool for tool in item["tools"]}
-            elif kind in BUILT_IN_CALLS:
+            elif kind in BUILT_IN_CALLS or item.get("call_id") in left_out:
+                left_out.add(str(item.get("call_id")))
                 log.info("item left out", extra={"fields": {"type": kind}})
             elif kind == "message" and item["role"] == "assistant" and "role" not in answer:
                 answer |= {"role": "assistant", "content": _content(item["content"])}
