@@ -37,6 +37,7 @@ def planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("DYNAMO_RUNTIME__DISCOVERY", url)
     monkeypatch.setenv("DYNAMO_RUNTIME__REQUESTS", "memory:")
     monkeypatch.setenv("DYNAMO_RUNTIME__EVENTS", "memory:")
+    monkeypatch.setattr("dynamo.runtime.component.WITHDRAW_GRACE_S", 0.0)
     return url
 
 

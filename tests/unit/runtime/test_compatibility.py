@@ -31,8 +31,9 @@ _networks = itertools.count()
 @pytest.fixture(autouse=True)
 def planes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNAMO_RUNTIME__DISCOVERY", f"memory:compatibility-{next(_networks)}")
-    monkeypatch.setenv("DYNAMO_RUNTIME__REQUESTS", "memory:")
+    monkeypatch.setenv("DYNAMO_RUNTIME__REQUESTS", "tcp://127.0.0.1:0")
     monkeypatch.setenv("DYNAMO_RUNTIME__EVENTS", "memory:")
+    monkeypatch.setattr("dynamo.runtime.component.WITHDRAW_GRACE_S", 0.0)
 
 
 @pytest.fixture

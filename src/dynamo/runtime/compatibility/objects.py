@@ -246,6 +246,8 @@ class CompatEndpoint:
         runtime, path = self.runtime, self.native.path
         serve = _request_handler(handler, path, runtime.tasks)
         await runtime.ready()
+        if runtime.native.stopping.cancelled:
+            return
         await self.native.serve(serve)
         runtime.handlers[path] = handler
         runtime.note_service()
