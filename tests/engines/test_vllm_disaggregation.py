@@ -186,5 +186,6 @@ async def test_a_killed_prefill_engine_is_not_needed(
         await asyncio.sleep(0.05)
     failures = connector(decode).failures.total()
     assert await answer(decode, request, kv) == await answer_alone(decode, request)
+    await settle(lambda: connector(decode).failures.total() > failures)
     assert connector(decode).failures.total() > failures
     assert decode.failure is None
