@@ -104,9 +104,7 @@ def read_responses_body(request: Request) -> ResponsesBody:
         text = getattr(body, name) or ""
         check_size(name, len(text), MAX_ECHOED_CHARS, "characters")
     if body.background and body.store is False:
-        raise InvalidRequest(
-            "background: needs store: true, by which the response is read", param="background"
-        )
+        raise InvalidRequest("background can only be used when `store` is true", param="background")
     return body
 
 

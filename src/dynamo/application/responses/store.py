@@ -279,7 +279,7 @@ class ResponseStore:
         ).fetchone()
         if row is None:
             raise NotFound(
-                f"there is no stored response {response_id[:100]!r}",
+                f"Response with id {response_id[:100]!r} not found.",
                 hint="it may have expired, or belong to another API key; store: false keeps none",
                 param="response_id",
             )
@@ -302,8 +302,8 @@ class ResponseStore:
         response = self._get(owner, response_id)
         if not response["background"]:
             raise InvalidRequest(
-                "only a response with background: true can be cancelled",
-                hint="close the connection of the request instead",
+                "Cannot cancel a synchronous response.",
+                hint="it has no background: true; close the connection of its request instead",
                 param="response_id",
             )
         if response["status"] in RUNNING_STATUSES:
