@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 GC_THRESHOLD = 50_000
 """Startup creates many objects and no garbage; collections would take a tenth of its time."""
@@ -23,7 +24,7 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Late imports keep the startup short."""
     open_standard_streams()
     gc.set_threshold(GC_THRESHOLD)
@@ -33,7 +34,7 @@ def main() -> int:
     from dynamo.cli import main as run
 
     signal.signal(signal.SIGINT, handler)
-    return run(sys.argv[1:])
+    return run(sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

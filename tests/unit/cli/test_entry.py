@@ -134,7 +134,12 @@ def test_descriptions_fit_a_line() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_a_function(name: str) -> None:
-    assert command_parser(name).format_help().startswith(f"usage: dynamo {name}")
+    program = (
+        f"python -m dynamo.{name[1:]}"
+        if "entry_points" in COMMANDS[name].target
+        else f"dynamo {name}"
+    )
+    assert command_parser(name).format_help().startswith(f"usage: {program}")
     assert callable(commands.command_run(name))
 
 
