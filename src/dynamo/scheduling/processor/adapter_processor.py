@@ -17,7 +17,8 @@ class AdapterProcessor:
     has the methods of `ChatProcessor`."""
 
     def __init__(self, base: Any, adapter: str) -> None:
-        self.tokenize, self.detokenize, self.texts = base.tokenize, base.detokenize, base.texts
+        self.tokenize, self.detokenize = base.tokenize, base.detokenize
+        self.token_strings, self.token_bytes = base.token_strings, base.token_bytes
         self._base = base
         self.adapter = adapter
 
