@@ -176,7 +176,9 @@ class TestVllmCacheView:
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
 
     async def test_predictions_are_exact_after_a_rebuild(self, engine: VllmEngine) -> None:
-        engine.ranks[0].reader.rebuild()  # type: ignore[union-attr]
+        reader = engine.ranks[0].reader
+        assert reader is not None
+        await reader._rebuild_alone()
         chance = random.Random(5)
         pairs = await probe(engine, prompts(chance, 20))
         assert [pair for pair in pairs if pair[0] != pair[1]] == []
