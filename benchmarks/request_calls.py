@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Count the function calls of a short request in a frontend, and measure its CPU without sockets.
 
-    benchmarks/request_calls.py --model MODEL_DIR [--mode kv] [--requests 200] [--most 40]
+    benchmarks/request_calls.py --model MODEL_DIR [--mode kv] [--api responses] [--requests 200]
+                                [--most 40]
 
-A whole frontend runs (chat, streamed, one output token) without sockets: the client's bytes go directly
+A whole frontend runs (one output token, streamed) without sockets: the client's bytes go directly
 to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
-machine. CPU is the minimum of 40 rounds of 64 concurrent requests.
+machine: calls of Python's functions, and with those of built-in ones. CPU is the minimum of 40
+rounds of 64 concurrent requests. A response is not stored.
 """
 
 from __future__ import annotations
@@ -43,10 +45,20 @@ from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.worker import WorkerService
 
+BUILT_IN = "built-in "
 END = b"0\r\n\r\n"
 AT_ONCE = 64
 ROUNDS = 40
 WORDS = ("over", "and", "after", "world", "water", "long", "house", "number", "people", "day")
+APIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"max_tokens": 1, "stream_options": {"include_usage": True}},
+    ),
+    "messages": ("/v1/messages", {"max_tokens": 1}),
+    "responses": ("/v1/responses", {"max_output_tokens": 1}),
+}
+"""Paths, and the fields of a request besides its model and prompt."""
 encode = msgspec.msgpack.encode
 
 
@@ -138,8 +150,8 @@ class Client:
 class Frontend:
     """The frontend, its clients and its fake workers."""
 
-    def __init__(self, shared: HttpServerState) -> None:
-        self._shared = shared
+    def __init__(self, shared: HttpServerState, api: str) -> None:
+        self._api = api
         self.rng = random.Random(7)
         self._workers: list[WorkerTransport] = []
         self.clients = [Client(shared) for _ in range(AT_ONCE)]
@@ -154,18 +166,13 @@ class Frontend:
         self._workers = [WorkerTransport(peer) for peer in peers if peer.streams.frames_received]
 
     def request(self) -> bytes:
-        """Return a chat request of about 150 tokens, different each time."""
+        """Return a request of about 150 tokens, different each time."""
         text = " ".join(self.rng.choices(WORDS, k=118)) + f" {self.rng.random()}"
-        body = msgspec.json.encode(
-            {
-                "model": "bench",
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": 1,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json"
+        path, fields = APIS[self._api]
+        prompt = text if self._api == "responses" else [{"role": "user", "content": text}]
+        name = "input" if self._api == "responses" else "messages"
+        body = msgspec.json.encode({"model": "bench", name: prompt, "stream": True, **fields})
+        head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json"
         return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
     async def serve(self, clients: list[Client], requests: list[bytes]) -> None:
@@ -196,13 +203,12 @@ async def count(frontend: Frontend, requests: int) -> Counter[str]:
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
-        del arg
         code = frame.f_code
-        if (
-            event == "call"
-            and code.co_filename != __file__
-            and "asyncio/tasks" not in code.co_filename
-        ):
+        if code.co_filename == __file__ or "asyncio/tasks" in code.co_filename:
+            return
+        if event == "c_call":
+            calls[f"{BUILT_IN}{arg.__qualname__}"] += 1
+        elif event == "call":
             calls[f"{'/'.join(Path(code.co_filename).parts[-2:])} {code.co_qualname}"] += 1
 
     pending = [[frontend.request()] for _ in range(requests)]
@@ -249,12 +255,15 @@ async def main(arguments: argparse.Namespace) -> None:
                 runtime.clock,
                 application.on_error,
                 application.check_headers,
-            )
+            ),
+            arguments.api,
         )
         await frontend.connect_workers(runtime.clock)
         await measure(frontend)
         calls = await count(frontend, arguments.requests)
-        print(f"{sum(calls.values()) / arguments.requests:.0f} calls per request")
+        own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))
+        print(f"{own / arguments.requests:.0f} calls per request")
+        print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
         print(f"{await measure(frontend):.0f} us of CPU per request, without sockets")
         for name, number in calls.most_common(arguments.most):
             print(f"{number / arguments.requests:8.2f} {name}")
@@ -264,6 +273,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--mode", default="round_robin")
+    parser.add_argument("--api", choices=APIS, default="chat")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--most", type=int, default=0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
