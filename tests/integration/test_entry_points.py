@@ -1,4 +1,5 @@
-"""`python -m dynamo.frontend` and `python -m dynamo.mocker` as separate processes."""
+"""`python -m dynamo.frontend`, `python -m dynamo.mocker` and engines of users as separate
+processes."""
 
 from __future__ import annotations
 
@@ -18,6 +19,68 @@ from tests.conftest import free_port, until
 from tests.support.servers import EtcdProcess, NatsProcess
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+ENGINE = '''
+import argparse
+import asyncio
+import os
+
+from dynamo._core import Context
+from dynamo.common.backend import (
+    EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, LlmRegistration, WorkerConfig
+)
+from dynamo.common.backend.publisher import KvEventSource, PushSource
+from dynamo.common.backend.run import run
+
+
+class Counter(LLMEngine):
+    """Answers with the ids 5, 6 and so on, and says on standard output what the worker calls."""
+
+    def __init__(self, model):
+        self.model, self.publisher = model, None
+
+    @classmethod
+    async def from_args(cls, argv=None):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--model")
+        parser.add_argument("--discovery-backend", default=os.environ["DYN_DISCOVERY_BACKEND"])
+        args = parser.parse_args(argv)
+        config = WorkerConfig(
+            namespace="dynamo", component="counter", model_name=args.model,
+            served_model_name="tiny", discovery_backend=args.discovery_backend,
+            request_plane=os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+        )
+        return cls(args.model), config
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        print("start", worker_id > 0, flush=True)
+        limits = LlmRegistration(context_length=256, kv_cache_block_size=16, max_num_seqs=4)
+        return EngineConfig(model=self.model, llm=limits)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        def keep(publisher):
+            self.publisher = publisher
+
+        return [PushSource(on_ready=keep, dp_rank=0)]
+
+    async def generate(self, request: GenerateRequest, context: Context):
+        prompt = request["token_ids"]
+        self.publisher.publish_stored(prompt[:16], [16], [1], parent_hash=None)
+        for number in range(request["stop_conditions"]["max_tokens"]):
+            if context.is_stopped():
+                return
+            yield {"token_ids": [5 + number], "index": 0}
+            await asyncio.sleep(0.001)
+        yield {"token_ids": [], "index": 0, "finish_reason": "length"}
+
+    async def abort(self, context: Context) -> None:
+        print("abort", bool(context.id()), flush=True)
+
+    async def cleanup(self) -> None:
+        print("cleanup", flush=True)
+
+
+run(Counter)
+'''
 
 
 class Processes:
@@ -29,36 +92,44 @@ class Processes:
         self._port = free_port()
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `python -m dynamo.MODULE`."""
-        command = [sys.executable, "-m", f"dynamo.{module}", *arguments]
-        with (self._folder / f"{module}-{len(self._running)}.log").open("wb") as log:
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start `python WORD ...`."""
+        command = [sys.executable, *words]
+        with (self._folder / f"{len(self._running)}.log").open("wb") as log:
             process = subprocess.Popen(command, env=self._environ, stdout=log, stderr=log)
         self._running.append(process)
         return process
 
     def start_frontend(self, *arguments: str) -> None:
         """Start a frontend, which `get` and `chat` ask."""
-        self.start("frontend", "--http-port", str(self._port), *arguments)
+        self.start("-m", "dynamo.frontend", "--http-port", str(self._port), *arguments)
 
-    def send(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    def log(self, process: subprocess.Popen[bytes]) -> str:
+        """Return what a process printed."""
+        return (self._folder / f"{self._running.index(process)}.log").read_text()
+
+    def send(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60
+    ) -> tuple[int, Any]:
         """Return status and body of a request. Status 0: no answer."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}{path}", body and json.dumps(body).encode()
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error)
+        except TimeoutError:
+            raise
         except OSError:
             return 0, {}
 
     def workers(self) -> int:
         """Return how many workers the frontend sees."""
-        models = self.send("/health")[1].get("models", {})
-        return sum(model["workers"] for model in models.values()) if models else 0
+        workers: dict[str, int] = self.send("/health")[1].get("workers", {})
+        return workers.get(CHAT["model"], 0)
 
     def close(self) -> None:
         """Kill all processes. Blocks."""
@@ -90,8 +161,8 @@ def test_workers_of_other_processes_answer_until_the_last_is_killed(
 ) -> None:
     flags = ("--model-path", str(tiny_model), "--model-name", "tiny", "--speedup-ratio", "0")
     processes.start_frontend("--router-mode", "kv")
-    first = processes.start("mocker", *flags)
-    second = processes.start("mocker", *flags)
+    first = processes.start("-m", "dynamo.mocker", *flags)
+    second = processes.start("-m", "dynamo.mocker", *flags)
     until(lambda: processes.workers() == 2, timeout_s=60)
     assert processes.send("/v1/chat/completions", CHAT)[0] == 200
 
@@ -102,3 +173,24 @@ def test_workers_of_other_processes_answer_until_the_last_is_killed(
         assert answer["usage"]["completion_tokens"] == 3
     until(lambda: processes.workers() == 1, timeout_s=60)
     assert second.poll() is None
+
+
+def test_a_users_engine_serves_until_it_is_stopped(
+    processes: Processes, tiny_model: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "counter.py"
+    program.write_text(ENGINE)
+    processes.start_frontend()
+    engine = processes.start(str(program), "--model", str(tiny_model))
+    until(lambda: processes.workers() == 1, timeout_s=60)
+
+    status, answer = processes.send("/v1/chat/completions", {**CHAT, "logprobs": False})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 3), answer
+    assert answer["choices"][0]["finish_reason"] == "length"
+    with pytest.raises(TimeoutError):
+        processes.send("/v1/chat/completions", {**CHAT, "max_tokens": 200}, timeout_s=0.2)
+    engine.terminate()
+    assert engine.wait(30) == 0
+    calls = processes.log(engine).splitlines()
+    reports = [line for line in calls if line.startswith(("start", "abort", "cleanup"))]
+    assert reports == ["start True", "abort True", "cleanup"]

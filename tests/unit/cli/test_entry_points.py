@@ -31,8 +31,8 @@ def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(entry: EntryPoint, *arguments: str, **variables: str) -> Any:
     """Return the settings of a process, without those of the planes."""
-    found = entry.settings(arguments, {**variables})
-    return resolve_settings(found).settings
+    values = entry.settings(arguments, {**variables})
+    return resolve_settings(values).settings
 
 
 @NAMED

@@ -77,11 +77,11 @@ class EntryPoint(msgspec.Struct, frozen=True):
             args, native = parser.parse_known_args(list(arguments))
         else:
             args = parser.parse(arguments)
-        found = translate(flags, args, environ)
-        for note in found.notes:
+        translation = translate(flags, args, environ)
+        for note in translation.notes:
             print_note(note)
-        environ.update(plane_variables({**environ, **found.planes}))
-        settings = {**self._basis(), **found.settings}
+        environ.update(plane_variables({**environ, **translation.planes}))
+        settings = {**self._basis(), **translation.settings}
         if native:
             settings["engine.args"] = SourcedValue(engine_arguments(native), "arguments")
         return settings
@@ -104,10 +104,10 @@ def plane_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.environment import with_dyn_names
 
-    found = with_dyn_names(environ)
-    if "DYNAMO_ETCD_ENDPOINTS" in found:
-        return found
-    return {"DYNAMO_RUNTIME__DISCOVERY": deployment_of(Settings()).discovery_url, **found}
+    variables = with_dyn_names(environ)
+    if "DYNAMO_ETCD_ENDPOINTS" in variables:
+        return variables
+    return {"DYNAMO_RUNTIME__DISCOVERY": deployment_of(Settings()).discovery_url, **variables}
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:

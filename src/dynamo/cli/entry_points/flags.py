@@ -44,7 +44,7 @@ class DynFlag(msgspec.Struct, frozen=True):
 
     @property
     def help(self) -> str:
-        """What becomes of the flag here."""
+        """The use of the flag here."""
         if self.effect == SETTING:
             return f"sets {self.text.partition(' ')[0]}"
         return f"chooses the {self.names[0][2:]}" if self.effect == PLANE else self._reason
@@ -126,7 +126,7 @@ class _KeepWithName(argparse.Action):
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """What flags and variables became: settings, DYN_ variables of planes, notes."""
+    """The result of flags and variables: settings, DYN_ variables of planes, notes."""
 
     settings: dict[str, SourcedValue] = {}
     planes: dict[str, str] = {}
@@ -139,18 +139,18 @@ def translate(
     """Translate the flags that were given, and the variables of the others. A later flag of the
     same setting wins. Raises `Unsupported` for those that are refused."""
     result = Translation()
-    for flag, given in _given(flags, args, environ):
+    for flag, source in _given(flags, args, environ):
         if flag.effect == PLANE:
-            result.planes[flag.variable] = given.raw
-        elif flag.is_default(given.raw):
+            result.planes[flag.variable] = source.raw
+        elif flag.is_default(source.raw):
             continue
         elif flag.effect == SETTING:
-            key, value = flag.setting(given.raw, given.origin)
-            result.settings[key] = SourcedValue(value, given.origin)
+            key, value = flag.setting(source.raw, source.origin)
+            result.settings[key] = SourcedValue(value, source.origin)
         elif flag.effect == NO_EFFECT:
-            result.notes.append(f"{given.origin} has no effect: {flag.text}")
+            result.notes.append(f"{source.origin} has no effect: {flag.text}")
         else:
-            raise Unsupported(f"{given.origin} is not supported", hint=flag.text)
+            raise Unsupported(f"{source.origin} is not supported", hint=flag.text)
     return result
 
 
@@ -166,6 +166,6 @@ def _given(
             value = text.split() if flag.kind == "list" else value
             if value is not False or flag.kind in SWITCHES:
                 yield flag, SourcedValue(value, f"environment {flag.variable}")
-    for flag, given in on_line.items():
-        if given is not None:
-            yield flag, given
+    for flag, source in on_line.items():
+        if source is not None:
+            yield flag, source

@@ -1,0 +1,1 @@
+"""The parts of NVIDIA Dynamo's package `dynamo.common` that programs use."""
