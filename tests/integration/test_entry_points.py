@@ -33,7 +33,7 @@ from dynamo.common.backend.run import run
 
 
 class Counter(LLMEngine):
-    """Answers with the ids 5, 6 and so on, and says on standard output what the worker calls."""
+    """Answers with ids down to 5, and says on standard output what the worker calls."""
 
     def __init__(self, model):
         self.model, self.publisher = model, None
@@ -65,12 +65,12 @@ class Counter(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context):
         prompt = request["token_ids"]
         self.publisher.publish_stored(prompt[:16], [16], [1], parent_hash=None)
-        for number in range(request["stop_conditions"]["max_tokens"]):
+        for left in reversed(range(request["stop_conditions"]["max_tokens"])):
             if context.is_stopped():
                 return
-            yield {"token_ids": [5 + number], "index": 0}
-            await asyncio.sleep(0.001)
-        yield {"token_ids": [], "index": 0, "finish_reason": "length"}
+            end = {} if left else {"finish_reason": "length"}
+            yield {"token_ids": [5 + left], "index": 0, **end}
+            await asyncio.sleep(0.01)
 
     async def abort(self, context: Context) -> None:
         print("abort", bool(context.id()), flush=True)
