@@ -35,6 +35,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
+from dynamo.scheduling.workers.ledger import Ledger
 
 REQUESTS, RUNS = 2_000, 15
 INFO = EngineInfo("mock", 16, 16_384, 32_768, 256, 8_192)
@@ -120,12 +121,18 @@ async def us_per_request(send: SendRequest) -> float:
 async def admission_us(number: int, ttft_s: float) -> float:
     """Return the microseconds that admission adds with `number` workers."""
     workers = Workers(number)
-    admission = Admission(cast("Any", workers), None, SystemClock(), SloLimits(ttft_s=ttft_s))
-    plain = WorkerRouter(RoundRobinPolicy(workers.instances.values()), answer_immediately)
+    ledger, plain_ledger = Ledger(), Ledger()
+    for each in (ledger, plain_ledger):
+        each.workers.update_instances(workers.instances)
+    limits = SloLimits(ttft_s=ttft_s)
+    admission = Admission(cast("Any", workers), ledger, None, SystemClock(), limits)
+    plain = WorkerRouter(
+        RoundRobinPolicy(workers.instances.values()), answer_immediately, ledger=plain_ledger
+    )
     tracked = WorkerRouter(
         RoundRobinPolicy(workers.instances.values()),
         answer_immediately,
-        listener_factories=[admission.track_attempt],
+        ledger=ledger,
     )
     without = await us_per_request(plain.send)
     return await us_per_request(chain([admission], tracked.send)) - without

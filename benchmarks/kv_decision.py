@@ -49,9 +49,8 @@ from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
-from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt, make_prompt_reader
-from dynamo.scheduling.workers.workers import WorkerStates
 
 BLOCK = 16
 ENGINE = {
@@ -101,30 +100,30 @@ def make_cost(roles: str) -> Cost:
     return PairCost(DisaggregationSettings(mode=mode))
 
 
-def make_worker_states(
-    workers: int, args: argparse.Namespace, rng: random.Random, now: float
-) -> WorkerStates:
-    """Return the states of workers with requests in flight."""
-    states, instances = WorkerStates(), {}
+def make_ledger(workers: int, args: argparse.Namespace, rng: random.Random) -> Ledger:
+    """Return a ledger of workers with requests in flight."""
+    ledger, instances = Ledger(), {}
+    ledger.models_prompts = ledger.follows_answers = True
     for number in range(workers):
         roles = ["prefill"] if number % 2 else ["decode"]
         engine = ENGINE | ({"roles": roles} if args.roles == "split" else {})
         name = f"w{number}"
         instances[name] = Instance(name, name, "n", "c", "e", {"engine": engine})
-    states.update_instances(instances)
-    for worker in states.workers:
+    ledger.workers.update_instances(instances)
+    for worker in ledger.workers.workers:
         for number in range(args.active if worker.decodes else 0):
-            placed = PlacedRequest(f"{worker.name}/{number}", worker, Prompt(2_000, ()), 500, now)
-            worker.place(placed, now)
-            worker.on_first_token(placed, now + 0.01)
+            key = f"{worker.name}/{number}"
+            placed = ledger.place(key, worker, Prompt(2_000, ()), new_tokens=500)
+            ledger.first_token(placed)
             placed.emitted = rng.randrange(1, 400)
-    return states
+    return ledger
 
 
 def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tuple[float, float]:
     """Return the median and the 99th percentile in microseconds."""
     rng, clock = random.Random(7), SystemClock()
-    states = make_worker_states(workers, args, rng, clock.now())
+    ledger = make_ledger(workers, args, rng)
+    states = ledger.workers
     view = CacheView(clock, block_tokens=BLOCK)
     read = make_prompt_reader(BLOCK)
     requests = prompts(args.rounds, args.tokens, rng)
@@ -137,7 +136,7 @@ def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tu
         shared = tuple(read(requests[0]).hashes[: args.tokens // 4 // BLOCK])
         for worker in states.workers:
             view.apply(worker.name, [BlocksStored(0, shared)])
-    placement = PlacementSolver(states, view, make_cost(args.roles), rng)
+    placement = PlacementSolver(ledger, view, make_cost(args.roles), rng)
     times_us = []
     now = clock.now()
     for request in requests:
@@ -147,8 +146,8 @@ def decide(workers: int, args: argparse.Namespace, *, shared_by_all: bool) -> tu
         placement.submit(pending)
         (placed,) = placement.place(now)
         times_us.append((time.process_time_ns() - start) / 1e3)
-        placement.on_first_token(placed.placed, now + 0.1)
-        placement.on_ended(placed.placed, now + 0.1)
+        ledger.first_token(placed.placed)
+        ledger.end(placed.placed, None)
     times_us.sort()
     return statistics.median(times_us), times_us[int(len(times_us) * 0.99)]
 

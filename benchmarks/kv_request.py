@@ -43,12 +43,11 @@ from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Decision, Policy
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import WorkerRouter
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.scheduling.workers.prompt import make_prompt_reader
-from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256
@@ -118,14 +117,17 @@ class SimulatedFrontend:
 
     def kv_router(self, clock: VirtualClock) -> WorkerRouter:
         """Return the router of a frontend in mode kv."""
-        placement = PlacementSolver(WorkerStates(), self.view, PredictedCost(), random.Random(3))
+        ledger = Ledger(clock)
+        ledger.workers.update_instances(self.workers.instances)
+        placement = PlacementSolver(ledger, self.view, PredictedCost(), random.Random(3))
         client = cast("Client", self.workers)
         policy = KvPolicy(client, placement, make_prompt_reader(BLOCK), clock, block_tokens=BLOCK)
-        peers = PeerRequests(placement, clock, policy.on_worker_freed)
-        policy.replica_sync = ReplicaSync(clock, "me", peers)
+        ReplicaSync(clock, "me", ledger)
         self.loads.add_listener(placement.worker_states.on_load_report)
         recorder = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))
-        return WorkerRouter(policy, self.send_to_worker, clock=clock, observers=(recorder,))
+        return WorkerRouter(
+            policy, self.send_to_worker, clock=clock, observers=(recorder,), ledger=ledger
+        )
 
     async def send_to_worker(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply

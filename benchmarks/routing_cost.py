@@ -32,18 +32,15 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
     RequestEnded,
-    RequestRouted,
     decode_routing_events,
     encode_routing_events,
 )
-from dynamo.scheduling.router.replicas.sync import routed_event
-from dynamo.scheduling.workers.placed_request import PlacedRequest, Placement
+from dynamo.scheduling.router.replicas.sync import ReplicaSync, routed_event
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
-from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.telemetry import Registry
 
 WORKERS = {
@@ -55,14 +52,6 @@ TABLE = tuple(
     Candidate(name, 3, 12.5, {"queue": 1.0, "prefill": 2.0, "harm": 3.0, "eviction": 4.0})
     for name in WORKERS
 )
-
-
-class PromptPlacement(Placement):
-    """A placement with the hashes of the prompt, like the router's."""
-
-    def __init__(self, hashes: list[int]) -> None:
-        super().__init__()
-        self.hashes = hashes
 
 
 def main() -> None:
@@ -101,7 +90,7 @@ def record(prompts: list[list[int]]) -> None:
             0.1,
             0.0,
             "exact",
-            PromptPlacement(hashes),
+            prompt=Prompt(16 * len(hashes), hashes),
         )
         recorder.on_decision(request, decision)
         recorder.on_outcome(request, decision, OUTCOME)
@@ -110,24 +99,22 @@ def record(prompts: list[list[int]]) -> None:
 def replicate(prompts: list[list[int]]) -> None:
     """Encode routing events, decode them and apply them to a peer's state."""
     clock = SystemClock()
-    states = WorkerStates()
-    states.update_instances(WORKERS)
-    placement = PlacementSolver(states, CacheView(clock), PredictedCost(), random.Random(1))
-    peers = PeerRequests(placement, clock, lambda: None)
+    own, other = Ledger(clock), Ledger(clock)
+    for ledger in (own, other):
+        ledger.workers.update_instances(WORKERS)
+        PlacementSolver(ledger, CacheView(clock), PredictedCost(), random.Random(1))
+    peer = ReplicaSync(clock, "other", other)
     for number, hashes in enumerate(prompts):
-        own = PlacedRequest(str(number), states["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
+        prompt = Prompt(16 * len(hashes), hashes)
+        placed = own.place(str(number), own.workers["w1"], prompt, new_tokens=1)
         for events in (
-            [routed_event("w1", own)],
-            [FirstTokenEmitted(own.id)],
-            [RequestEnded(own.id, 64)],
+            [routed_event(placed)],
+            [FirstTokenEmitted(placed.key)],
+            [RequestEnded(placed.key, 64)],
         ):
             for event in decode_routing_events(encode_routing_events(events)):
-                if isinstance(event, RequestRouted):
-                    peers.on_routed("peer", event)
-                elif isinstance(event, FirstTokenEmitted):
-                    peers.on_first_token("peer", event.request_key)
-                elif isinstance(event, RequestEnded):
-                    peers.on_ended("peer", event.request_key, event.emitted)
+                peer.apply("peer", event)
+        own.end(placed, None)
 
 
 def query(prompts: list[list[int]]) -> None:

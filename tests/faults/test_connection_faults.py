@@ -33,6 +33,7 @@ from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.testing.fakes import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
@@ -96,10 +97,11 @@ class RelayedWorkers:
         FailureDetector(runtime.requests, self.clock, runtime.tasks, runtime.metrics).watch(
             self.client
         )
-        self.health = WorkerHealth(self.client, self.clock, Random(1), runtime.metrics)
+        ledger = Ledger(self.clock, self.client)
+        self.health = WorkerHealth(self.client, ledger, self.clock, Random(1), runtime.metrics)
         self.stack.push_async_callback(self.health.close)
         self.send = send_through(
-            self.client, "round_robin", runtime.metrics, clock=self.clock, health=self.health
+            self.client, "round_robin", runtime.metrics, clock=self.clock, ledger=ledger
         )
 
     async def ask(self, key: int, tokens: int) -> CollectedReply:

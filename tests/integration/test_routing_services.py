@@ -214,8 +214,8 @@ async def test_a_separate_router_decides_and_is_replaceable(
     assert decision["outcome"]["output_tokens"] == 3
     assert (await ask(router.public_address, "/health"))[2]["workers"] == {"tiny": 2}
     model = router.service._models["tiny"]  # type: ignore[attr-defined]
-    assert model.peer_requests.reserved_count == 0
-    await until(lambda: not any(worker.active for worker in model.policy.worker_states.workers))
+    assert not model.ledger.requests
+    await until(lambda: not any(worker.active for worker in model.ledger.workers.workers))
 
     await router.shutdown(0)
     cluster.opened.remove(router)
@@ -231,7 +231,7 @@ async def test_a_separate_router_decides_and_is_replaceable(
     new_router = await cluster.open("router", replicas=1)
     await until(lambda: new_router.health.healthy)
     model = new_router.service._models["tiny"]  # type: ignore[attr-defined]
-    workers = model.policy.worker_states.workers
+    workers = model.ledger.workers.workers
     await until(lambda: sum(len(worker.active) for worker in workers) == 1)
     long_request.cancel()
     await until(lambda: not any(worker.active for worker in workers))

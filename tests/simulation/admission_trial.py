@@ -23,6 +23,7 @@ from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.telemetry import Registry
 
@@ -124,12 +125,14 @@ class AdmissionCluster(ReplayCluster):
 
     async def add_frontend(self, first: AdmissionTrial, limits: SloLimits) -> AdmissionTrial:
         """Add a second frontend; both receive the load reports after this call."""
+        self.ledger = Ledger(self._clock, self._client, self._prefill_client)
         send, admission = self.add_admission(limits)
         for worker in self._workers_by_id.values():
             await self._publish_load(worker)
         loads = LoadView(self._clock)
-        loads.add_listener(first.admission.on_load_report)
-        loads.add_listener(admission.on_load_report)
+        for each in (first.admission, admission):
+            loads.add_listener(each._ledger.on_load_report)
+            loads.add_listener(each.on_load_report)
         await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
         other = AdmissionTrial(send, self._clock, self._log, admission)
         other.rows = 1_000_000

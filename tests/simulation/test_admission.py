@@ -162,9 +162,7 @@ def test_memory_limits_the_slots() -> None:
             for _ in range(20):
                 tasks.start(run.send_request())
             await clock.sleep(0.5)
-            held = sum(
-                len(worker.reservations) for worker in run.admission.capacity.workers.values()
-            )
+            held = sum(worker.slots.occupied for worker in run.admission.capacity.workers)
             assert 4 <= held <= 7
             await tasks.join()
             assert len(run.first_token_s) == 21
@@ -237,9 +235,7 @@ def test_max_worker_requests_limits_each_worker() -> None:
             for _ in range(10):
                 tasks.start(run.send_request())
             await clock.sleep(0.5)
-            assert [
-                len(worker.reservations) for worker in run.admission.capacity.workers.values()
-            ] == [2, 2]
+            assert [worker.slots.occupied for worker in run.admission.capacity.workers] == [2, 2]
             await tasks.join()
 
     run_in_virtual_time(main)
@@ -308,9 +304,7 @@ def test_limits_can_change_under_load(mode: str) -> None:
             for _ in range(8):
                 tasks.start(run.send_request())
             await clock.sleep(0.1)
-            assert {
-                len(worker.reservations) for worker in run.admission.capacity.workers.values()
-            } == {1}
+            assert {worker.slots.occupied for worker in run.admission.capacity.workers} == {1}
             assert len(run.rejected) == before
             await tasks.join()
 

@@ -19,8 +19,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming
-from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.admission import Admission
+from dynamo.scheduling.workers.ledger import Ledger
 
 BUSY = ChaosScenario(
     hours=0.015,
@@ -51,13 +50,13 @@ def test_all_books_are_empty_after_faults_at_full_queues(mode: str, seed: int) -
 
 def test_a_request_that_admission_counts_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router sends a copy of the request to a rank, which admission must recognise."""
-    track: Callable[..., Any] = Admission.track_attempt
+    place: Callable[..., Any] = Ledger.place
 
-    def track_copies_apart(self: Admission, instance: Instance, request: Any) -> Any:
-        apart = msgspec.structs.replace(request, request_id=f"copy of {request.request_id}")
-        return track(self, instance, request if request.rank is None else apart)
+    def place_copies_apart(self: Ledger, key: str, worker: Any, *rest: Any, **named: Any) -> Any:
+        apart = key if worker.rank is None else f"copy of {key}"
+        return place(self, apart, worker, *rest, **named)
 
-    monkeypatch.setattr(Admission, "track_attempt", track_copies_apart)
+    monkeypatch.setattr(Ledger, "place", place_copies_apart)
     result = run_chaos(msgspec.structs.replace(BUSY, hours=0.003, faults=FaultSchedule(0.0, 0.0)))
     assert any("more than there were" in leak for leak in result.leaks)
 

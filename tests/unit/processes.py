@@ -18,7 +18,7 @@ from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Observer, Policy, WorkerRouter
-from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.telemetry import Registry
 
 Open = Callable[[], Awaitable[DistributedRuntime]]
@@ -31,7 +31,7 @@ def send_through(
     metrics: Registry | None = None,
     *,
     clock: Clock | None = None,
-    health: WorkerHealth | None = None,
+    ledger: Ledger | None = None,
     observers: Sequence[Observer] = (),
 ) -> SendRequest:
     """A pipeline of migration, router and dispatch to the instances of `client`. `policy` may be
@@ -43,7 +43,7 @@ def send_through(
         metrics,
         clock=clock,
         observers=observers,
-        listener_factories=() if health is None else [health.track_attempt],
+        ledger=ledger or Ledger(clock, client),
     )
     return chain([Migration(clock, client.rng, metrics or Registry())], router.send)
 

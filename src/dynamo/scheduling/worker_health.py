@@ -25,10 +25,11 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import GenerateRequest, ProbeResult
+from dynamo.core.values import ProbeResult
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.attempt import AttemptListener
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class Breaker:
         self.consecutive_failures = 0
 
 
-class ProbedWorker(AttemptListener):
-    """The health of one worker. As a listener it follows every attempt at this worker."""
+class ProbedWorker:
+    """The health of one worker."""
 
     def __init__(self, instance: Instance, health: WorkerHealth, now: float) -> None:
         self.instance = instance
@@ -102,9 +103,9 @@ class ProbedWorker(AttemptListener):
         self.last_progress_s = now
 
     def on_ended(self, error: BaseException | None) -> None:
+        """Note how an attempt at this worker has ended."""
         if error is None:
-            if self.breaker.consecutive_failures or self.breaker.half_open:
-                self.breaker.record_success()
+            self.breaker.record_success()
         elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
             error, InstanceGone | WorkerDraining | MalformedAnswer
         ):
@@ -126,6 +127,7 @@ class WorkerHealth:
     def __init__(
         self,
         client: Client,
+        ledger: Ledger,
         clock: Clock,
         rng: Random,
         metrics: Registry | None = None,
@@ -147,6 +149,7 @@ class WorkerHealth:
         )
         for reason in EJECTION_REASONS:
             self._ejection_counter.labels(reason)
+        ledger.on_ended.append(self._on_attempt_ended)
         self._unsubscribe = client.view.on_instance_removed(self._on_instance_removed)
 
     def start(self) -> None:
@@ -158,10 +161,13 @@ class WorkerHealth:
         self._unsubscribe()
         await self._tasks.close()
 
-    def track_attempt(self, instance: Instance, request: GenerateRequest) -> AttemptListener:
-        """Return the listener of that worker (a `ListenerFactory` of the router)."""
-        del request
-        return self._workers.get(instance.id) or self._get_worker(instance)
+    def _on_attempt_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
+        if not placed.peer:
+            instance = (placed.decode_worker or placed.worker).instance
+            worker = self._workers.get(instance.id) or self._get_worker(instance)
+            breaker = worker.breaker
+            if error is not None or breaker.consecutive_failures or breaker.half_open:
+                worker.on_ended(error)
 
     def record_failure(self, worker: ProbedWorker, error: DynamoError) -> None:
         """Count a failed request. Eject the worker when its breaker should trip."""

@@ -31,13 +31,13 @@ from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs, chain
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.factory import KV, PolicyInputs, connect_replicas, open_policy
+from dynamo.scheduling.router.factory import KV, PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadListener, LoadView
 from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.sdk.decorators import spec_of
@@ -58,6 +58,7 @@ class ModelPipeline:
 
     client: Client
     prefill_client: Client
+    ledger: Ledger
     health: WorkerHealth
     policy: Policy
     starts: WorkerStarts
@@ -83,7 +84,6 @@ class ModelPipeline:
         self.settings = runtime.settings.router
         self.resources = AsyncExitStack()
         self.cache_view: CacheView | None = None
-        self.peer_requests: PeerRequests | None = None
         self.load_listeners: list[LoadListener] = []
 
     @property
@@ -128,6 +128,12 @@ async def _open_client(pipeline: ModelPipeline) -> None:
     pipeline.resources.push_async_callback(pipeline.prefill_client.close)
 
 
+async def _open_ledger(pipeline: ModelPipeline) -> None:
+    pipeline.ledger = Ledger(pipeline.runtime.clock, pipeline.client, pipeline.prefill_client)
+    pipeline.resources.callback(pipeline.ledger.close)
+    pipeline.load_listeners.append(pipeline.ledger.on_load_report)
+
+
 async def _open_health(pipeline: ModelPipeline) -> None:
     runtime, client = pipeline.runtime, pipeline.client
     if pipeline.failure_detector is not None:
@@ -136,6 +142,7 @@ async def _open_health(pipeline: ModelPipeline) -> None:
         pipeline.resources.callback(watch(pipeline.prefill_client, spares_last=False))
     pipeline.health = WorkerHealth(
         client,
+        pipeline.ledger,
         runtime.clock,
         runtime.rng,
         runtime.metrics,
@@ -155,8 +162,8 @@ async def _open_policy(pipeline: ModelPipeline) -> None:
         pipeline.runtime.on_settings_change(lambda new: policy.update_settings(new.router))
     )
     pipeline.load_listeners.append(policy.on_load_report)
-    if not asks_routers:
-        await _open_replica_sync(pipeline)
+    if settings.mode == KV:
+        await _open_replica_sync(pipeline, apply=not asks_routers)
 
 
 async def _local_policy(pipeline: ModelPipeline) -> Policy:
@@ -171,6 +178,7 @@ async def _local_policy(pipeline: ModelPipeline) -> Policy:
             pipeline.client,
             runtime.events,
             runtime.clock,
+            pipeline.ledger,
             block_tokens=block_tokens,
             read_prompt=None if pipeline.sends_requests else read_query_prompt,
             view=pipeline.cache_view,
@@ -183,12 +191,9 @@ async def _remote_policy(pipeline: ModelPipeline) -> Policy:
     """Ask the router processes of this namespace (`router.replicas`)."""
     runtime, block_tokens = pipeline.runtime, pipeline.card.block_tokens
     component = runtime.namespace().component(spec_of(Router).name)
-    replicas = ReplicaSync(runtime.clock, runtime.instance_id)
-    await replicas.start(runtime.events, pipeline.routing_subject)
     return RemotePolicy(
         pipeline.client,
         await component.endpoint(CHOOSE_ENDPOINT).client(),
-        replicas,
         make_prompt_reader(block_tokens),
         runtime.clock,
         block_tokens=block_tokens,
@@ -197,17 +202,15 @@ async def _remote_policy(pipeline: ModelPipeline) -> Policy:
     )
 
 
-async def _open_replica_sync(pipeline: ModelPipeline) -> None:
+async def _open_replica_sync(pipeline: ModelPipeline, *, apply: bool) -> None:
     """Share placed requests with the other routers. A router's own process publishes none, because
     the frontends publish what they send."""
     runtime, publish = pipeline.runtime, pipeline.sends_requests
-    connected = connect_replicas(
-        pipeline.policy, runtime.clock, runtime.instance_id, publish=publish
+    replica_sync = ReplicaSync(
+        runtime.clock, runtime.instance_id, pipeline.ledger, publish=publish, apply=apply
     )
-    if connected is not None:
-        replica_sync, pipeline.peer_requests = connected
-        pipeline.resources.push_async_callback(replica_sync.close)
-        await replica_sync.start(runtime.events, pipeline.routing_subject)
+    pipeline.resources.push_async_callback(replica_sync.close)
+    await replica_sync.start(runtime.events, pipeline.routing_subject)
 
 
 async def _open_starts(pipeline: ModelPipeline) -> None:
@@ -222,6 +225,7 @@ async def _open_admission(pipeline: ModelPipeline) -> None:
     runtime, limits = pipeline.runtime, SloLimits.from_settings(pipeline.settings)
     pipeline.admission = admission = Admission(
         pipeline.client,
+        pipeline.ledger,
         pipeline.policy,
         runtime.clock,
         limits,
@@ -280,7 +284,7 @@ async def _open_router(pipeline: ModelPipeline) -> None:
         client=pipeline.client,
         prefill_client=pipeline.prefill_client,
         observers=[routing.observer] if routing.records_decisions else [],
-        listener_factories=[pipeline.health.track_attempt, pipeline.admission.track_attempt],
+        ledger=pipeline.ledger,
     )
     operators = [
         getattr(pipeline, name) if name in OPERATORS.builtin else await _open_own(pipeline, name)
@@ -320,6 +324,7 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("client", _open_client, "finds workers that agree with the model's card, and connects"),
+    Stage("ledger", _open_ledger, "writes where each request is: placed, first token, end"),
     Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
     Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
     Stage("starts", _open_starts, "predicts when a supervisor will have started a lost worker"),
@@ -331,7 +336,9 @@ STAGES = (
 )
 """All stages of a frontend's pipeline in the order in which they are opened."""
 
-ROUTER_PROCESS_STAGES = tuple(row for row in STAGES if row.name in ("client", "policy", "loads"))
+ROUTER_PROCESS_STAGES = tuple(
+    row for row in STAGES if row.name in ("client", "ledger", "policy", "loads")
+)
 """The stages of a router's own process, which chooses workers and sends no requests."""
 
 REQUEST_ORDER = (*operator_order(()), "router", "dispatch")

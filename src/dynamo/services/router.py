@@ -28,7 +28,6 @@ from dynamo.scheduling.router.policies.remote_messages import (
     encode_reply,
     request_from_query,
 )
-from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue
@@ -110,9 +109,8 @@ class RouterService:
             )
         request = request_from_query(query, out.context.request_id)
         decision = await model.policy.choose(request, out.context, frozenset(query.excluded))
-        if model.peer_requests is not None and isinstance(decision.placement, PlacedRequest):
-            model.peer_requests.reserve(decision.placement)
-        self._routing.observer.decision_log.add(request, replace(decision, placement=None))
+        decided = replace(decision, placement=None, prompt=None)
+        self._routing.observer.decision_log.add(request, decided)
         self._decisions.inc()
         out.send(encode_reply(decision))
 
@@ -130,8 +128,7 @@ class RouterService:
         while True:
             await clock.sleep(RESERVATION_TIMEOUT_S / 2)
             for model in self._models.values():
-                if model.peer_requests is not None:
-                    model.peer_requests.expire_reservations(clock.now() - RESERVATION_TIMEOUT_S)
+                model.ledger.expire(clock.now() - RESERVATION_TIMEOUT_S)
 
     def _set_pending(self, name: str, reason: str) -> None:
         if not self._models:

@@ -118,24 +118,19 @@ class ProcessRouting:
             self._sample(next_s)
 
     def _sample(self, at: float) -> None:
-        """Add a sample of all models' workers at the Unix time `at`. Without recorded decisions the
-        clients know how many requests are at a worker."""
+        """Add a sample of all models' workers at the Unix time `at`."""
         models = self._models.values()
         workers = [worker for model in models for worker in model.client.instances]
         self.observer.collector.workers = len(workers)
-        if not self.records_decisions:
-            self.observer.active_requests = Counter(
-                {
-                    id_: model.client.in_flight(id_)
-                    for model in models
-                    for id_ in model.client.instances
-                }
-            )
+        active: Counter[str] = Counter()
+        for model in models:
+            active.update({name: model.client.in_flight(name) for name in model.client.instances})
         views = (worst_view_by_instance(model.policy.cache_view_modes()) for model in models)
         self.timeline.record(
             at,
             workers,
             ChainMap(*(model.loads.loads for model in models)),
+            active,
             views=ChainMap(*views),
             waiting=self.count_waiting(),
         )

@@ -18,12 +18,14 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.workers.ledger import Ledger
 
 REQUEST_GAUGES = ("dynamo_admission_waiting_requests", "dynamo_router_waiting_requests")
 
 
 class PlaceCount:
-    """Compares the requests that admissions count with those in progress, at every instant.
+    """Compares the requests that admissions count with those in progress, and each ledger with its
+    workers, at every instant.
 
     `excess` is the most by which admissions counted more.
     """
@@ -46,6 +48,8 @@ class PlaceCount:
         """Compare now. No task may be runnable."""
         counts = [sum(front.pipeline.admission.count_requests()) for front in self._frontends]
         self.excess = max(self.excess, sum(counts) - self._in_progress)
+        for front in self._frontends:
+            front.pipeline.ledger.check_invariants()
 
 
 def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
@@ -56,6 +60,7 @@ def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) 
     leaks += _client_leaks(frontend, alive)
     leaks += _admission_leaks(frontend)
     leaks += _policy_leaks(frontend.pipeline.policy)
+    leaks += _ledger_leaks(frontend.pipeline.ledger)
     if (view := frontend.pipeline.cache_view) is not None:
         leaks += _index_mismatches(view, engines)
     return leaks
@@ -102,13 +107,20 @@ def _client_leaks(
 def _policy_leaks(policy: Policy) -> Iterator[str]:
     if policy.waiting:
         yield f"{policy.waiting} requests wait in the router"
-    states = policy.worker_states
-    for worker in states.workers if states is not None else ():
+
+
+def _ledger_leaks(ledger: Ledger) -> Iterator[str]:
+    if ledger.requests or any(ledger.peers.values()):
+        yield f"the ledger has {len(ledger.requests)} requests, peers {dict(ledger.peers)}"
+    for worker in ledger.workers.all():
+        if not worker.live:
+            yield f"the ledger knows {worker.name}, which is gone"
+        counts = worker.slots.occupied, worker.prompts, worker.arriving_tokens
         prefills, tokens = worker.pending_prefills, worker.pending_prefill_tokens
-        if worker.active or prefills or tokens or worker.decode_context_tokens:
+        if any(counts) or worker.active or prefills or tokens or worker.decode_context_tokens:
             yield (
-                f"the router's state of {worker.name}: {len(worker.active)} requests, {prefills} "
-                f"prefills ({tokens} tokens), context {worker.decode_context_tokens}"
+                f"the state of {worker.name}: {len(worker.active)} requests, {prefills} prefills "
+                f"({tokens} tokens), context {worker.decode_context_tokens}, {counts}"
             )
 
 

@@ -12,7 +12,7 @@ from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.explain.decision_log import DecisionLog, Explanation
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
-from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.prompt import Prompt
 
 
 def request(name: str, choice: int = 0) -> GenerateRequest:
@@ -38,7 +38,7 @@ def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
         overlap_blocks=3,
         prompt_blocks=4,
         best_overlap_blocks=3,
-        placement=Placement(),
+        prompt=Prompt(0, ()),
     )
     entry = log.add(request("abc"), decided)
     assert log.find("abc")[0].outcome is None

@@ -20,7 +20,6 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Decision, Outcome
-from dynamo.scheduling.workers.placed_request import Placement
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 
@@ -33,9 +32,8 @@ def request(name: str = "r") -> GenerateRequest:
 
 def decision(hashes: list[int], worker: str = "w1", **fields: Any) -> Decision:
     instance = Instance(worker, "tcp://", "dynamo", "worker", "generate")
-    placement = Placement("p", Prompt(0, hashes))
     return Decision(
-        instance, "predicted", 2, prompt_blocks=len(hashes), placement=placement, **fields
+        instance, "predicted", 2, prompt_blocks=len(hashes), prompt=Prompt(0, hashes), **fields
     )
 
 
@@ -50,7 +48,6 @@ def test_seen_reachable_and_hit_blocks_are_counted() -> None:
     hashes = list(range(100, 108))
     first = decision(hashes)
     recorder.on_decision(request(), first)
-    assert recorder.active_requests["w1"] == 1
     recorder.on_outcome(request(), first, Outcome(0.1, 0.2, 0, 128, 5))
     second = decision(hashes, "w2", overlap_blocks=2, best_overlap_blocks=6)
     recorder.on_decision(request("s"), second)
@@ -61,7 +58,6 @@ def test_seen_reachable_and_hit_blocks_are_counted() -> None:
     assert values["dynamo_router_reachable_blocks_total"] == 6
     assert values["dynamo_router_hit_blocks_total"] == 2
     assert values["dynamo_router_cached_tokens_total"] == 32
-    assert not recorder.active_requests
     cache = recorder.collector.report().aggregated_metrics["cache_hit"]
     assert (cache["seen"], cache["reachable"], cache["hit"]) == (0.5, 0.375, 0.125)
     assert recorder.decision_log.find("s")[0].outcome is not None

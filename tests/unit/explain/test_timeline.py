@@ -54,7 +54,7 @@ def test_a_quarter_of_an_hour_of_512_busy_workers_is_small() -> None:
         for position, name in enumerate(WORKERS):
             recorder.routed_requests[name] += second % 7 + position % 5
         at = 10_000.0 + second
-        timeline.record(at, WORKERS, loads[second % 7], views=views, waiting=3)
+        timeline.record(at, WORKERS, loads[second % 7], {}, views=views, waiting=3)
     own_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     answer = msgspec.json.encode(series_by_worker(merge_samples(timeline.samples_since())))
@@ -73,8 +73,8 @@ def test_samples_thin_out_only_if_the_fleet_is_large() -> None:
     small, large = RoutingTimeline(new_recorder()), RoutingTimeline(new_recorder())
     for second in range(QUARTER_HOUR_S + 100):
         at = 10_000.0 + second
-        small.record(at, WORKERS[:26], {}, views={}, waiting=0)
-        large.record(at, WORKERS[:27], {}, views={}, waiting=0)
+        small.record(at, WORKERS[:26], {}, {}, views={}, waiting=0)
+        large.record(at, WORKERS[:27], {}, {}, views={}, waiting=0)
     assert times(small) == [10_100.0 + second for second in range(QUARTER_HOUR_S)]
     assert set(times(large)) < set(times(small))
     assert times(large)[:3] == [10_100.0, 10_105.0, 10_110.0]
@@ -84,14 +84,14 @@ def test_a_very_large_fleet_keeps_the_last_samples() -> None:
     timeline = RoutingTimeline(new_recorder())
     fleet = [str(number) for number in range(20_000)]
     for at in (1.0, 2.0, 3.0):
-        timeline.record(at, fleet, {}, views={}, waiting=0)
+        timeline.record(at, fleet, {}, {}, views={}, waiting=0)
     assert times(timeline) == [2.0, 3.0]
 
 
 def test_a_clock_that_is_set_back_leaves_the_samples_in_order() -> None:
     timeline = RoutingTimeline(new_recorder())
     for at in (10.0, 11.0, 12.0, 11.0, 12.0):
-        timeline.record(at, ["w"], {}, views={}, waiting=0)
+        timeline.record(at, ["w"], {}, {}, views={}, waiting=0)
     assert times(timeline) == [10.0, 11.0, 12.0]
 
 
@@ -101,13 +101,12 @@ def record_of_two_workers() -> RoutingTimeline:
     timeline = RoutingTimeline(recorder)
     for at in (1.0, 2.0, 3.0):
         recorder.routed_requests["w1"] += 3
-        recorder.active_requests["w1"] += 1
         loads = {"w1": Load(running=int(at), total_blocks=10, cached_blocks=7)}
         names = ["w1"] if at == 1.0 else ["w2", "w1"]
         if at == 3.0:
             recorder.routed_requests["w2"] += 1
-        timeline.record(at, names, loads, views={"w1": "exact"}, waiting=int(at))
-    timeline.record(4.0, ["w2"], {}, views={}, waiting=0)
+        timeline.record(at, names, loads, {"w1": int(at)}, views={"w1": "exact"}, waiting=int(at))
+    timeline.record(4.0, ["w2"], {}, {}, views={}, waiting=0)
     assert list(recorder.routed_requests) == ["w2"]
     return timeline
 

@@ -20,11 +20,10 @@ from dynamo.scheduling.router.costs.block_cost import BlockCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
-from dynamo.scheduling.workers.workers import WorkerStates
 
 SUBJECT = "dynamo.router/tiny"
 WORKERS = {
@@ -38,12 +37,13 @@ class FakeRouter:
     def __init__(self, name: str, plane: str) -> None:
         self.clock = SystemClock()
         self.plane = plane
-        states = WorkerStates()
-        states.update_instances(WORKERS)
-        self.solver = PlacementSolver(states, CacheView(self.clock), PredictedCost(), Random(name))
+        self.ledger = Ledger(self.clock)
+        self.ledger.workers.update_instances(WORKERS)
+        view = CacheView(self.clock)
+        self.solver = PlacementSolver(self.ledger, view, PredictedCost(), Random(name))
         self.change_count = 0
-        self.peer_requests = PeerRequests(self.solver, self.clock, self._on_change)
-        self.replicas = ReplicaSync(self.clock, name, self.peer_requests)
+        self.ledger.on_first_token.append(self._on_change)
+        self.replicas = ReplicaSync(self.clock, name, self.ledger, publish=name != "server")
 
     async def start(self) -> None:
         self.events = await MemoryEvents.open(
@@ -66,17 +66,15 @@ class FakeRouter:
         request = PendingRequest(name, prompt, 16, now)
         self.solver.submit(request)
         (placed,) = self.solver.place(now)
-        self.replicas.publish_routed(placed.placed.worker.name, placed.placed)
         return placed.placed
 
     def first_token(self, placed: PlacedRequest, emitted: int = 1) -> None:
         placed.emitted = emitted
-        self.solver.on_first_token(placed, self.clock.now())
-        self.replicas.publish_first_token(placed.id)
+        self.ledger.first_token(placed)
 
     def end(self, placed: PlacedRequest) -> None:
-        self.solver.on_ended(placed, self.clock.now())
-        self.replicas.publish_ended(placed.id)
+        self.ledger.end(placed, None)
+        self.ledger.check_invariants()
 
     def active_requests(self) -> dict[str, list[tuple[int, int, bool]]]:
         return {
@@ -99,7 +97,7 @@ class FakeRouter:
         workers = self.solver.worker_states.workers
         return [cost.terms(request, worker, now)["decode_blocks"] for worker in workers]
 
-    def _on_change(self) -> None:
+    def _on_change(self, placed: PlacedRequest) -> None:
         self.change_count += 1
 
 
@@ -256,14 +254,17 @@ async def test_a_claimed_reservation_is_counted_once(start_router: StartRouter) 
     await settle()
     request = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
     server.solver.submit(request)
-    (placed,) = server.solver.place(server.clock.now())
-    server.peer_requests.reserve(placed.placed)
-    frontend.replicas.publish_routed(placed.placed.worker.name, placed.placed)
+    (choice,) = server.solver.place(server.clock.now())
+    worker = frontend.ledger.workers[choice.placed.worker.name]
+    prompt = Prompt(160, list(range(10)))
+    placed = frontend.ledger.place("a", worker, prompt, new_tokens=160)
     await settle()
     assert sum(server.pending_tokens()) == 160
-    assert server.peer_requests.reserved_count == 0
-    frontend.replicas.publish_ended("a")
+    assert not server.ledger.requests
+    server.ledger.check_invariants()
+    frontend.end(placed)
     await settle()
+    server.ledger.check_invariants()
     assert server.pending_tokens() == [0, 0]
 
 
@@ -272,12 +273,11 @@ async def test_an_unclaimed_reservation_expires(start_router: StartRouter) -> No
     for _ in range(2):
         request = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
         server.solver.submit(request)
-        (placed,) = server.solver.place(server.clock.now())
-        server.peer_requests.reserve(placed.placed)
+        server.solver.place(server.clock.now())
     assert sum(server.pending_tokens()) == 160
-    server.peer_requests.expire_reservations(server.clock.now() + 1)
+    server.ledger.expire(server.clock.now() + 1)
     assert server.pending_tokens() == [0, 0]
-    assert server.peer_requests.reserved_count == 0
+    assert not server.ledger.requests
 
 
 REPEATED_PAIRS = (
@@ -300,16 +300,14 @@ async def test_a_choice_made_again_replaces_the_one_before(
     states.update_instances({n: Instance(n, f"tcp://{n}", "ns", "w", "generate") for n in names})
     workers = {worker.name: worker for worker in states.workers}
     for prefill, decode in pairs:
-        placed = PlacedRequest("a", workers[prefill], Prompt(160, list(range(10))), 160, now)
-        workers[prefill].place(placed, now)
-        if decode != prefill:
-            workers[prefill].expect_answer(placed, workers[decode])
-        server.peer_requests.reserve(placed)
+        prompt = Prompt(160, list(range(10)))
+        server.ledger.place("a", workers[decode], prompt, workers[prefill], new_tokens=160)
+        server.ledger.check_invariants()
         assert [len(w.active) for w in workers.values()] == [int(n == prefill) for n in names]
         expected = [int(n == decode != prefill) for n in names]
         assert [len(w.arriving) for w in workers.values()] == expected
 
-    server.peer_requests.expire_reservations(now + 1)
+    server.ledger.expire(now + 1)
     for worker in workers.values():
         assert not worker.active
         assert not worker.arriving

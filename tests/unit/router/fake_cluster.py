@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 from dynamo.runtime.calls.instances import Instance
@@ -14,9 +15,9 @@ from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
-from dynamo.scheduling.workers.workers import WorkerStates
 
 BLOCK = 16
 ENGINE = {
@@ -94,19 +95,21 @@ class FakeCluster:
     def __init__(
         self, workers: int, cost: Cost | None = None, seed: int = 1, **options: Any
     ) -> None:
-        self.worker_states = WorkerStates()
+        self.now = 100.0
+        clock: Any = SimpleNamespace(now=lambda: self.now)
+        self.ledger = Ledger(clock)
+        self.worker_states = self.ledger.workers
         self.names = [chr(ord("a") + number) for number in range(workers)]
         self.worker_states.update_instances({name: instance(name) for name in self.names})
         self.view = FakeCacheView()
         self.rng = Random(seed)
         self.solver = PlacementSolver(
-            self.worker_states,
+            self.ledger,
             cast("CacheView", self.view),
             cost or PredictedCost(),
             self.rng,
             **options,
         )
-        self.now = 100.0
         self._request_count = 0
 
     def make_request(
@@ -133,10 +136,20 @@ class FakeCluster:
 
     def add_prefill(self, name: str, tokens: int) -> PlacedRequest:
         """Place a prompt of `tokens` uncached tokens on the worker `name`."""
-        worker = self.worker_states[name]
         self._request_count += 1
-        placed = PlacedRequest(
-            f"busy{self._request_count}", worker, Prompt(tokens, ()), tokens, self.now
-        )
-        worker.place(placed, self.now)
+        worker, key = self.worker_states[name], f"busy{self._request_count}"
+        placed = self.ledger.place(key, worker, Prompt(tokens, ()), new_tokens=tokens)
+        self.view.routes.pop()
         return placed
+
+    def first_token(self, placed: PlacedRequest, at_s: float | None = None) -> None:
+        """Enter the first token of a request now, or at another time."""
+        now, self.now = self.now, self.now if at_s is None else at_s
+        self.ledger.first_token(placed)
+        self.now = now
+
+    def end(self, placed: PlacedRequest, at_s: float | None = None) -> None:
+        """Enter the end of a request now, or at another time."""
+        now, self.now = self.now, self.now if at_s is None else at_s
+        self.ledger.end(placed, None)
+        self.now = now

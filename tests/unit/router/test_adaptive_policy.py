@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
 from msgspec.msgpack import encode
@@ -20,9 +21,12 @@ from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router import WorkerRouter
 from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.testing.fakes import CollectedReply
 
 CONTEXT = Context("r")
 
@@ -33,11 +37,14 @@ class FakeClient:
     def __init__(self, *workers: Instance) -> None:
         self.instances = {worker.id: worker for worker in workers}
         self.picked: list[str] = []
-        self._changed: Callable[[], None] = lambda: None
+        self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        self._changed = callback
+        self._listeners.append(callback)
         return lambda: None
+
+    def count_by(self, count_requests: Callable[[str], int]) -> None:
+        pass
 
     def pick(self, mode: str, allowed: frozenset[str]) -> Instance:
         self.picked.append(mode)
@@ -48,7 +55,8 @@ class FakeClient:
 
     def leave(self, name: str) -> None:
         del self.instances[name]
-        self._changed()
+        for listener in self._listeners:
+            listener()
 
 
 def request(tokens: int) -> GenerateRequest:
@@ -61,9 +69,12 @@ class AdaptiveHarness:
         self.clock = SystemClock()
         self.client = FakeClient(*workers)
         self.loads = LoadView(self.clock)
-        self.policy = AdaptivePolicy(
-            cast("Client", self.client), self.loads, self.clock, "round_robin"
-        )
+        client = cast("Client", self.client)
+        self.ledger = Ledger(self.clock, client)
+        self.policy = AdaptivePolicy(client, self.ledger, self.clock, "round_robin")
+        self.loads.add_listener(self.ledger.on_load_report)
+        self.loads.add_listener(self.policy.on_load_report)
+        self.router = WorkerRouter(self.policy, ANY, clock=self.clock, ledger=self.ledger)
 
     def report_load(self, name: str, **load: int) -> None:
         payload = encode(Load(**load))
@@ -71,9 +82,9 @@ class AdaptiveHarness:
 
     async def route(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
         decision = await self.policy.choose(request(tokens), context, frozenset())
-        assert isinstance(decision.placement, PlacedRequest)
-        assert decision.instance.id == decision.placement.worker.name
-        return decision.placement
+        attempt = self.router._start_attempt(decision, request(tokens), context, CollectedReply())
+        assert decision.instance.id == attempt.placed.worker.name
+        return attempt.placed
 
 
 async def test_ten_requests_between_two_reports_spread() -> None:
@@ -102,9 +113,9 @@ async def test_external_load_in_reports_counts() -> None:
 async def test_an_ended_request_is_removed_and_updates_the_prediction() -> None:
     harness = AdaptiveHarness(instance("a"), instance("b"))
     first = await harness.route(8000)
-    first.on_first_token()
+    harness.ledger.first_token(first)
     first.emitted = 40
-    first.end()
+    harness.ledger.end(first, None)
     assert first.worker.pending_prefill_tokens == 0
     predicted = harness.policy.balancer.prediction_model.predict_request_load(request(8000))
     assert predicted.output_tokens == 40
@@ -116,7 +127,7 @@ async def test_a_worker_with_more_memory_gets_more_requests() -> None:
     rng = Random(1)
     placed = [await harness.route(rng.randrange(500, 4000)) for _ in range(40)]
     for placement in placed:
-        placement.on_first_token()
+        harness.ledger.first_token(placement)
     counts = Counter(placement.worker.name for placement in placed)
     assert counts["big"] > 1.5 * counts["small"] > 0
 

@@ -103,8 +103,8 @@ def test_no_step_of_a_cost_can_stop_a_round() -> None:
     placed = cluster.place()
     assert placed.keys() == {request.id for request in requests}
     for each in placed.values():
-        cluster.solver.on_first_token(each, cluster.now)
-        cluster.solver.on_ended(each, cluster.now)
+        cluster.first_token(each)
+        cluster.end(each)
     assert not any(worker.active for worker in cluster.worker_states.workers)
 
 

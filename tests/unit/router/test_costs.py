@@ -75,8 +75,8 @@ def test_block_cost_drops_the_blocks_of_ended_requests() -> None:
     cluster = FakeCluster(1, BlockCost())
     request = cluster.submit(64, [1, 2, 3, 4])
     active = cluster.place()[request.id]
-    cluster.solver.on_first_token(active, cluster.now)
-    cluster.solver.on_ended(active, cluster.now)
+    cluster.first_token(active)
+    cluster.end(active)
     other = cluster.make_request(32, [7, 8])
     terms = cluster.solver.cost.terms(other, cluster.worker_states.workers[0], cluster.now)
     assert terms == {"prefill_blocks": 2, "decode_blocks": 2}
@@ -114,7 +114,7 @@ def test_a_worker_with_young_answers_costs_more() -> None:
     cluster = FakeCluster(2)
     young, old = cluster.add_prefill("a", 100), cluster.add_prefill("b", 100)
     for active, emitted in ((young, 1), (old, 900)):
-        cluster.solver.on_first_token(active, cluster.now)
+        cluster.first_token(active)
         active.emitted = emitted
     cluster.now += 10
     assert cluster.route(2_000) == "b"

@@ -40,6 +40,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.costs.composite import CompositeCost
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.workers.ledger import Ledger
 
 TWO_RANKS = {"engine": ENGINE | {"data_parallel": 2}}
 
@@ -76,10 +77,7 @@ class RecordingReply(Reply):
 
 def test_every_rank_has_a_state_with_its_share() -> None:
     cluster = FakeCluster(0)
-    removed = cluster.worker_states.update_instances(
-        {"a": instance("a", **TWO_RANKS), "b": instance("b")}
-    )
-    assert not removed
+    cluster.worker_states.update_instances({"a": instance("a", **TWO_RANKS), "b": instance("b")})
     assert [
         (worker_state.name, worker_state.rank) for worker_state in cluster.worker_states.workers
     ] == [
@@ -93,7 +91,9 @@ def test_every_rank_has_a_state_with_its_share() -> None:
         (2048, 50),
         (4096, 100),
     ]
-    assert cluster.worker_states.update_instances({"b": instance("b")}) == ["a/0", "a/1"]
+    cluster.worker_states.update_instances({"b": instance("b")})
+    assert [state.name for state in cluster.worker_states.workers] == ["b"]
+    assert not cluster.worker_states.ranks_of("a")
 
 
 def test_a_rank_is_chosen_by_its_cache_and_load() -> None:
@@ -176,16 +176,17 @@ async def test_events_and_placements_use_the_same_rank_names(
     await worker.attach(runtime)
     client = await runtime.endpoint("dynamo.worker.generate").client()
     await client.wait_for_instances(1)
+    ledger = Ledger(runtime.clock, client)
     policy = await open_policy(
         PolicyInputs(
-            runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+            runtime.settings.router, client, runtime.events, runtime.clock, ledger, block_tokens=16
         )
     )
     assert isinstance(policy, KvPolicy)
     view = policy.solver.view
     names = [worker_state.name for worker_state in policy.solver.worker_states.workers]
     assert names == [f"{runtime.instance_id}/{rank}" for rank in (0, 1)]
-    send = send_through(client, policy)
+    send = send_through(client, policy, ledger=ledger)
     for rank in (0, 1):
         ids = prompt(1 + 400 * rank)
         await engine.generate(request("seed", ids, rank=rank), Context("seed"), RecordingReply())

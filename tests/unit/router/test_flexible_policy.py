@@ -12,6 +12,7 @@ from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.values import BlocksRemoved, BlocksStored
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.workers.ledger import Ledger
 
 
 async def test_removed_blocks_are_remembered_in_mode_flexible(open_runtime: Open) -> None:
@@ -19,7 +20,14 @@ async def test_removed_blocks_are_remembered_in_mode_flexible(open_runtime: Open
     client = await router.endpoint("dynamo.worker.generate").client()
     settings = router.settings.router
     policy = await open_policy(
-        PolicyInputs(settings, client, router.events, router.clock, block_tokens=16)
+        PolicyInputs(
+            settings,
+            client,
+            router.events,
+            router.clock,
+            Ledger(router.clock, client),
+            block_tokens=16,
+        )
     )
     assert isinstance(policy, KvPolicy)
     view = policy.solver.view

@@ -105,7 +105,7 @@ def test_totals_from_before_the_first_report_do_not_count() -> None:
 def test_a_removed_worker_is_forgotten() -> None:
     reports = Reports()
     reports.send(0.0, 1)
-    reports.steering.on_workers_removed(["a/0", "b"])
+    reports.steering.retain_workers(["b"])
     reports.slow_gaps = reports.gaps = 10**9
 
     assert reports.send(0.0, 20) < START_WEIGHT

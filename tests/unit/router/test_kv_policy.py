@@ -56,6 +56,7 @@ from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.library import kv_router
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 
 ENDPOINT = "dynamo.worker.generate"
@@ -122,9 +123,10 @@ async def open_kv_policy(runtime: DistributedRuntime, workers: int) -> tuple[Cli
     client = await runtime.endpoint(ENDPOINT).client()
     if workers:
         await client.wait_for_instances(workers)
+    ledger = Ledger(runtime.clock, client)
     policy = await open_policy(
         PolicyInputs(
-            runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+            runtime.settings.router, client, runtime.events, runtime.clock, ledger, block_tokens=16
         )
     )
     assert isinstance(policy, KvPolicy)
@@ -138,7 +140,7 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(open_runtime: 
     while not policy.solver.view.find_overlaps(block_hashes(REQUEST.token_ids)):
         await asyncio.sleep(0)
     observer = RecordingObserver()
-    send = send_through(client, policy, observers=[observer])
+    send = send_through(client, policy, ledger=policy.solver.ledger, observers=[observer])
     await send(REQUEST, CONTEXT, reply := RecordingReply())
     assert (reply.worker, reply.ids) == (holder, [1, 2, 3])
     (decision,), (outcome,) = observer.decisions, observer.outcomes
@@ -155,7 +157,7 @@ async def test_no_overlap_is_expected_without_a_prefix_cache(open_runtime: Open)
     name = await serve(await open_runtime(), engine=msgspec.to_builtins(engine))
     client, policy = await open_kv_policy(await open_runtime(), 1)
     observer = RecordingObserver()
-    send = send_through(client, policy, observers=[observer])
+    send = send_through(client, policy, ledger=policy.solver.ledger, observers=[observer])
     for _ in range(2):
         await send(REQUEST, CONTEXT, RecordingReply())
     assert [(decision.overlap_blocks, decision.view) for decision in observer.decisions] == [
@@ -234,9 +236,9 @@ async def test_a_cut_round_goes_on_without_an_event(
     await serve(await open_runtime())
     _, policy = await open_kv_policy(await open_runtime(), 1)
     rounds = []
-    refresh_next = policy.worker_states.refresh_next
+    refresh_next = policy.solver.worker_states.refresh_next
     monkeypatch.setattr(
-        policy.worker_states, "refresh_next", lambda now: rounds.append(refresh_next(now))
+        policy.solver.worker_states, "refresh_next", lambda now: rounds.append(refresh_next(now))
     )
     async with BackgroundTasks() as tasks:
 
@@ -290,8 +292,9 @@ async def test_a_selector_receives_the_constraints_of_the_request(
     client = await runtime.endpoint(ENDPOINT).client()
     await client.wait_for_instances(1)
     settings = replace(runtime.settings.router, selector="recording")
+    ledger = Ledger(runtime.clock, client)
     policy = await open_policy(
-        PolicyInputs(settings, client, runtime.events, runtime.clock, block_tokens=16)
+        PolicyInputs(settings, client, runtime.events, runtime.clock, ledger, block_tokens=16)
     )
     for labels in ({}, {LABELS_KEY: "zone=b, gpu=x"}):
         await policy.choose(REQUEST, Context("r2", metadata=labels), frozenset())

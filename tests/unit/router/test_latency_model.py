@@ -77,8 +77,8 @@ def test_predictions_follow_measured_first_tokens() -> None:
         tokens = rng.choice([100, 400, 900])
         active = cluster.add_prefill("a", tokens)
         cluster.now += (10 + 2.0 * tokens) * 1e-3
-        cluster.solver.on_first_token(active, cluster.now)
-        cluster.solver.on_ended(active, cluster.now)
+        cluster.first_token(active)
+        cluster.end(active)
         cluster.now += 1
     assert cluster.worker_states["a"].predict_prefill_ms(500) == pytest.approx(1_010, rel=0.1)
 
@@ -89,8 +89,8 @@ def test_prompts_of_one_step_are_one_observation() -> None:
         together = [cluster.add_prefill("a", 500) for _ in range(4)]
         cluster.now += (15 + 0.02 * 2_000) * 1e-3
         for active in together:
-            cluster.solver.on_first_token(active, cluster.now)
-            cluster.solver.on_ended(active, cluster.now)
+            cluster.first_token(active)
+            cluster.end(active)
         cluster.now += 1
     assert cluster.worker_states["a"].predict_prefill_ms(2_000) == pytest.approx(55, rel=0.1)
 
@@ -103,8 +103,8 @@ def test_a_new_worker_shares_the_model_of_its_kind() -> None:
     for _ in range(30):
         active = cluster.add_prefill("a", 1_000)
         cluster.now += 2.0
-        cluster.solver.on_first_token(active, cluster.now)
-        cluster.solver.on_ended(active, cluster.now)
+        cluster.first_token(active)
+        cluster.end(active)
     cluster.worker_states.refresh_next(cluster.now)
     assert cluster.worker_states["b"].predict_prefill_ms(1_000) == pytest.approx(2_000, rel=0.2)
 

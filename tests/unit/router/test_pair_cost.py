@@ -14,6 +14,7 @@ from dynamo.core.values import Load
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import HarmPrice, answer_cost, answer_price
 from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.workers.prompt import Prompt
 
 ROLES = {"p": ["prefill"], "d": ["decode"], "b": ["prefill", "decode"]}
 
@@ -87,7 +88,7 @@ def test_predicted_spares_answers_that_are_written() -> None:
     cluster = make_cluster(["p1", "d1"], mode="predicted")
     for _ in range(4):
         placed = cluster.add_prefill("d1", 100)
-        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+        cluster.first_token(placed, cluster.now + 0.02)
 
     assert pair_of(cluster, cluster.make_request(4_000)) == ("p1", "d1")
 
@@ -99,7 +100,7 @@ def test_flexible_workers_split_only_where_that_costs_less() -> None:
 
     for name in ("b1", "b2"):
         placed = cluster.add_prefill(name, 200)
-        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+        cluster.first_token(placed, cluster.now + 0.02)
     cluster.add_prefill("b1", 8_000)
     assert pair_of(cluster, cluster.make_request(4_000))[1] == "b2"
 
@@ -127,39 +128,32 @@ def test_decode_workers_with_full_memory_get_no_answers() -> None:
 
 def test_a_request_moves_to_its_decode_worker_with_the_first_token() -> None:
     cluster = make_cluster(["p1", "d1"], mode="always")
-    placed = cluster.add_prefill("d1", 0)
-    cluster.worker_states["d1"].remove(placed, cluster.now)
     prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]
-
-    placed.worker = prefill
-    placed.first_token_s = None
-    prefill.place(placed, cluster.now)
-    prefill.expect_answer(placed, decode)
-    assert (list(prefill.active), list(decode.active)) == ([placed.id], [])
+    placed = cluster.ledger.place("r/0/0", decode, Prompt(500, ()), prefill, new_tokens=500)
+    assert (list(prefill.active), list(decode.active)) == ([placed.key], [])
     assert decode.arriving_tokens == placed.prompt_tokens
+    cluster.ledger.check_invariants()
 
-    prefill.on_first_token(placed, cluster.now + 0.05)
-    prefill.hand_over(placed)
-    assert (list(prefill.active), list(decode.active)) == ([], [placed.id])
+    cluster.first_token(placed, cluster.now + 0.05)
+    assert (list(prefill.active), list(decode.active)) == ([], [placed.key])
     assert decode.arriving_tokens == prefill.decode_context_tokens == 0
     assert placed.worker is decode
+    cluster.ledger.check_invariants()
 
-    decode.remove(placed, cluster.now + 0.1)
+    cluster.end(placed, cluster.now + 0.1)
     assert (prefill.stall_sensitivity, decode.stall_sensitivity) == (0.0, 0.0)
     assert prefill.pending_prefills == decode.pending_prefills == 0
 
 
 def test_a_pair_that_ends_before_its_first_token_leaves_nothing() -> None:
     cluster = make_cluster(["p1", "d1"], mode="always")
-    placed = cluster.add_prefill("p1", 500)
-    cluster.worker_states["p1"].remove(placed, cluster.now)
     prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]
-    prefill.place(placed, cluster.now)
-    prefill.expect_answer(placed, decode)
+    placed = cluster.ledger.place("r/0/0", decode, Prompt(500, ()), prefill, new_tokens=500)
 
-    prefill.remove(placed, cluster.now)
+    cluster.end(placed)
     assert prefill.pending_prefill_tokens == decode.arriving_tokens == 0
     assert not prefill.active
+    cluster.ledger.check_invariants()
 
 
 def test_the_solver_places_both_halves_and_forgets_them() -> None:
@@ -177,8 +171,8 @@ def test_the_solver_places_both_halves_and_forgets_them() -> None:
 
     for number, each in enumerate(placed.values()):
         if number % 2:
-            cluster.solver.on_first_token(each, cluster.now + 0.1)
-        cluster.solver.on_ended(each, cluster.now + 0.2)
+            cluster.first_token(each, cluster.now + 0.1)
+        cluster.end(each, cluster.now + 0.2)
     for request in requests:
         cluster.solver.cancel(request)
     states = cluster.worker_states.workers
@@ -211,7 +205,7 @@ def test_a_long_queue_makes_a_worker_with_answers_compute_prompts(
     cluster = make_cluster(["b1", "b2"], mode="flexible")
     for _ in range(20):
         placed = cluster.add_prefill("b1", 10)
-        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+        cluster.first_token(placed, cluster.now + 0.02)
     cluster.add_prefill("b2", 8_000)
     for number in range(waiting):
         cluster.submit(4_000, range(1_000 * number, 1_000 * number + 250))
@@ -271,7 +265,7 @@ def test_decode_workers_compute_short_prompts_while_prefill_workers_are_busy(
     cluster.add_prefill("p1", 15_000)
     for _ in range(4):
         placed = cluster.add_prefill("d1", 100)
-        cluster.solver.on_first_token(placed, cluster.now + 0.02)
+        cluster.first_token(placed, cluster.now + 0.02)
 
     assert pair_of(cluster, cluster.make_request(tokens))[0] == prefill_worker
 
@@ -286,7 +280,7 @@ def test_an_idle_decode_worker_is_kept_free_for_answers() -> None:
 def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
     cluster = make_cluster(["p1", "d1"], mode="predicted")
     placed = cluster.add_prefill("d1", 100)
-    cluster.solver.on_first_token(placed, cluster.now + 0.02)
+    cluster.first_token(placed, cluster.now + 0.02)
     request = cluster.make_request(3_000)
     matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
     row = matrix.row(request)
@@ -336,12 +330,12 @@ def test_answers_share_the_memory_of_their_common_prefix() -> None:
         )
     placed = list(cluster.place().values())
     for each in placed:
-        cluster.solver.on_first_token(each, cluster.now)
+        cluster.first_token(each)
 
     tokens = BLOCK * (100 + 3 * 10)
     assert answer_price(harm, worker, cluster.now)[3] == pytest.approx(free - tokens, abs=10)
     for each in placed:
-        cluster.solver.on_ended(each, cluster.now)
+        cluster.end(each)
     assert worker.shared_tokens == 0
 
 

@@ -48,7 +48,7 @@ def busy_fleet(fleet: str, seed: int) -> FakeCluster:
         for _ in range(rng.randrange(4)):
             placed = cluster.add_prefill(worker.name, rng.randrange(1, 6_000))
             if worker.decodes and rng.random() < 0.8:
-                cluster.solver.on_first_token(placed, cluster.now + rng.random())
+                cluster.first_token(placed, cluster.now + rng.random())
                 placed.emitted = rng.randrange(500)
         worker.refresh(cluster.now + 1.0)
         if rng.random() < 0.6:
@@ -107,9 +107,9 @@ def test_decisions_are_those_of_a_solver_that_prices_every_pair(
                 pair = placed.worker.name, decode_worker_of(placed)
                 history.append((result.request.id, pair, round(result.cost_table[0].cost, 6)))
                 if rng.random() < 0.5:
-                    cluster.solver.on_first_token(placed, cluster.now + 0.01)
+                    cluster.first_token(placed, cluster.now + 0.01)
                 elif rng.random() < 0.5:
-                    cluster.solver.on_ended(placed, cluster.now + 0.01)
+                    cluster.end(placed, cluster.now + 0.01)
             cluster.now += rng.choice((0.01, 0.2))
         histories.append(history)
     assert len(histories[0]) > 10

@@ -26,7 +26,7 @@ def test_availability_is_logged_at_most_twice_a_second(
 ) -> None:
     caplog.set_level("INFO", "dynamo.scheduling")
     clock = ManualClock()
-    policy = RemotePolicy(ANY, ANY, ANY, ANY, clock, block_tokens=16)
+    policy = RemotePolicy(ANY, ANY, ANY, clock, block_tokens=16)
     for available in (True, False, True, False, True, False):
         policy._log_availability(available)
     clock.now_s += MIN_LOG_INTERVAL_S

@@ -31,7 +31,7 @@ def busy_cluster(seed: int, workers: int = WORKERS) -> FakeCluster:
         for _ in range(rng.randrange(4)):
             placed = cluster.add_prefill(worker.name, rng.randrange(1, 6_000))
             if rng.random() < 0.7:
-                cluster.solver.on_first_token(placed, cluster.now + rng.random())
+                cluster.first_token(placed, cluster.now + rng.random())
                 placed.emitted = rng.randrange(500)
         worker.refresh(cluster.now + 1.0)
         if rng.random() < 0.6:
@@ -87,9 +87,9 @@ def test_decisions_are_those_of_a_solver_that_prices_every_worker(
                 best = [(row.worker, row.cost) for row in result.cost_table][:TABLE_ROWS]
                 history.append((result.request.id, result.placed.worker.name, best))
                 if rng.random() < 0.5:
-                    cluster.solver.on_first_token(result.placed, cluster.now + 0.01)
+                    cluster.first_token(result.placed, cluster.now + 0.01)
                 elif rng.random() < 0.5:
-                    cluster.solver.on_ended(result.placed, cluster.now + 0.01)
+                    cluster.end(result.placed, cluster.now + 0.01)
             history.append(cluster.solver.next_run_s(cluster.now))
             cluster.now += rng.choice((0.01, 0.2))
         histories.append(history)
@@ -104,7 +104,7 @@ def test_ties_of_an_idle_deployment_are_broken_at_random() -> None:
         cluster.now += 1.0
         for worker in cluster.worker_states.workers:
             for placed in list(worker.active.values()):
-                cluster.solver.on_ended(placed, cluster.now)
+                cluster.end(placed)
     assert len(set(cluster.view.routes)) > WORKERS / 2
 
 
@@ -157,7 +157,7 @@ def test_workers_may_leave_and_join() -> None:
     for gone in ("a", "b"):
         del instances[gone]
     cluster.worker_states.update_instances(instances)
-    cluster.solver.on_ended(placed, cluster.now)
+    cluster.end(placed)
     assert cluster.route(900) in instances
     cluster.worker_states.update_instances(dict(list(instances.items())[:3]))
     assert cluster.route(900) in list(instances)[:3]

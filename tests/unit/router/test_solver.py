@@ -12,7 +12,7 @@ from tests.unit.router.fake_cluster import FakeCluster
 from dynamo.scheduling.router.costs.affinity import AffinityCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost, PredictedCostMatrix, TtftCost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.solver import HoldLimits
+from dynamo.scheduling.router.placement.candidates import HoldLimits
 from dynamo.scheduling.workers.worker import WorkerState
 
 HASHES = list(range(1, 501))
@@ -36,7 +36,7 @@ def test_a_burst_of_one_prompt_shares_its_prefix() -> None:
     requests = [cluster.submit(8_020, HASHES) for _ in range(3)]
     (first,) = cluster.place().values()
     cluster.now += 0.2
-    cluster.solver.on_first_token(first, cluster.now)
+    cluster.first_token(first)
     cluster.place()
     assert len(set(cluster.view.routes)) == 1
     assert len(cluster.view.routes) == len(requests)
@@ -64,7 +64,7 @@ def test_a_hot_prefix_spreads_when_its_holder_saturates() -> None:
                 for active in [
                     placed for placed in worker.active.values() if placed.first_token_s is None
                 ]:
-                    cluster.solver.on_first_token(active, cluster.now)
+                    cluster.first_token(active)
     per_worker = Counter(cluster.view.routes)
     assert len(per_worker) == 4
     assert max(per_worker.values()) <= 30
@@ -92,7 +92,7 @@ def test_a_request_is_held_for_a_nearly_free_worker() -> None:
     due = cluster.solver.next_run_s(cluster.now)
     assert due is not None
     assert cluster.now < due < cluster.worker_states["a"].prefill_free_s
-    cluster.solver.on_first_token(busy, cluster.now + 0.01)
+    cluster.first_token(busy, cluster.now + 0.01)
     assert request.id in cluster.place()
 
 
@@ -124,8 +124,8 @@ def test_an_end_without_a_first_token_ends_the_prefill() -> None:
     request = cluster.submit(100, HASHES[:6])
     active = cluster.place()[request.id]
     assert cluster.view.open_prefills == 1
-    cluster.solver.on_ended(active, cluster.now)
-    cluster.solver.on_ended(active, cluster.now)
+    cluster.end(active)
+    cluster.end(active)
     worker = cluster.worker_states["a"]
     assert (worker.pending_prefills, worker.pending_prefill_tokens, len(worker.active)) == (0, 0, 0)
 
@@ -159,7 +159,7 @@ def test_a_held_request_is_placed_by_current_overlaps() -> None:
     cluster.view.caches["b"] = set(HASHES)
     cluster.now += 5
     for active in busy:
-        cluster.solver.on_first_token(active, cluster.now)
+        cluster.first_token(active)
     cluster.place()
     assert cluster.view.routes == ["b"]
 
@@ -289,7 +289,7 @@ def test_every_request_is_placed_once_on_an_allowed_worker(seed: int) -> None:
             active.worker.name in excluded_by_id[name] for name, active in placed.items()
         )
         for active in list(placed.values())[::2]:
-            cluster.solver.on_first_token(active, cluster.now)
+            cluster.first_token(active)
         cluster.now += 0.02
     cluster.now += 10
     while placed := cluster.place():

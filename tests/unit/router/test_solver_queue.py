@@ -13,10 +13,11 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.candidates import HoldLimits
 from dynamo.scheduling.router.placement.queue import WaitingQueue
-from dynamo.scheduling.router.placement.solver import HoldLimits, PlacementSolver
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
-from dynamo.scheduling.workers.workers import WorkerStates
 
 BUDGET = 1000
 INSTANCES = {
@@ -42,12 +43,12 @@ INSTANCES = {
 
 
 def make_solver(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> PlacementSolver:
-    states = WorkerStates()
-    states.update_instances(INSTANCES)
+    ledger = Ledger()
+    ledger.workers.update_instances(INSTANCES)
     queue: WaitingQueue[PendingRequest] = WaitingQueue(order, bound)
     view = CacheView(SystemClock())
     return PlacementSolver(
-        states,
+        ledger,
         view,
         PredictedCost(),
         Random(1),
@@ -69,7 +70,7 @@ def fill(solver: PlacementSolver) -> list[str]:
         solver.submit(make_request(f"big{number}", 2 * BUDGET))
     placed = solver.place(0.0)
     assert {result.placed.worker.name for result in placed} == {"w1", "w2"}
-    return [result.placed.id for result in placed]
+    return [result.placed.key for result in placed]
 
 
 def place_ids(solver: PlacementSolver, now: float) -> list[str]:
@@ -92,10 +93,8 @@ def test_queued_requests_are_placed_in_queue_order(order: str, first: str) -> No
         solver.submit(request)
         assert place_ids(solver, request.arrived_s) == []
     assert len(solver) == 3
-    busy = solver.worker_states["w1"].active[
-        "big0" if "big0" in solver.worker_states["w1"].active else "big1"
-    ]
-    solver.on_ended(busy, 4.0)
+    busy = "big0" if "big0" in solver.worker_states["w1"].active else "big1"
+    solver.ledger.end(solver.ledger.requests[busy], None)
     assert place_ids(solver, 4.0) == [first]
     assert len(solver) == 2
     assert solver.next_run_s(100.0) > 100.0  # type: ignore[operator]
@@ -118,14 +117,14 @@ def test_a_request_with_a_free_worker_needs_no_place_in_the_queue() -> None:
     """All queued requests may only use w2; w1 is free."""
     solver = make_solver(bound=2)
     fill(solver)
-    idle = next(placed for placed in solver.worker_states["w1"].active.values())
+    idle = next(iter(solver.worker_states["w1"].active))
     for number in range(3):
         request = make_request(f"r{number}", 100, 1.0)
         request.excluded = frozenset({"w1"})
         solver.submit(request)
     assert place_ids(solver, 1.0) == []
     assert [request.id for request, _ in solver.pop_rejected()] == ["r2"]
-    solver.on_ended(idle, 2.0)
+    solver.ledger.end(solver.ledger.requests[idle], None)
     solver.submit(make_request("free", 100, 2.0))
     assert place_ids(solver, 2.0) == ["free"]
     assert solver.pop_rejected() == []

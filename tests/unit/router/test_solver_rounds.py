@@ -9,7 +9,7 @@ from tests.unit.router.fake_cluster import FakeCluster
 
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.costs.predicted import TtftCost
-from dynamo.scheduling.router.placement.solver import HoldLimits
+from dynamo.scheduling.router.placement.candidates import HoldLimits
 
 HASHES = list(range(1, 1_001))
 
@@ -19,11 +19,11 @@ def test_the_prefill_of_every_placed_prompt_ends_once() -> None:
     computed, left = cluster.submit(100, HASHES[:6]), cluster.submit(100, HASHES[:6])
     placed = cluster.place()
     assert cluster.view.open_prefills == 2
-    cluster.solver.on_first_token(placed[computed.id], cluster.now)
+    cluster.first_token(placed[computed.id])
     assert cluster.view.open_prefills == 1
-    cluster.solver.on_ended(placed[computed.id], cluster.now)
+    cluster.end(placed[computed.id])
     assert cluster.view.open_prefills == 1
-    cluster.solver.on_ended(placed[left.id], cluster.now)
+    cluster.end(placed[left.id])
     assert cluster.view.open_prefills == 0
 
 
@@ -84,7 +84,7 @@ def test_a_request_is_held_for_its_cached_prefix_below_the_threshold_too(
     busy = cluster.add_prefill("a", 6_000)
     request = cluster.submit(16_016, HASHES)
     assert cluster.place() == {}
-    cluster.solver.on_first_token(busy, cluster.now)
+    cluster.first_token(busy)
     assert cluster.place()[request.id].worker.name == "a"
 
 
@@ -102,7 +102,7 @@ def test_all_held_requests_are_placed_in_one_round_when_there_is_room() -> None:
     busy = cluster.add_prefill("a", 8_000)
     waiting = [cluster.submit(20) for _ in range(60)]
     assert cluster.place() == {}
-    cluster.solver.on_first_token(busy, cluster.now)
+    cluster.first_token(busy)
     assert cluster.place().keys() == {request.id for request in waiting}
 
 

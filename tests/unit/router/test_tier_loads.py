@@ -120,7 +120,7 @@ def test_the_first_token_is_expected_after_the_load() -> None:
     expected_ms = (placed.expected_first_token_s - cluster.now) * 1e3
     assert expected_ms == pytest.approx(placed.load_ms + prefill_ms)
     base = worker.latency_model.prefill.base
-    cluster.solver.on_first_token(placed, cluster.now + expected_ms * 1e-3)
+    cluster.first_token(placed, cluster.now + expected_ms * 1e-3)
     assert worker.latency_model.prefill.base == pytest.approx(base, rel=0.01), "no load is learnt"
 
 

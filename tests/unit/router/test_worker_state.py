@@ -28,9 +28,7 @@ def worker(cluster: FakeCluster) -> WorkerState:
 def place(
     cluster: FakeCluster, worker: WorkerState, tokens: int, name: str = "one"
 ) -> PlacedRequest:
-    request = PlacedRequest(name, worker, Prompt(tokens, ()), tokens, cluster.now)
-    worker.place(request, cluster.now)
-    return request
+    return cluster.ledger.place(name, worker, Prompt(tokens, ()), new_tokens=tokens)
 
 
 def pending_load(worker: WorkerState) -> tuple[int, int, int]:
@@ -43,11 +41,11 @@ def test_a_prompt_is_pending_until_its_first_token_and_active_until_its_end(
     first, other = place(cluster, worker, 100), place(cluster, worker, 300, "other")
     assert pending_load(worker) == (2, 400, 2)
     for _ in range(2):
-        worker.on_first_token(first, cluster.now)
+        cluster.first_token(first)
         assert pending_load(worker) == (1, 300, 2)
     for request in (first, other, first, other):
-        worker.remove(request, cluster.now)
-        worker.on_first_token(request, cluster.now)
+        cluster.end(request)
+        cluster.first_token(request)
     assert pending_load(worker) == (0, 0, 0)
     assert worker.decode_context_tokens == 0
     assert worker.stall_sensitivity == pytest.approx(0.0)
@@ -63,8 +61,8 @@ def test_prefill_free_s_is_the_expected_first_token_of_the_last_prompt(
     last = place(cluster, worker, 1_000, "last")
     assert worker.prefill_free_s == pytest.approx(cluster.now + 2 * took_s)
     assert worker.backlog_ms(cluster.now) == pytest.approx(2e3 * took_s)
-    worker.remove(first, cluster.now)
-    worker.on_first_token(last, cluster.now)
+    cluster.end(first)
+    cluster.first_token(last)
     assert (worker.prefill_free_s, worker.backlog_ms(cluster.now)) == (cluster.now, 0.0)
 
 
@@ -80,7 +78,7 @@ def test_a_late_first_token_moves_the_expected_time_of_the_others(
 ) -> None:
     first, _ = place(cluster, worker, 1_000), place(cluster, worker, 500, "other")
     late = worker.prefill_free_s + 5.0
-    worker.on_first_token(first, late)
+    cluster.first_token(first, late)
     assert worker.prefill_free_s == pytest.approx(late + worker.predict_prefill_ms(500) / 1e3)
 
 
@@ -99,7 +97,7 @@ def test_context_and_stall_sensitivity_follow_the_answers(
     cluster: FakeCluster, worker: WorkerState
 ) -> None:
     decodes, waits = place(cluster, worker, 100), place(cluster, worker, 300, "waits")
-    worker.on_first_token(decodes, cluster.now)
+    cluster.first_token(decodes)
     assert worker.decode_context_tokens == 100
     decodes.emitted = 30
     cluster.now += 1
@@ -113,10 +111,10 @@ def test_context_and_stall_sensitivity_follow_the_answers(
     assert worker.decode_context_tokens == 130
     worker.refresh(cluster.now + 1.01 * REFRESH_INTERVAL_S)
     assert worker.decode_context_tokens == 160
-    worker.remove(decodes, cluster.now)
+    cluster.end(decodes)
     assert worker.decode_context_tokens == 0
     assert worker.stall_sensitivity == pytest.approx(1 / STALL_HALVING_TOKENS)
-    worker.remove(waits, cluster.now)
+    cluster.end(waits)
     assert worker.stall_sensitivity == pytest.approx(0.0)
 
 
@@ -128,9 +126,9 @@ def test_tokens_found_in_the_cache_are_not_pending(
     assert (first.new_tokens, worker.pending_prefill_tokens) == (400, 500)
     worker.on_cached_tokens(first, 600)
     assert (first.new_tokens, worker.pending_prefill_tokens) == (1, 101)
-    worker.on_first_token(other, cluster.now)
+    cluster.first_token(other)
     worker.on_cached_tokens(other, 50)
-    worker.remove(first, cluster.now)
+    cluster.end(first)
     worker.on_cached_tokens(first, 1)
     assert worker.pending_prefill_tokens == 0
 
@@ -140,9 +138,9 @@ def test_external_load_is_the_report_less_own_requests(
 ) -> None:
     place(cluster, worker, 1_000)
     worker.on_load_report(Load(running=3, waiting=2, prefill_tokens=1_700))
-    assert (worker.external_prefill_tokens, worker.external_requests) == (700, 4)
+    assert worker.external_prefill_tokens == 700
     worker.on_load_report(Load(running=0, waiting=0, prefill_tokens=300))
-    assert (worker.external_prefill_tokens, worker.external_requests) == (0, 0)
+    assert worker.external_prefill_tokens == 0
 
 
 def test_kv_usage_is_the_report_plus_pending_prompts(
@@ -150,7 +148,7 @@ def test_kv_usage_is_the_report_plus_pending_prompts(
 ) -> None:
     first = place(cluster, worker, CAPACITY // 4)
     assert worker.kv_cache_usage() == pytest.approx(0.25)
-    worker.on_first_token(first, cluster.now)
+    cluster.first_token(first)
     assert worker.kv_cache_usage() == pytest.approx(0.25)
     worker.on_load_report(Load(active_blocks=50, total_blocks=100))
     assert worker.kv_cache_usage() == pytest.approx(0.5)
@@ -166,7 +164,7 @@ def test_load_factor_is_the_larger_share_of_step_tokens_or_slots(
     assert worker.load_factor() == 0.0
     first = place(cluster, worker, worker.token_budget // 2)
     assert worker.load_factor() == pytest.approx(0.5)
-    worker.on_first_token(first, cluster.now)
+    cluster.first_token(first)
     assert worker.load_factor() == pytest.approx(0.01)
     for number in range(74):
         place(cluster, worker, 1, f"r{number}")
@@ -182,14 +180,15 @@ def test_a_peers_request_counts_and_does_not_update_the_model(
         worker.latency_model.prefill.observation_count,
         worker.latency_model.decode.observation_count,
     )
-    foreign = PlacedRequest("foreign", worker, Prompt(100, ()), 100, cluster.now)
-    foreign.emitted = 40
-    worker.add_decoding(foreign, cluster.now)
+    cluster.ledger.place_of_peer(
+        "peer", "foreign", worker, Prompt(100, ()), new_tokens=100, emitted=40
+    )
+    foreign = cluster.ledger.peers["peer"]["foreign"]
     worker.refresh(cluster.now)
     assert (worker.decode_context_tokens, worker.pending_prefills) == (140, 0)
     foreign.emitted = 100
     cluster.now += 3
-    worker.remove(foreign, cluster.now)
+    cluster.end(foreign)
     assert (worker.decode_context_tokens, len(worker.active)) == (0, 0)
     assert (
         worker.latency_model.prefill.observation_count,
@@ -206,8 +205,8 @@ def test_a_worker_without_engine_info_has_default_limits() -> None:
     assert worker.prefill_free_s > cluster.now
     assert worker.kv_cache_usage() == 0.0
     assert worker.load_factor() == 1.0
-    worker.on_first_token(request, cluster.now + 1)
-    worker.remove(request, cluster.now + 2)
+    cluster.first_token(request, cluster.now + 1)
+    cluster.end(request, cluster.now + 2)
     assert pending_load(worker) == (0, 0, 0)
 
 
@@ -222,17 +221,17 @@ def run_answer(
     """Run a short prompt with `tokens` output tokens, one each `step_s`, and an optional pause."""
     request = place(cluster, worker, 16, name)
     cluster.now += 0.02
-    worker.on_first_token(request, cluster.now)
+    cluster.first_token(request)
     if pause_s:
         other = place(cluster, worker, 4_000, "between")
         before = worker.total_prefill_ms
         cluster.now += pause_s
-        worker.on_first_token(other, cluster.now)
-        worker.remove(other, cluster.now)
+        cluster.first_token(other)
+        cluster.end(other)
         pause_s = (worker.total_prefill_ms - before) / 1e3
     cluster.now = (request.first_token_s or 0.0) + pause_s + (tokens - 1) * step_s
     request.emitted = tokens
-    worker.remove(request, cluster.now)
+    cluster.end(request)
 
 
 def test_decode_time_is_learnt_from_whole_answers(
@@ -265,11 +264,11 @@ def test_simultaneous_first_tokens_are_one_observation(
     pair = [place(cluster, worker, 1_000, name) for name in ("one", "two")]
     cluster.now += 0.5
     for request in pair:
-        worker.on_first_token(request, cluster.now)
+        cluster.first_token(request)
         cluster.now += 0.0005
     assert worker.latency_model.prefill.observation_count == 1
     assert worker.latency_model.prefill.predict(1.0, 2_000) == pytest.approx(500.0, rel=0.02)
     alone = place(cluster, worker, 2_000, "three")
     cluster.now += 0.5
-    worker.on_first_token(alone, cluster.now)
+    cluster.first_token(alone)
     assert worker.latency_model.prefill.observation_count == 2

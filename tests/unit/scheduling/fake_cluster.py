@@ -10,12 +10,14 @@ import msgspec
 
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
     EngineInfo,
     Finish,
     GenerateRequest,
+    Load,
     SamplingParams,
     Started,
     StopConditions,
@@ -24,7 +26,10 @@ from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
 from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
+from dynamo.scheduling.router.attempt import Attempt
 from dynamo.scheduling.router.labels import LABELS_KEY, excluded_workers
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 from dynamo.testing.fakes import CollectedReply
 
@@ -68,11 +73,17 @@ class FakeCluster:
         self.removal_listeners: list[Callable[[Instance], object]] = []
         self.supervisors = SupervisorView(client, clock)
         self.starts = WorkerStarts(client, self.supervisors, clock)
-        self.admission = Admission(client, None, clock, limits, self.metrics, self.starts)
+        self.ledger = Ledger(clock, client)
+        self.admission = Admission(
+            client, self.ledger, None, clock, limits, self.metrics, self.starts
+        )
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         self.listeners.append(callback)
         return lambda: self.listeners.remove(callback)
+
+    def count_by(self, count_requests: Callable[[str], int]) -> None:
+        pass
 
     def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
         self.removal_listeners.append(callback)
@@ -86,6 +97,10 @@ class FakeCluster:
             {kind: start_s} if start_s else {},
             {kind: failing} if failing else {},
         )
+
+    def report(self, worker: str, load: Load) -> None:
+        for reader in (self.ledger, self.admission):
+            reader.on_load_report(worker, load, self.clock.now())
 
     def set_instances(self, **instances: Instance) -> None:
         before, self.instances = self.instances, instances
@@ -106,19 +121,27 @@ class FakeCluster:
         names = [name for name in self.instances if name not in avoided]
         if not names:
             raise NoWorkers("no worker")
-        listener = self.admission.track_attempt(self.instances[names[0]], request)
+        worker = self.ledger.workers.at(self.instances[names[0]], None)
+        placed = self.ledger.place(
+            f"{request.request_id}/{request.choice}/0",
+            worker,
+            Prompt(len(request.token_ids) // TOKEN_BYTES, ()),
+            new_tokens=len(request.token_ids) // TOKEN_BYTES,
+            max_tokens=request.stops.max_tokens,
+        )
+        attempt = Attempt(reply, placed, self.ledger, self.clock)
         error: BaseException | None = None
         try:
             self.attempts.append((request.request_id, names[0]))
-            listener.on_started(Started(names[0], prompt_tokens=4))
-            listener.on_first_token()
+            attempt.begin(Started(names[0], prompt_tokens=4))
+            attempt.tokens((1,))
             await self.clock.sleep(self.duration_s)
-            listener.on_finished(Finish("stop", 10))
+            attempt.finish(Finish("stop", 10))
         except BaseException as failure:
             error = failure
             raise
         finally:
-            listener.on_ended(error)
+            self.ledger.end(placed, error)
 
     def start(
         self, name: str, timeout_s: float | None = None, **metadata: str

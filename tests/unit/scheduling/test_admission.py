@@ -12,6 +12,7 @@ from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.labels import LABELS_KEY
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.testing.fakes import CollectedReply
 
 
@@ -88,14 +89,12 @@ def test_a_request_cancelled_at_its_dequeue_passes_the_slot_on() -> None:
         await cluster.clock.sleep(0.1)
         waiting = [cluster.start(name) for name in "vw"]
         await cluster.clock.wait_until_idle()
-        release = cluster.admission._in_flight.on_slot_released
 
-        def release_and_cancel() -> None:
-            release()
+        def cancel(placed: PlacedRequest, error: BaseException | None) -> None:
             waiting[0].cancel()
-            cluster.admission._in_flight.on_slot_released = release
+            cluster.ledger.on_ended.remove(cancel)
 
-        cluster.admission._in_flight.on_slot_released = release_and_cancel
+        cluster.ledger.on_ended.append(cancel)  # after admission has given the slot away
         await cluster.clock.sleep(1.5)
         assert cluster.served == ["u", "w"]
         cluster.start("x")
@@ -215,14 +214,13 @@ def test_a_queued_request_follows_the_labels_of_new_workers() -> None:
 
 def test_reported_requests_occupy_slots_until_reported_gone() -> None:
     async def scenario(cluster: FakeCluster) -> None:
-        now = cluster.clock.now
         for _ in range(3):
-            cluster.admission.on_load_report("a", Load(running=2), now())
+            cluster.report("a", Load(running=2))
         cluster.start("u")
         await cluster.clock.sleep(0.3)
         assert cluster.served == []
         for _ in range(3):
-            cluster.admission.on_load_report("a", Load(), now())
+            cluster.report("a", Load())
         await cluster.clock.wait_until_idle()
         assert cluster.served == ["u"]
 
@@ -239,6 +237,7 @@ def test_a_new_worker_takes_waiting_requests_and_close_unsubscribes() -> None:
         assert cluster.attempts == [("u", "a"), ("v", "b")]
         cluster.admission.close()
         cluster.starts.close()
+        cluster.ledger.close()
         assert cluster.listeners == []
 
     run_scenario(scenario, 1)

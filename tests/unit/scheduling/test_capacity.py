@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -17,6 +20,7 @@ from dynamo.core.values import (
     sum_loads,
 )
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.workers.durations import (
     DEFAULT_OUTPUT_TOKENS,
     DEFAULT_TPOT_S,
@@ -24,10 +28,9 @@ from dynamo.scheduling.workers.durations import (
     DurationHistogram,
     DurationModel,
 )
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
-from dynamo.scheduling.workers.slots import ClusterCapacity, Reservation
-from dynamo.scheduling.workers.workers import WorkerStates
 from dynamo.testing.fakes import CollectedReply
 
 
@@ -126,39 +129,60 @@ def test_answers_that_may_fill_the_context_take_no_more_room_than_answers_took()
     run_scenario(scenario, 1)
 
 
+class FakeLedger(Ledger):
+    """A ledger with the given workers, whose requests reserve slots of `capacity`."""
+
+    def __init__(self, **workers: Instance) -> None:
+        self.now = 0.0
+        clock: Any = SimpleNamespace(now=lambda: self.now)
+        super().__init__(clock)
+        self.capacity = ClusterCapacity(self.workers, 0, clock.now)
+        self.on_placed.append(lambda placed: self.capacity.reserve(placed, self.now))
+        self.on_ended.append(lambda placed, _: self.capacity.release(placed, self.now))
+        self.set_workers(**workers)
+
+    def set_workers(self, **workers: Instance) -> None:
+        self.workers.update_instances(workers)
+        self.capacity.update_workers()
+
+    def send(self, name: str, tokens: int = 270) -> PlacedRequest:
+        worker, key = self.workers[name], f"r{len(self.requests)}/{self.now}"
+        return self.place(key, worker, Prompt(tokens, ()), new_tokens=tokens, max_tokens=60)
+
+    def report(self, instance: str, load: Load, at_s: float) -> None:
+        self.on_load_report(instance, load, at_s)
+        self.capacity.recount(instance, at_s)
+
+
 def test_requests_of_other_frontends_last_as_long_as_ours() -> None:
-    now = [0.0]
-    capacity = ClusterCapacity(0, lambda: now[0])
-    capacity.update_workers({"a": make_worker("a")}, {})
+    ledger = FakeLedger(a=make_worker("a"))
+    capacity = ledger.capacity
     for _ in range(9):
         capacity.durations.observe(32_000, 3.0)
     for at_s in (0.1, 0.2):
-        capacity.on_load_report("a", Load(running=4, waiting=3), at_s)
-    now[0] = 0.2
+        ledger.report("a", Load(running=4, waiting=3), at_s)
+    ledger.now = 0.2
     waits = [capacity.predict_wait_s(ahead, 32_000) for ahead in range(7)]
     assert waits == pytest.approx([3.0 * rank / 7 for rank in range(1, 8)])
 
 
 def test_requests_of_other_frontends_occupy_slots() -> None:
-    now = [0.0]
-    capacity = ClusterCapacity(0, lambda: now[0])
-    capacity.update_workers({"a": make_worker("a")}, {})
-    reservations = [Reservation(60, 300.0, 0.0) for _ in range(2)]
-    for reservation in reservations:
-        capacity.reserve("a", reservation, 0.0)
+    ledger = FakeLedger(a=make_worker("a"))
+    capacity = ledger.capacity
+    first, _ = ledger.send("a"), ledger.send("a")
     assert (capacity.free_slots, capacity.has_foreign_requests) == (2, False)
-    capacity.release("a", reservations[0], 0.05)
-    capacity.on_load_report("a", Load(running=2, active_blocks=10, total_blocks=64), 0.1)
+    ledger.end(first, None)
+    ledger.report("a", Load(running=2, active_blocks=10, total_blocks=64), 0.1)
     assert (capacity.free_slots, capacity.has_foreign_requests) == (
         3,
         False,
     )  # our released request may be in the report
-    capacity.on_load_report("a", Load(running=4, active_blocks=20, total_blocks=64), 0.2)
+    ledger.report("a", Load(running=4, active_blocks=20, total_blocks=64), 0.2)
     assert (capacity.free_slots, capacity.has_foreign_requests) == (1, True)
-    capacity.on_load_report("a", Load(running=4, waiting=3), 0.3)
-    capacity.on_load_report("a", Load(running=4, waiting=3), 0.4)
+    ledger.report("a", Load(running=4, waiting=3), 0.3)
+    ledger.report("a", Load(running=4, waiting=3), 0.4)
     assert (capacity.free_slots, capacity.full_workers) == (0, frozenset({"a"}))
-    now[0] = 2.0  # no report since 0.4 s
+    ledger.now = 2.0  # no report since 0.4 s
     capacity.refresh()
     assert (capacity.free_slots, capacity.full_workers, capacity.has_foreign_requests) == (
         3,
@@ -168,75 +192,81 @@ def test_requests_of_other_frontends_occupy_slots() -> None:
 
 
 def test_a_worker_that_computes_a_prompt_for_another_is_not_idle() -> None:
-    capacity, states = ClusterCapacity(0, lambda: 0.0), WorkerStates()
-    workers = {"a": make_worker("a"), "b": make_worker("b")}
-    states.update_instances(workers)
-    capacity.update_workers(workers, {state.name: state for state in states.workers})
-    assert capacity.count_idle() == 2
+    ledger = FakeLedger(a=make_worker("a"), b=make_worker("b"), c=make_worker("c"))
+    ledger.models_prompts = True
+    capacity, workers = ledger.capacity, ledger.workers
+    assert capacity.count_idle() == 3
 
-    states["a"].place(PlacedRequest("1", states["a"], Prompt(1_000, ()), 1_000, 0.0), 0.0)
+    ledger.place("1", workers["c"], Prompt(1_000, ()), workers["a"], new_tokens=1_000)
+    ledger.check_invariants()
     assert capacity.count_idle() == 1
     assert capacity.count_idle(frozenset({"b"})) == 0
 
 
 def test_each_rank_has_its_share_of_the_slots() -> None:
     """An instance is full when all its ranks are, and labels exclude all of them."""
-    capacity = ClusterCapacity(0, lambda: 0.0)
     workers = {"a": make_worker("a", ranks=2), "b": make_worker("b")}
-    capacity.update_workers(workers, {})
-    assert [*capacity.workers] == ["a/0", "a/1", "b"]
+    ledger = FakeLedger(**workers)
+    capacity = ledger.capacity
+    assert [worker.name for worker in capacity.workers] == ["a/0", "a/1", "b"]
     assert (capacity.free_slots, capacity.count_suitable_slots(frozenset({"a"}))) == (8, 4)
     assert (capacity.count_idle(), capacity.count_idle(frozenset({"a"}))) == (3, 1)
 
-    reservations = [Reservation(60, 300.0, 0.0) for _ in range(2)]
-    for reservation in reservations:
-        capacity.reserve("a/0", reservation, 0.0)
+    first, _ = ledger.send("a/0"), ledger.send("a/0")
     assert (capacity.free_slots, capacity.full_workers) == (6, {"a/0"})
     busy = Load(running=2)
     for _ in range(3):
-        capacity.on_load_report("a", replace(sum_loads([busy, busy]), ranks=(busy, busy)), 0.0)
+        ledger.report("a", replace(sum_loads([busy, busy]), ranks=(busy, busy)), 0.0)
     assert (capacity.free_slots, capacity.full_workers) == (4, {"a/0", "a/1", "a"})
-    capacity.release("a/0", reservations[0], 0.0)
+    ledger.end(first, None)
     assert capacity.full_workers == {"a/1"}
     capacity.max_worker_requests = 2
-    capacity.update_workers(workers, {})
+    capacity.update_workers()
     assert (capacity.free_slots, capacity.full_workers) == (2, {"a/0", "a/1", "a"})
-    capacity.update_workers({"b": workers["b"]}, {})
+    ledger.set_workers(b=workers["b"])
     assert (capacity.free_slots, capacity.full_workers) == (2, frozenset())
+    ledger.check_invariants()
 
 
 def test_a_removed_worker_has_no_slots() -> None:
-    capacity = ClusterCapacity(0, lambda: 0.0)
-    capacity.update_workers({"a": make_worker("a"), "b": make_worker("b", seqs=1)}, {})
-    reservation = Reservation(60, 300.0, 0.0)
-    capacity.reserve("b", reservation, 0.0)
+    workers = {"a": make_worker("a"), "b": make_worker("b", seqs=1)}
+    ledger = FakeLedger(**workers)
+    capacity, worker = ledger.capacity, ledger.workers["b"]
+    placed = ledger.send("b")
     assert (capacity.free_slots, capacity.count_idle(), capacity.full_workers) == (
         4,
         1,
         frozenset({"b"}),
     )
-    capacity.update_workers({"a": make_worker("a")}, {})
+    ledger.set_workers(a=workers["a"])
     assert (capacity.free_slots, capacity.count_idle(), capacity.full_workers) == (
         4,
         1,
         frozenset(),
     )
-    capacity.release("b", reservation, 1.0)
-    assert [*capacity.workers] == ["a"]
-    capacity.on_load_report("b", Load(), 1.0)
-    capacity.reserve("c", reservation, 1.0)  # not announced yet
+    ledger.set_workers(**workers)  # the worker comes back with its request
+    assert capacity.full_workers == {"b"}
+    assert ledger.workers["b"] is worker
+    ledger.set_workers(a=workers["a"])
+    ledger.end(placed, None)
+    assert [worker.name for worker in ledger.workers.all()] == ["a"]
+    ledger.report("b", Load(), 1.0)
+    unknown = ledger.workers.at(make_worker("c"), None)  # not announced yet
+    placed = ledger.place("c", unknown, Prompt(5, ()), new_tokens=5)
     assert capacity.free_slots == 4
+    ledger.check_invariants()
+    ledger.end(placed, None)
+    assert [worker.name for worker in ledger.workers.all()] == ["a"]
 
 
 def test_the_predicted_wait_for_a_slot() -> None:
-    now = [0.0]
-    capacity = ClusterCapacity(0, lambda: now[0])
-    capacity.update_workers({"a": make_worker("a", seqs=2)}, {})
+    ledger = FakeLedger(a=make_worker("a", seqs=2))
+    capacity = ledger.capacity
     for _ in range(5):
         capacity.durations.observe(60, 1.0)
-    capacity.reserve("a", Reservation(60, 300.0, 0.0), 0.0)
-    now[0] = 0.5
-    capacity.reserve("a", Reservation(60, 300.0, 0.5), 0.5)
+    ledger.send("a")
+    ledger.now = 0.5
+    ledger.send("a")
     waits = [capacity.predict_wait_s(ahead, 60) for ahead in range(4)]
     assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0])
     capacity.assign_next_slot(60)
@@ -255,16 +285,15 @@ def test_the_dequeue_rate() -> None:
 
 
 def test_a_worker_with_full_memory_has_no_slot() -> None:
-    now = [0.0]
-    capacity = ClusterCapacity(0, lambda: now[0])
-    capacity.update_workers({"a": make_worker("a")}, {})
-    capacity.reserve("a", Reservation(60, 300.0, 0.0), 0.0)
+    ledger = FakeLedger(a=make_worker("a"))
+    capacity = ledger.capacity
+    ledger.send("a")
     full = Load(running=1, waiting=1, active_blocks=60, total_blocks=64)
-    capacity.on_load_report("a", full, 0.1)
+    ledger.report("a", full, 0.1)
     assert (capacity.free_slots, capacity.full_workers) == (0, frozenset({"a"}))
-    capacity.on_load_report("a", Load(running=1, active_blocks=60, total_blocks=64), 0.2)
+    ledger.report("a", Load(running=1, active_blocks=60, total_blocks=64), 0.2)
     assert capacity.free_slots > 0  # no request waits for memory there
-    capacity.on_load_report("a", full, 0.3)
-    now[0] = 2.0  # no report since 0.4 s
+    ledger.report("a", full, 0.3)
+    ledger.now = 2.0  # no report since 0.4 s
     capacity.refresh()
     assert capacity.free_slots > 0

@@ -25,7 +25,8 @@ from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
 from dynamo.scheduling.router.attempt import Attempt, RankBalancer
-from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 
 ENDPOINT = "dynamo.worker.generate"
@@ -115,11 +116,15 @@ async def test_a_decision_reports_its_mode_and_candidates(open_runtime: Open) ->
 
 def test_an_outcome_counts_the_token_that_ended_the_answer() -> None:
     for end, tokens in ((Finish("stop", 3, 9), 3), (Finish("length", 2), 2)):
-        attempt = Attempt(RecordingReply(), [], Placement(), SystemClock())
+        ledger = Ledger()
+        ledger.follows_answers = True
+        worker = ledger.workers.at(Instance("w", "", "", "", ""), None)
+        placed = ledger.place("r/0/0", worker, Prompt(5, ()), new_tokens=5)
+        attempt = Attempt(RecordingReply(), placed, ledger, SystemClock())
         attempt.begin(Started())
         attempt.tokens((1, 2))
         attempt.finish(end)
-        assert attempt.outcome(5, "").output_tokens == tokens
+        assert attempt.outcome("").output_tokens == tokens
 
 
 async def test_a_gone_worker_is_retried_elsewhere(open_runtime: Open) -> None:
@@ -205,20 +210,26 @@ async def test_a_failed_worker_is_not_retried() -> None:
 
 
 class PrefillElsewhere(ScriptedPolicy):
-    """Names instance "p" as the prefill worker of every request."""
+    """Names one prefill worker for every request."""
+
+    def __init__(self, prefill: Instance, *names: str) -> None:
+        super().__init__(*names)
+        self._prefill = prefill
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         decision = await super().choose(request, context, tried)
-        return replace(decision, prefill=Instance("p", "", "", "", ""))
+        return replace(decision, prefill=self._prefill)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_request_is_a_call_of_its_prefill_worker_until_the_first_token(
     open_runtime: Open, *, fails: bool
 ) -> None:
-    client = await client_of(await open_runtime(), 0)
+    await serve(prefill := await open_runtime())
+    client = await client_of(await open_runtime(), 1)
+    (instance,) = client.instances.values()
     busy: list[list[str]] = []
 
     async def answer(_: Instance, request: Any, context: Context, reply: Reply) -> None:
@@ -228,11 +239,14 @@ async def test_a_request_is_a_call_of_its_prefill_worker_until_the_first_token(
         reply.tokens((1,))
         busy.append([instance.id for instance in client.busy_instances()])
 
-    router = WorkerRouter(PrefillElsewhere("d"), answer, prefill_client=client)
+    ledger = Ledger(SystemClock(), client)
+    policy = PrefillElsewhere(instance, "d")
+    router = WorkerRouter(policy, answer, prefill_client=client, ledger=ledger)
     with suppress(WorkerFailed):
         await router.send(REQUEST, CONTEXT, RecordingReply())
     busy.append([instance.id for instance in client.busy_instances()])
-    assert busy == ([["p"], []] if fails else [["p"], [], []])
+    p = prefill.instance_id
+    assert busy == ([[p], []] if fails else [[p], [], []])
 
 
 async def test_a_failure_keeps_the_name_of_the_prefill_worker(open_runtime: Open) -> None:
@@ -253,15 +267,17 @@ def test_the_rank_with_the_fewest_requests_is_chosen() -> None:
     engine = {"engine": {"data_parallel": 3}}
     worker = Instance("w", "memory://w", "n", "worker", "generate", engine)
     plain = Instance("w", "memory://w", "n", "worker", "generate")
-    balancer = RankBalancer()
+    ledger = Ledger()
+    balancer = RankBalancer(ledger.workers)
     assert balancer.choose(plain, frozenset()) is None
     chosen = [balancer.choose(worker, frozenset()) for _ in range(6)]
     assert Counter(chosen) == {0: 2, 1: 2, 2: 2}
-    with balancer.track_call("w/0"), balancer.track_call("w/0"), balancer.track_call("w/1"):
-        assert {balancer.choose(worker, frozenset()) for _ in range(3)} == {2}
-        assert {balancer.choose(worker, frozenset({"w/2"})) for _ in range(3)} == {1}
-        full = frozenset({"w/0", "w/1", "w/2"})
-        assert {balancer.choose(worker, full) for _ in range(3)} == {2}
+    for number, rank in enumerate((0, 0, 1)):
+        ledger.place(str(number), ledger.workers.at(worker, rank), Prompt(5, ()), new_tokens=5)
+    assert {balancer.choose(worker, frozenset()) for _ in range(3)} == {2}
+    assert {balancer.choose(worker, frozenset({"w/2"})) for _ in range(3)} == {1}
+    full = frozenset({"w/0", "w/1", "w/2"})
+    assert {balancer.choose(worker, full) for _ in range(3)} == {2}
 
 
 class RecordingOperator(Operator):

@@ -37,6 +37,7 @@ from dynamo.scheduling.worker_health import (
     Breaker,
     WorkerHealth,
 )
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.testing.fakes import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
@@ -83,7 +84,8 @@ class HealthScene:
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
         self.metrics = runtime.metrics
-        self.health = WorkerHealth(client, self.clock, Random(1), runtime.metrics)
+        self.ledger = Ledger(self.clock, client)
+        self.health = WorkerHealth(client, self.ledger, self.clock, Random(1), runtime.metrics)
         self.health.start()
         return client, self.health
 
@@ -111,11 +113,8 @@ class HealthScene:
     async def send(self, instance: Instance, times: int = 1) -> None:
         for _ in range(times):
             await self.clock.sleep(1.0)
-            router = WorkerRouter(
-                SingleWorkerPolicy(instance),
-                self.answer,
-                listener_factories=[self.health.track_attempt],
-            )
+            policy = SingleWorkerPolicy(instance)
+            router = WorkerRouter(policy, self.answer, clock=self.clock, ledger=self.ledger)
             with contextlib.suppress(DynamoError):
                 await router.send(REQUEST, CONTEXT, CollectedReply())
 
@@ -342,7 +341,7 @@ def test_close_stops_the_probes() -> None:
         assert probes
         await scene.clock.sleep(100.0)
         assert scene.probes == probes
-        scene.health = WorkerHealth(client, scene.clock, Random(1))
+        scene.health = WorkerHealth(client, Ledger(scene.clock), scene.clock, Random(1))
 
     run_scenario(play)
 

@@ -175,8 +175,9 @@ async def test_a_router_process_opens_what_chooses_a_worker(
 ) -> None:
     runtime = await open_process()
     pipeline = await open_router_process_pipeline(runtime, ProcessRouting(runtime), card)
-    assert [stage.name for stage in ROUTER_PROCESS_STAGES] == ["client", "policy", "loads"]
-    assert [name for name in STAGE_NAMES if name in vars(pipeline)] == ["client", "policy", "loads"]
+    names = ["client", "ledger", "policy", "loads"]
+    assert [stage.name for stage in ROUTER_PROCESS_STAGES] == names
+    assert [name for name in STAGE_NAMES if name in vars(pipeline)] == names
     await pipeline.close()
 
 
@@ -186,8 +187,10 @@ async def test_load_reports_reach_policy_and_admission(open_process: Open, card:
     runtime = await open_process()
     detector = failure_detector(runtime)
     pipeline = await open_model_pipeline(runtime, detector, ProcessRouting(runtime), card)
-    listeners = [pipeline.policy.on_load_report, pipeline.admission.on_load_report]
-    if (states := pipeline.policy.worker_states) is not None:
+    readers = (pipeline.ledger, pipeline.policy, pipeline.admission)
+    listeners = [reader.on_load_report for reader in readers]
+    if pipeline.policy.predicts:
+        states = pipeline.ledger.workers
         await pipeline.client.wait_for_instances(1)
         while states[serving.instance_id].load is None:
             await asyncio.sleep(0.005)

@@ -45,10 +45,10 @@ from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.attempt import ListenerFactory
 from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.roles import decodes, only_prefills
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
@@ -104,6 +104,8 @@ class ReplayCluster:
                 await worker.open_links(self._workers.transfer, self._workers_by_id)
         self._client = await self._open_client(decodes)
         self._prefill_client = await self._open_client(only_prefills)
+        self.ledger = Ledger(self._clock, self._client, self._prefill_client)
+        self._exit_stack.callback(self.ledger.close)
         self._policy = await self._open_policy()
         self._exit_stack.push_async_callback(self._policy.close)
         self._report_links()
@@ -125,6 +127,7 @@ class ReplayCluster:
         """Return a `send` that passes requests through admission and router, and the admission."""
         admission = Admission(
             self._client,
+            self.ledger,
             self._policy,
             self._clock,
             slo,
@@ -132,15 +135,15 @@ class ReplayCluster:
             prefill_client=self._prefill_client,
         )
         self._exit_stack.callback(admission.close)
-        return chain([admission], self._make_router(admission.track_attempt).send), admission
+        return chain([admission], self._make_router().send), admission
 
-    def _make_router(self, *listener_factories: ListenerFactory) -> WorkerRouter:
+    def _make_router(self) -> WorkerRouter:
         return WorkerRouter(
             self._policy,
             self._dispatch,
             clock=self._clock,
             prefill_client=self._prefill_client,
-            listener_factories=listener_factories,
+            ledger=self.ledger,
         )
 
     @property
@@ -225,6 +228,7 @@ class ReplayCluster:
                 self._client,
                 self._events,
                 self._clock,
+                self.ledger,
                 block_tokens=block_tokens,
                 read_prompt=self._read_prompt,
                 view=self.cache_view,
@@ -246,8 +250,10 @@ class ReplayCluster:
                 self._policy.on_load_report(worker.id, report, self._clock.now())
 
     def _load_report_listeners(self) -> list[OnLoadReport]:
-        """Return the policy if it uses load reports in mode kv."""
+        """Return the policy if it uses load reports."""
         settings = self._router_settings
+        if settings.mode == ADAPTIVE:
+            return [self._policy.on_load_report]
         reported = settings.disaggregation.itl_slo or self._workers.tiers
         if settings.mode == KV and (reported or make_cost(settings).uses_load_reports):
             return [self._policy.on_load_report]
@@ -257,11 +263,11 @@ class ReplayCluster:
         """Publish the workers' loads if anyone uses them, and pass them to the `listeners`."""
         if listeners:
             loads = LoadView(self._clock)
-            for listener in listeners:
+            for listener in (self.ledger.on_load_report, *listeners):
                 loads.add_listener(listener)
             await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
             self._exit_stack.callback(loads.close)
-        if listeners or self._router_settings.mode == ADAPTIVE:
+        if listeners:
             for worker in self._workers_by_id.values():
                 await self._publish_load(worker)
 
@@ -280,5 +286,4 @@ class ReplayCluster:
         """Send a request to the engine of `instance` (a `SendTo`)."""
         worker = self._workers_by_id[instance.id]
         worker.on_load_changed()
-        with self._client.track_call(instance):
-            await worker.engine.generate(request, context, reply)
+        await worker.engine.generate(request, context, reply)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,8 @@ log = logging.getLogger(__name__)
 class Client:
     """Balances and makes calls over the live instances of one endpoint. `instances` maps the id of
     each live instance to it. `on_instance_busy` is called when an instance without a call of this
-    client gets one. `view` can withhold instances that do not answer or are unhealthy."""
+    client gets one. `view` can withhold instances that do not answer or are unhealthy.
+    Load balancing counts this client's calls, or by another function (`count_by`)."""
 
     def __init__(
         self,
@@ -45,14 +45,17 @@ class Client:
         self._loads: dict[str, InstanceLoad] = {}
         self.instances: Mapping[str, Instance] = {}
         self.rng = rng or Random()
-        self._balancer = LoadBalancer(self.rng)
+        self._balancer = LoadBalancer(self.rng, self._count_calls)
         view.on_change(self._refresh)
         self._refresh()
 
     def in_flight(self, instance_id: str) -> int:
-        """Number of this client's calls that the instance works on."""
-        load = self._loads.get(instance_id)
-        return 0 if load is None else load.in_flight
+        """Number of requests of this process that the instance works on."""
+        return self._balancer.count_requests(instance_id)
+
+    def count_by(self, count_requests: Callable[[str], int]) -> None:
+        """Count the requests at an instance by this function, instead of the calls."""
+        self._balancer.count_requests = count_requests
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` when `instances` changed. Returns a function that unsubscribes."""
@@ -107,7 +110,11 @@ class Client:
         """Call `instance`. Ordering and errors are those of `Requests.call`."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # cached: each lookup is a getpid() call
-        load = self._begin_call(instance)
+        load = self._loads.get(instance.id)
+        if load is None:  # the instance is not a candidate any more
+            load = self._loads[instance.id] = InstanceLoad(instance)
+        if not load.calls and self.on_instance_busy is not None:
+            self.on_instance_busy()
         try:
             with Interruptible(load.calls, self._loop):
                 await self._requests.call(
@@ -123,7 +130,8 @@ class Client:
             self.view.mark_unreachable(instance.address)
             raise
         finally:
-            self._end_call(load)
+            if not load.calls and not load.live:
+                self._loads.pop(load.instance.id, None)
 
     async def collect(self, instance: Instance, payload: bytes, context: Context) -> list[bytes]:
         """Call `instance` and return all payloads of the answer. Raises the errors of `call`."""
@@ -136,33 +144,11 @@ class Client:
         await self.call(instance, payload, context, sink)
         return payloads
 
-    @contextmanager
-    def track_call(self, instance: Instance) -> Iterator[None]:
-        """Count the body of the `with` statement as a call of `instance` for load balancing."""
-        load = self._begin_call(instance)
-        try:
-            yield
-        finally:
-            self._end_call(load)
-
-    def _begin_call(self, instance: Instance) -> InstanceLoad:
-        load = self._loads.get(instance.id)
-        if load is None:  # the instance is not a candidate any more
-            load = self._loads[instance.id] = InstanceLoad(instance)
-        load.in_flight += 1
-        if load.in_flight == 1 and self.on_instance_busy is not None:
-            self.on_instance_busy()
-        return load
-
-    def _end_call(self, load: InstanceLoad) -> None:
-        load.in_flight -= 1
-        if not load.in_flight and not load.live:
-            self._loads.pop(load.instance.id, None)
-
     def busy_instances(self) -> Iterator[Instance]:
-        """The instances with calls of this client, including instances that left discovery."""
+        """The instances with calls of this client, including instances that left discovery, and
+        those with requests."""
         for load in tuple(self._loads.values()):
-            if load.in_flight:
+            if load.calls or self.in_flight(load.instance.id):
                 yield load.instance
 
     def interrupt(self, instance_id: str, error: DynamoError) -> int:
@@ -216,11 +202,15 @@ class Client:
 
         return ResponseStream(start)
 
+    def _count_calls(self, instance_id: str) -> int:
+        load = self._loads.get(instance_id)
+        return 0 if load is None else len(load.calls)
+
     def _refresh(self) -> None:
         live = self.view.live
         self.instances = MappingProxyType(live)
         for name in self._loads.keys() - live.keys():
-            if self._loads[name].in_flight == 0:
+            if not self._loads[name].calls:
                 del self._loads[name]
         for name, instance in live.items():
             load = self._loads.get(name)

@@ -15,14 +15,13 @@ MODES_BY_ALIAS = dict(MODE_ALIASES)
 
 
 class InstanceLoad:
-    """The load of one instance. `calls` are this client's calls in flight, `in_flight` counts them.
-    `live` is True while the instance is a candidate. `weight` comes from its capabilities."""
+    """The load of one instance. `calls` are this client's calls in flight. `live` is True while the
+    instance is a candidate. `weight` comes from its capabilities."""
 
-    __slots__ = ("calls", "current_weight", "in_flight", "instance", "live", "weight")
+    __slots__ = ("calls", "current_weight", "instance", "live", "weight")
 
     def __init__(self, instance: Instance) -> None:
         self.calls: set[Interruptible] = set()
-        self.in_flight = 0
         self.live = False
         self.current_weight = 0.0
         self.update_instance(instance)
@@ -40,10 +39,11 @@ def weight_of(instance: Instance) -> float:
 
 
 class LoadBalancer:
-    """Holds the candidates and picks among them."""
+    """Holds the candidates and picks among them. `count_requests` returns the requests at one."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, count_requests: Callable[[str], int]) -> None:
         self._rng = rng
+        self.count_requests = count_requests
         self._candidates: list[InstanceLoad] = []
         self._cursor = 0
 
@@ -76,8 +76,9 @@ class LoadBalancer:
         return loads[int(self._rng.random() * len(loads))]
 
     def least_loaded(self, loads: list[InstanceLoad]) -> InstanceLoad:
-        """Pick the fewest calls in flight; ties go to the next candidate."""
-        counts = [load.in_flight for load in loads]
+        """Pick the fewest requests; ties go to the next candidate."""
+        count = self.count_requests
+        counts = [count(load.instance.id) for load in loads]
         fewest = min(counts)
         self._cursor += 1
         start = self._cursor % len(loads)
@@ -96,7 +97,8 @@ class LoadBalancer:
             return loads[0]
         second = int(self._rng.random() * (size - 1))
         second += second >= first
-        if loads[first].in_flight <= loads[second].in_flight:
+        count = self.count_requests
+        if count(loads[first].instance.id) <= count(loads[second].instance.id):
             return loads[first]
         return loads[second]
 

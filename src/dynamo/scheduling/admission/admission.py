@@ -10,27 +10,26 @@ import asyncio
 from collections.abc import Callable
 from math import inf
 
-import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import NoWorkers, Overloaded
+from dynamo.core.errors import DynamoError, NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, SendRequest
-from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
-from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission.in_flight import InFlight
+from dynamo.scheduling.admission.capacity import ClusterCapacity
+from dynamo.scheduling.admission.first_tokens import FirstTokens
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
+from dynamo.scheduling.admission.slo import SloLimits
 from dynamo.scheduling.admission.worker_starts import WorkerStarts
-from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.workers.durations import DequeueRate
-from dynamo.scheduling.workers.slots import ClusterCapacity
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.telemetry import Registry
 
 MAX_CHECKED_TTFT_S = 30.0
@@ -47,42 +46,18 @@ MAX_RETRY_AFTER_S = 60.0
 WAIT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
-class SloLimits(msgspec.Struct, frozen=True):
-    """The service level objectives that admission enforces. Without a `ttft_s`, a request with a
-    predicted wait above `max_queue_wait_s` is rejected. `max_worker_requests` 0: the engine's."""
-
-    ttft_s: float = inf
-    max_queue_wait_s: float = 30.0
-    max_worker_requests: int = 0
-    queue_order: str = "fcfs"
-    queue_bound: int = 4096
-    disaggregation: DisaggregationSettings = DisaggregationSettings()
-
-    @classmethod
-    def from_settings(cls, router: RouterSettings) -> SloLimits:
-        """Return the limits that the settings of the router contain."""
-        return cls(
-            ttft_s=router.ttft_slo or inf,
-            max_queue_wait_s=router.max_queue_wait,
-            max_worker_requests=router.max_worker_requests,
-            queue_order=router.queue_order,
-            queue_bound=router.queue_bound,
-            disaggregation=router.disaggregation,
-        )
-
-
 class Admission(Operator):
     """Accept, queue or reject requests.
 
-    The operator stands before migration, so that a retried request is not admitted twice. The
-    router calls `track_attempt`, which ends the dispatch of a request and starts its flight.
-    Between the queue and its first attempt a request is in `_dispatching`, which holds None for a
-    request that skipped the queue.
+    The operator stands before migration, so that a retried request is not admitted twice. Between
+    the queue and its first entry in the ledger a request is in `_dispatching`, which holds None for
+    a request that skipped the queue.
     """
 
     def __init__(
         self,
         client: Client,
+        ledger: Ledger,
         policy: Policy | None,
         clock: Clock,
         limits: SloLimits | None = None,
@@ -92,11 +67,15 @@ class Admission(Operator):
     ) -> None:
         self.limits = limits or SloLimits()
         self._client = client
+        self._ledger = ledger
         self._starts = starts
         self._clock = clock
-        self.capacity = ClusterCapacity(self.limits.max_worker_requests, clock.now)
-        self._prompt_workers = PromptWorkers(client, prefill_client, policy)
-        self._in_flight = InFlight(clock, self.capacity, self._prompt_workers, self._dequeue_ready)
+        max_requests = self.limits.max_worker_requests
+        self.capacity = ClusterCapacity(ledger.workers, max_requests, clock.now)
+        self._prompt_workers = PromptWorkers(ledger, prefill_client, policy)
+        self._first_tokens = FirstTokens(ledger, clock, self.capacity, self._prompt_workers)
+        ledger.on_placed.append(self._on_placed)
+        ledger.on_ended.append(self._on_ended)
         self._queue = LabelQueues(self.limits.queue_order, self.limits.queue_bound)
         self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
         self._last_retry_at_s = 0.0
@@ -132,13 +111,13 @@ class Admission(Operator):
 
     def count_requests(self) -> tuple[int, int, int]:
         """Return how many requests are queued, are between queue and worker, and are at workers."""
-        reserved = sum([len(worker.reservations) for worker in self.capacity.workers.values()])
-        return len(self._queue), len(self._dispatching), reserved
+        return self._queue.count, len(self._dispatching), len(self._ledger.requests)
 
     def on_load_report(self, worker: str, load: Load, now: float) -> None:
-        """Apply a worker's load report."""
-        self.capacity.on_load_report(worker, load, now)
-        if len(self._queue):
+        """Follow a worker's load report, which the ledger has."""
+        del load
+        self.capacity.recount(worker, now)
+        if self._queue.count:
             self._dequeue_ready()
 
     async def send(
@@ -146,7 +125,7 @@ class Admission(Operator):
     ) -> None:
         """Send the request once it has a slot. Raises `Overloaded` with `retry_after_s` when the
         request is rejected."""
-        key = (request.request_id, request.choice)
+        key = f"{request.request_id}/{request.choice}"
         queued = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
         if queued is None or queued.slot_ready is None:
             self._dispatching[key] = queued
@@ -171,16 +150,36 @@ class Admission(Operator):
                 self._dequeue_ready()
         return await self.send(request, context, reply, call_next)  # the last worker died
 
-    def track_attempt(self, instance: Instance, request: GenerateRequest) -> AttemptListener:
-        """Reserve a slot for an attempt and return its listener (a `ListenerFactory`)."""
-        queued = self._dispatching.pop((request.request_id, request.choice), None)
-        predicted_s = None if queued is None else queued.predicted_first_token_s
-        return self._in_flight.track(instance, request, predicted_s)
+    def _on_placed(self, placed: PlacedRequest) -> None:
+        """End the dispatch of a request that has a worker."""
+        if placed.peer:
+            return
+        queued = self._dispatching.pop(placed.key.rpartition("/")[0], None)
+        if queued is not None:
+            placed.predicted_first_token_s = queued.predicted_first_token_s
+        if self._ledger.models_prompts:
+            self._first_tokens.add_excess(placed)
+        self.capacity.reserve(placed, placed.placed_s)
+
+    def _on_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
+        """Learn from requests that ended well, and give the slot to the next one."""
+        if placed.peer:
+            return
+        if placed.excess_ms:
+            self._prompt_workers.remove_excess(placed)
+        now = self._clock.now()
+        if not isinstance(error, DynamoError):
+            durations, tokens = self.capacity.durations, placed.output_tokens
+            durations.observe(placed.max_tokens, now - placed.placed_s)
+            if tokens and placed.first_token_s is not None:
+                durations.observe_output(placed.max_tokens, tokens, now - placed.first_token_s)
+        self.capacity.release(placed, now)
+        self._dequeue_ready()
 
     def _can_skip_queue(self, context: Context) -> bool:
         """Whether a slot is free for a request without label constraints or a tight limit."""
         taken = len(self._dispatching)
-        if context.metadata or self.capacity.free_slots <= taken or len(self._queue):
+        if context.metadata or self.capacity.free_slots <= taken or self._queue.count:
             return False
         timeout_s = context.timeout_s
         return self._ttft_limit_s >= MAX_CHECKED_TTFT_S and (
@@ -199,15 +198,15 @@ class Admission(Operator):
         if not self._client.instances:
             self._hold_for_start(queued, prompt_tokens)
             return queued  # the router raises the error of a request that is not held
-        if len(self._queue):
+        if self._queue.count:
             self._dequeue_ready()
         taken = len(self._dispatching)
-        predict_prefill_s = self._in_flight.predict_prefill_s
+        predict_prefill_s = self._first_tokens.predict_prefill_s
         if not self._has_free_slot(queued):
             queued.predicted_prefill_s = predict_prefill_s(prompt_tokens, taken)
             self._enqueue(queued, prompt_tokens)
         elif limit_s < MAX_CHECKED_TTFT_S and (
-            queued.excluded_workers or self._in_flight.count_idle(prompt_tokens) <= taken
+            queued.excluded_workers or self._first_tokens.count_idle(prompt_tokens) <= taken
         ):
             self._reject_over_limit(queued, 0.0, predict_prefill_s(prompt_tokens, taken, limit_s))
         return queued
@@ -231,7 +230,7 @@ class Admission(Operator):
         wait_s = self.capacity.predict_wait_s(ahead, max_tokens, excluded)
         if self.capacity.has_foreign_requests:
             wait_s = max(wait_s, self._dequeue_rate.predict_wait_s(ahead))
-        margin_s = min(self._in_flight.compute_margin_s(), queued.ttft_limit_s / 2)
+        margin_s = min(self._first_tokens.compute_margin_s(), queued.ttft_limit_s / 2)
         predicted_s = wait_s + queued.predicted_prefill_s
         self._reject_over_limit(queued, wait_s, predicted_s + margin_s)
         queued.predicted_first_token_s = now + predicted_s
@@ -264,7 +263,7 @@ class Admission(Operator):
             over_s = wait_s - self.limits.max_queue_wait_s
         else:
             return
-        if self._in_flight.would_start(queued, wait_s):
+        if self._first_tokens.would_start(queued, wait_s):
             return
         if first_token_s <= limit_s:
             reason, limit_s = "queue_wait", self.limits.max_queue_wait_s
@@ -310,7 +309,7 @@ class Admission(Operator):
         self._rejection_counter.labels("late").inc()
         now = self._clock.now()
         if queued.predicted_first_token_s is not None:
-            self._in_flight.record_prediction_error(
+            self._first_tokens.record_prediction_error(
                 queued.predicted_first_token_s, now + queued.predicted_prefill_s
             )
         if queued.awaits_start and self._starts is not None and not self._client.instances:
@@ -327,7 +326,7 @@ class Admission(Operator):
 
     def _dequeue_ready(self) -> None:
         """Dequeue requests in order while there are free slots for them."""
-        while len(self._queue) and self.capacity.free_slots:
+        while self._queue.count and self.capacity.free_slots:
             for queued in self._queue.first_requests(self._clock.now()):
                 if self._has_free_slot(queued):
                     break
@@ -337,7 +336,7 @@ class Admission(Operator):
             self._dispatching[queued.key] = queued
             max_tokens = queued.request.stops.max_tokens
             self.capacity.assign_next_slot(max_tokens, queued.excluded_workers)
-            self._dequeue_rate.record_dequeue(self._clock.now(), len(self._queue))
+            self._dequeue_rate.record_dequeue(self._clock.now(), self._queue.count)
             if queued.slot_ready is not None and not queued.slot_ready.done():
                 queued.slot_ready.set_result(None)
 
@@ -361,9 +360,9 @@ class Admission(Operator):
         return suitable > taken
 
     def _on_instances_changed(self) -> None:
-        live, workers = self._client.instances, self._prompt_workers
-        workers.update(self.limits.disaggregation, modelled=self.limits.ttft_s < inf)
-        self.capacity.update_workers(live, {state.name: state for state in workers.states.workers})
+        live, limited = self._client.instances, self.limits.ttft_s < inf
+        self._prompt_workers.update(self.limits.disaggregation, limited=limited)
+        self.capacity.update_workers()
         self._queue.update_instances(live)
         if live:
             self._no_workers_since_s = None
@@ -382,7 +381,7 @@ class Admission(Operator):
         if since_s is not None and not (self._starts is not None and self._starts.is_expected):
             no_timeout = self._clock.now() - since_s < NO_WORKERS_TIMEOUT_S
             self._release_queued(only_held=no_timeout)
-        if len(self._queue):
+        if self._queue.count:
             self.capacity.refresh()
             self._dequeue_ready()
             self._schedule_recheck()

@@ -16,8 +16,9 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.labels import find_excluded_workers
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 
-DispatchKey = tuple[str, int]
-"""The key of one choice from admission to its first attempt: request id and choice."""
+DispatchKey = str
+"""The key of one choice from admission to its first attempt: request id/choice. The keys of its
+attempts in the ledger begin with it."""
 
 
 class QueuedRequest:
@@ -36,7 +37,7 @@ class QueuedRequest:
         metadata: Mapping[str, str],
     ) -> None:
         self.request = request
-        self.key: DispatchKey = (request.request_id, request.choice)
+        self.key: DispatchKey = f"{request.request_id}/{request.choice}"
         self.arrived_s = now
         self.ttft_limit_s = ttft_limit_s
         self.labels = metadata.get(LABELS_KEY, "")
@@ -56,7 +57,7 @@ class QueuedRequest:
 
 
 class LabelQueues:
-    """Hold queued requests by labels. `bound` limits their total number."""
+    """Hold queued requests by labels. `bound` limits their total number, `count`."""
 
     def __init__(self, order: str, bound: int) -> None:
         self._order = order
@@ -64,32 +65,29 @@ class LabelQueues:
         self._queues = {"": WaitingQueue[QueuedRequest](order, bound)}
         self._excluded: dict[str, frozenset[str]] = {"": frozenset()}
         self._workers: frozenset[str] = frozenset()
-        self._count = 0
+        self.count = 0
         self._last_number = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     def push(self, queued: QueuedRequest) -> None:
         """Add a request by its `order_key`. Raises `Overloaded` when all queues are full."""
         queue = self._queues.get(queued.labels)
         if queue is None:
             queue = WaitingQueue(self._order, self._bound)
-        if self._count >= self._bound:
+        if self.count >= self._bound:
             raise queue.overload_error()
         self._last_number += 1
         queued.queue_number = self._last_number
         queue.push(str(queued.queue_number), queued, queued.order_key)
         self._queues[queued.labels] = queue
         self._excluded[queued.labels] = queued.excluded_workers
-        self._count += 1
+        self.count += 1
 
     def pop(self, queued: QueuedRequest, now: float | None = None) -> bool:
         """Remove a request. Returns False if it is not queued. Pass `now` if it has a slot."""
         queue = self._queues.get(queued.labels)
         if queue is None or queue.pop(str(queued.queue_number), now) is None:
             return False
-        self._count -= 1
+        self.count -= 1
         if queued.labels and not queue:
             del self._queues[queued.labels], self._excluded[queued.labels]
         return True

@@ -9,8 +9,9 @@ from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.costs.pair_price import PairRules
 from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 ROUNDING_MS = 1e-6
 
@@ -18,56 +19,56 @@ ROUNDING_MS = 1e-6
 class PromptWorkers:
     """Predict the time from a slot to the first token, at the workers that compute the prompt.
 
-    `prefill_client` has the workers that only compute prompts, `client` those that answer. Without
-    prefill workers, or if the mode of disaggregation does not use them, the workers that answer
-    compute their prompts. `states` are those of the policy, which then compares pairs of workers by
-    prices. `owns_states`: there are none, and this object has its own.
+    `prefill_client` has the workers that only compute prompts. Without them, or if the mode of
+    disaggregation does not use them, the workers that answer compute their prompts. A policy that
+    predicts compares pairs of workers by prices.
 
     A prompt longer than those that were measured lately is predicted from them while no other such
     prompt is pending. Then they tell only how long it may take at most.
     """
 
     def __init__(
-        self, client: Client, prefill_client: Client | None, policy: Policy | None
+        self, ledger: Ledger, prefill_client: Client | None, policy: Policy | None
     ) -> None:
-        states = policy.worker_states if policy is not None else None
-        self.owns_states = states is None
-        self.states = states or WorkerStates()
+        self._ledger = ledger
         self._policy = policy
-        self._client = client
+        self._policy_models = ledger.models_prompts
+        self.policy_predicts = policy is not None and policy.predicts
         self._prefill_client = prefill_client
         self._rules = PairRules(DisaggregationSettings())
         self._prefill_workers: list[WorkerState] = []
         self._excess_ms: dict[str, float] = {}
 
-    def update(self, settings: DisaggregationSettings, *, modelled: bool) -> None:
-        """Apply reloaded settings and changed instances. `modelled`: own states are kept."""
+    def update(self, settings: DisaggregationSettings, *, limited: bool) -> None:
+        """Apply reloaded settings and changed instances. `limited`: there is a limit of the time to
+        the first token, so that the ledger must model prompts."""
         self._rules.update_settings(settings)
+        self._ledger.models_prompts = self._policy_models or limited
         others = self._prefill_client.instances if self._prefill_client is not None else {}
-        if self.owns_states:
-            live = {**self._client.instances, **others}
-            self.states.update_instances(live if modelled else {})
         self._prefill_workers = [
-            state
-            for state in self.states.workers
-            if state.instance.id in others and self._rules.is_prefiller(state, False)
+            worker
+            for worker in self._ledger.workers.workers
+            if self._ledger.models_prompts
+            and worker.instance.id in others
+            and self._rules.is_prefiller(worker, False)
         ]
 
     def remote(self, tokens: int) -> Sequence[WorkerState]:
         """Return the prefill workers that may compute a prompt of `tokens` uncached tokens."""
         return self._prefill_workers if self._ways(tokens)[1] else ()
 
-    def add_excess(self, worker: str, tokens: int) -> float:
-        """Return how much longer than predicted a prompt of `tokens` uncached tokens may take, and
-        count it at its worker until `remove_excess`."""
-        state = self.states.get(worker)
-        excess_ms = 0.0 if state is None else _excess_ms(state, tokens)
+    def add_excess(self, placed: PlacedRequest, tokens: int) -> None:
+        """Count how much longer than predicted a prompt of `tokens` uncached tokens may take at its
+        worker, until `remove_excess`."""
+        placed.excess_ms = excess_ms = _excess_ms(placed.prompt_worker, tokens)
         if excess_ms:
+            worker = placed.prompt_worker.name
             self._excess_ms[worker] = self._excess_ms.get(worker, 0.0) + excess_ms
-        return excess_ms
 
-    def remove_excess(self, worker: str, excess_ms: float) -> None:
-        """Remove what `add_excess` has returned."""
+    def remove_excess(self, placed: PlacedRequest) -> None:
+        """Remove what `add_excess` has counted."""
+        worker, excess_ms = placed.prompt_worker.name, placed.excess_ms
+        placed.excess_ms = 0.0
         left_ms = self._excess_ms.pop(worker, 0.0) - excess_ms
         if left_ms > ROUNDING_MS:
             self._excess_ms[worker] = left_ms
@@ -83,8 +84,8 @@ class PromptWorkers:
         """Return the milliseconds at the best worker, or the first one within `sufficient_ms`.
         `ahead` prompts are on their way to some worker, too. `answering` are the workers that could
         answer. Infinite without any worker."""
-        if self.owns_states:
-            self.states.refresh_next(now)
+        if self._ledger.models_prompts and not self.policy_predicts:
+            self._ledger.workers.refresh_next(now)
         local, remote = self._ways(tokens)
         best_ms = inf
         if remote:
@@ -104,7 +105,7 @@ class PromptWorkers:
             return tokens, sum(worker.pending_prefills for worker in self._prefill_workers)
 
         local, remote = self._rules.choose_ways(bool(self._prefill_workers), queue)
-        return local and not (remote and self.owns_states), remote
+        return local and (self.policy_predicts or not remote), remote
 
     def _quickest_ms(
         self,

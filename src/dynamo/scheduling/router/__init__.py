@@ -36,7 +36,6 @@ from dynamo.scheduling.router.selectors import (
     WorkerScore,
     WorkerSelector,
 )
-from dynamo.scheduling.workers.placed_request import Placement
 
 __all__ = [
     "AdaptiveLoadBalancer",
@@ -56,7 +55,6 @@ __all__ = [
     "Outcome",
     "PerformanceReport",
     "PerformanceRequirements",
-    "Placement",
     "Policy",
     "PrefixAnalysis",
     "QueueStatus",

@@ -23,12 +23,9 @@ from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policies.prefill import PrefillPolicy
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
-from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
-from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import PromptReader, make_prompt_reader
-from dynamo.scheduling.workers.workers import WorkerStates
 
 KV = "kv"
 KV_EVENTS_SUFFIX = ".kv_events"
@@ -38,13 +35,15 @@ QUEUE_STARVATION_S = 10.0
 
 class PolicyInputs(msgspec.Struct, frozen=True):
     """The arguments of every router mode. The policy chooses among the instances of `client`, whose
-    workers have blocks of `block_tokens` tokens. `read_prompt` and `view` replace the prompt reader
-    and the cache view of mode kv. `prefill_client`: the workers that only compute prompts."""
+    workers have blocks of `block_tokens` tokens and whose requests `ledger` has. `read_prompt` and
+    `view` replace the prompt reader and the cache view of mode kv. `prefill_client`: the workers
+    that only compute prompts."""
 
     settings: RouterSettings
     client: Client
     events: Events
     clock: Clock
+    ledger: Ledger
     block_tokens: int
     read_prompt: PromptReader | None = None
     view: CacheView | None = None
@@ -75,7 +74,7 @@ def make_solver(
     settings: RouterSettings,
     view: CacheView,
     rng: Random,
-    worker_states: WorkerStates | None = None,
+    ledger: Ledger,
 ) -> PlacementSolver:
     """Make the placement solver over `view` that the settings describe. Raises `ConfigError`."""
     queue: WaitingQueue[PendingRequest] = WaitingQueue(
@@ -85,7 +84,7 @@ def make_solver(
     if settings.selector != SelectionStrategy.HighestScore:
         select = adapt_selector(make_selector(settings.selector, settings.temperature, rng))
     return PlacementSolver(
-        worker_states or WorkerStates(),
+        ledger,
         view,
         make_cost(settings),
         rng,
@@ -113,10 +112,8 @@ async def open_basic_policy(inputs: PolicyInputs) -> Policy:
 
 async def open_adaptive_policy(inputs: PolicyInputs) -> Policy:
     """Open mode adaptive, which follows the workers' load reports."""
-    loads = LoadView(inputs.clock)
-    await loads.subscribe(inputs.events, inputs.component)
     algorithm = inputs.settings.load_balancing.algorithm
-    return AdaptivePolicy(inputs.client, loads, inputs.clock, algorithm)
+    return AdaptivePolicy(inputs.client, inputs.ledger, inputs.clock, algorithm)
 
 
 async def open_kv_policy(inputs: PolicyInputs) -> Policy:
@@ -127,7 +124,7 @@ async def open_kv_policy(inputs: PolicyInputs) -> Policy:
         await view.subscribe(inputs.events, inputs.component + KV_EVENTS_SUFFIX)
     policy = KvPolicy(
         client,
-        make_solver(settings, view, client.rng),
+        make_solver(settings, view, client.rng, inputs.ledger),
         inputs.read_prompt or make_prompt_reader(inputs.block_tokens),
         clock,
         block_tokens=inputs.block_tokens,
@@ -139,18 +136,3 @@ async def open_kv_policy(inputs: PolicyInputs) -> Policy:
     if view.remote_match is not None:
         policy.prefetch = view.fetch_remote_match
     return policy
-
-
-def connect_replicas(
-    policy: Policy, clock: Clock, publisher: str, *, publish: bool
-) -> tuple[ReplicaSync, PeerRequests] | None:
-    """Apply the requests of other routers to a policy of mode `kv`; return None for other modes.
-    The caller starts and closes the returned ReplicaSync. `publisher` is this process's instance
-    id. With `publish`, the policy also publishes the requests that it places."""
-    if not isinstance(policy, KvPolicy):
-        return None
-    peer_requests = PeerRequests(policy.solver, clock, policy.on_worker_freed)
-    replica_sync = ReplicaSync(clock, publisher, peer_requests)
-    if publish:
-        policy.replica_sync = replica_sync
-    return replica_sync, peer_requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import exp, inf, log
 
-from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
 from dynamo.telemetry import Registry
 
@@ -86,10 +85,10 @@ class HarmSteering:
             self._steered_s = now
             self._steer()
 
-    def on_workers_removed(self, names: Iterable[str]) -> None:
-        """Forget the reports of workers, or of the workers of ranks, that are gone."""
-        for name in names:
-            self._reported.pop(split_worker_name(name)[0], None)
+    def retain_workers(self, instances: Iterable[str]) -> None:
+        """Forget the reports of all other instances."""
+        reported = self._reported
+        self._reported = {name: reported[name] for name in {*instances} & reported.keys()}
 
     def _steer(self) -> None:
         self.slow_share = share = self._slow_gaps / self._gaps

@@ -31,6 +31,7 @@ class PendingRequest:
         "excluded",
         "id",
         "loads",
+        "max_tokens",
         "overlaps",
         "overlaps_updated_s",
         "priority",
@@ -54,7 +55,7 @@ class PendingRequest:
         self.overlaps: dict[str, int] = {}
         self.loads: dict[str, BlockLoad] = {}
         self.constraints = NO_CONSTRAINTS
-        self.priority = 0
+        self.priority = self.max_tokens = 0
         self.deadline_s = inf
         self.decision_future: asyncio.Future[Decision] | None = None
 

@@ -18,9 +18,9 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 
 def no_workers_error(client: Client) -> NoWorkers:
@@ -49,6 +49,8 @@ class Decision(msgspec.Struct, frozen=True):
     `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
     look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
     still held in the router. `prefill`, `prefill_rank`: those that compute the prompt, if others.
+    `prompt`, `new_tokens`: the prompt, and how many of its tokens are computed (0: all), where the
+    policy knows. `placement`: the ledger's entry, where the policy has made it with the choice.
     `harm_weight`: the price of a pause for answers, if it is steered so that gaps between tokens
     stay below `itl_slo_ms`."""
 
@@ -62,13 +64,15 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_ttft_s: float | None = None
     waited_s: float = 0.0
     view: str = ""
-    placement: Placement | None = None
+    placement: PlacedRequest | None = None
     rank: int | None = None
     queue_length: int = 0
     prefill: Instance | None = None
     harm_weight: float | None = None
     itl_slo_ms: float = 0.0
     prefill_rank: int | None = None
+    prompt: Prompt | None = None
+    new_tokens: int = 0
 
     @property
     def worker(self) -> str:
@@ -83,7 +87,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """The result of a decision. `ttft_s` counts from the router and is None without a token;
-    `error` is an error code, "" after success or a client that read enough."""
+    `error` is an error code, "" after success or a client that read enough. `load`: requests at the
+    instance before this one."""
 
     ttft_s: float | None
     duration_s: float
@@ -91,6 +96,7 @@ class Outcome(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     error: str = ""
+    load: int = 0
 
 
 class Observer(ABC):
@@ -125,10 +131,9 @@ class Policy(ABC):
         return 0
 
     @property
-    def worker_states(self) -> WorkerStates | None:
-        """The model of each worker, for admission and load reports; None where the policy shares
-        none."""
-        return None
+    def predicts(self) -> bool:
+        """Whether the policy chooses the worker of each prompt by predicted times."""
+        return False
 
     @property
     def harm_steering(self) -> HarmSteering | None:
@@ -151,10 +156,8 @@ class Policy(ABC):
         """Return the state of each remote router by its id."""
         return {}
 
-    def on_load_report(self, worker: str, load: Load, now: float) -> None:
-        """Receive a worker's load report (a `LoadListener`)."""
-        if (states := self.worker_states) is not None:
-            states.on_load_report(worker, load, now)
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:  # noqa: B027
+        """Receive a worker's load report (a `LoadListener`); most policies ignore them."""
 
     def update_settings(self, settings: RouterSettings) -> None:  # noqa: B027
         """Apply reloaded settings; most policies have none that can be reloaded."""

@@ -18,17 +18,12 @@ from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.attempt import (
-    Attempt,
-    AttemptListener,
-    CallCount,
-    ListenerFactory,
-    RankBalancer,
-)
+from dynamo.scheduling.router.attempt import Attempt, RankBalancer
 from dynamo.scheduling.router.features import FeatureFilter
 from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
 from dynamo.scheduling.workers.data_parallel import NO_RANKS, data_parallel_ranks
-from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -41,9 +36,8 @@ SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 
 class WorkerRouter:
     """Send each request to the instance that `policy` chooses, by a `SendTo`. The router itself
-    chooses the data-parallel rank if the policy does not. Requests that need a feature go only to
-    instances of `client` that have it. Until its first token a request counts as a call of
-    `prefill_client` to its prefill worker, if there is one."""
+    chooses the data-parallel rank if the policy does not, and enters the attempt in `ledger` if the
+    policy has not. Requests that need a feature go only to instances of `client` that have it."""
 
     def __init__(
         self,
@@ -55,7 +49,7 @@ class WorkerRouter:
         client: Client | None = None,
         prefill_client: Client | None = None,
         observers: Sequence[Observer] = (),
-        listener_factories: Sequence[ListenerFactory] = (),
+        ledger: Ledger | None = None,
     ) -> None:
         self.policy = policy
         self._onward = onward
@@ -63,14 +57,14 @@ class WorkerRouter:
         self._client = client
         self._feature_filter = FeatureFilter()
         self._prefill_client = prefill_client
-        self._ranks = RankBalancer()
+        self.ledger = ledger or Ledger(self._clock)
+        self._ranks = RankBalancer(self.ledger.workers)
         self._has_ranks = True
         for source in (client, prefill_client):
             if source is not None:
                 source.on_change(self._on_instances_changed)
         self._on_instances_changed()
         self._observers = tuple(observers)
-        self._listener_factories = tuple(listener_factories)
         registry = metrics or Registry()
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
@@ -111,7 +105,7 @@ class WorkerRouter:
                 sent = replace(sent, itl_slo_ms=decision.itl_slo_ms)
             if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
-            attempt = self._start_attempt(decision, sent, reply)
+            attempt = self._start_attempt(decision, sent, context, reply)
             error: BaseException | None = None
             try:
                 return await self._onward(decision.instance, sent, context, attempt)
@@ -157,6 +151,8 @@ class WorkerRouter:
             if client is not None
             for instance in client.instances.values()
         )
+        if self._client is not None:
+            self._ranks.retain(self._client.instances.keys())
 
     def _choose_ranks(self, decision: Decision, tried: AbstractSet[str]) -> Decision:
         """Choose the ranks where the policy has chosen instances only."""
@@ -168,26 +164,30 @@ class WorkerRouter:
             return decision
         return replace(decision, prefill_rank=choose(prefill, tried))
 
-    def _start_attempt(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
-        """Notify the observers and wrap `reply` in an Attempt with its listeners."""
-        placement = decision.placement
-        if self._observers:
-            placement = placement or Placement()
-            for observer in self._observers:
-                observer.on_decision(request, decision)
-        listeners: list[AttemptListener] = []
-        for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
-            listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
-        track_rank, prefill = self._ranks.track_call, decision.prefill
-        if decision.rank is not None:
-            listeners.append(CallCount(track_rank(decision.worker)))
-        if prefill is not None and self._prefill_client is not None:
-            call = self._prefill_client.track_call(prefill)
-            listeners.append(CallCount(call, until_first_token=True))
-            if decision.prefill_rank is not None:
-                call = track_rank(decision.prefill_worker)
-                listeners.append(CallCount(call, until_first_token=True))
-        return Attempt(reply, listeners, placement, self._clock, prefill.id if prefill else "")
+    def _start_attempt(
+        self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
+    ) -> Attempt:
+        """Enter the attempt, notify the observers and wrap `reply` in an Attempt."""
+        prefill = decision.prefill
+        if (placed := decision.placement) is None:
+            workers, prompt = self.ledger.workers, decision.prompt
+            if prompt is None:
+                prompt = Prompt(len(request.token_ids) // TOKEN_BYTES, ())
+            placed = self.ledger.place(
+                f"{context.request_id}/{request.choice}/{context.attempt}",
+                workers.at(decision.instance, decision.rank),
+                prompt,
+                None if prefill is None else workers.at(prefill, decision.prefill_rank),
+                new_tokens=decision.new_tokens or prompt.tokens,
+                max_tokens=request.stops.max_tokens,
+            )
+        for observer in self._observers:
+            observer.on_decision(request, decision)
+        if prefill is None:
+            return Attempt(reply, placed, self.ledger, self._clock)
+        if self._prefill_client is not None and self._prefill_client.on_instance_busy is not None:
+            self._prefill_client.on_instance_busy()
+        return Attempt(reply, placed, self.ledger, self._clock, prefill.id)
 
     def _end_attempt(
         self,
@@ -196,9 +196,9 @@ class WorkerRouter:
         attempt: Attempt,
         error: BaseException | None,
     ) -> None:
-        attempt.close(error)
+        self.ledger.end(attempt.placed, error)
         if self._observers:
-            outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, _error_code(error))
+            outcome = attempt.outcome(_error_code(error))
             for observer in self._observers:
                 observer.on_outcome(request, decision, outcome)
 

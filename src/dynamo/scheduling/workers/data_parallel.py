@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.kv_events import worker_name
-from dynamo.core.values import EngineInfo, Load
+from dynamo.core.values import EngineInfo
 from dynamo.runtime.calls.instances import Instance
 
 DEFAULT_TOKEN_BYTES = 131_072.0
@@ -21,10 +21,12 @@ NO_RANKS = (None,)
 
 
 def engine_info(instance: Instance, rank: int | None = None) -> EngineInfo | None:
-    """Return the engine description that the instance announced, if any. With a `rank`, return the
-    share of one rank."""
-    capability = instance.capabilities.get("engine")
-    info = msgspec.convert(capability, EngineInfo) if isinstance(capability, dict) else None
+    """Return the engine description that the instance announced, if any that can be read. With a
+    `rank`, return the share of one rank."""
+    try:
+        info = msgspec.convert(instance.capabilities.get("engine"), EngineInfo | None)
+    except msgspec.ValidationError:
+        info = None
     if info is None or rank is None:
         return info
     blocks, slots = info.num_blocks // info.data_parallel, info.max_num_seqs // info.data_parallel
@@ -58,10 +60,3 @@ def list_workers(instances: Mapping[str, Instance]) -> dict[str, tuple[Instance,
         for name, instance in instances.items()
         for rank in data_parallel_ranks(instance)
     }
-
-
-def split_load(instance: str, load: Load) -> Mapping[str, Load]:
-    """Return worker name -> load, for each rank of an instance that reports `load`."""
-    if len(load.ranks) <= 1:
-        return {instance: load}
-    return {worker_name(instance, rank): part for rank, part in enumerate(load.ranks)}

@@ -1,46 +1,93 @@
-"""A request on its worker, and the handle by which its progress is reported."""
+"""The entry of one attempt in the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import WorkerState
 
-EMPTY_PROMPT = Prompt(0, ())
 
+class PlacedRequest:
+    """An attempt of a request at a worker. Only the `Ledger` makes and changes entries.
 
-class Placement:
-    """The handle by which the router reports the progress of a placed request to its policy. `id`
-    is unique in this process; the worker must compute `new_tokens` of the prompt, after it has
-    loaded blocks from its memory tiers for `load_ms`. Emitted tokens are counted by the request's
-    token log, so that a token costs no call."""
+    `key` is request/choice/attempt. `prompt_worker` computes the prompt. `worker` has the request
+    now: that one, and from the first token on the one that answers. `decode_worker`: the worker to
+    which it moves with its first token, if that is another one. `peer`: the router that sent the
+    request; "" for this process. `open`: it has not ended.
+
+    The prompt worker computes `new_tokens` of the prompt, after it has loaded blocks from its
+    memory tiers for `load_ms`. Emitted tokens are counted by the token log of the answer, so that a
+    token costs no call. `counted`: the request is part of its workers' sums. `updates_model`:
+    measured times update their latency models. `load`: requests at the instance before this one.
+
+    Admission's part: `kv_tokens` is the predicted size of the KV cache at the end,
+    `predicted_first_token_s` is None without a queue, and `excess_ms` is how much longer than
+    predicted the prompt may take.
+    """
 
     __slots__ = (
         "_offset",
         "_token_log",
+        "counted",
+        "decode_worker",
+        "excess_ms",
+        "expected_first_token_s",
         "first_token_s",
         "hashes",
-        "id",
+        "key",
+        "kv_tokens",
+        "load",
         "load_ms",
+        "max_tokens",
         "new_tokens",
+        "open",
+        "output_tokens",
+        "peer",
+        "placed_s",
+        "predicted_first_token_s",
+        "prefill_ms_at_first_token",
         "prompt_tokens",
+        "prompt_worker",
+        "updates_model",
+        "worker",
     )
 
     def __init__(
         self,
-        id: str = "",  # noqa: A002
-        prompt: Prompt = EMPTY_PROMPT,
-        new_tokens: int = 0,
+        key: str,
+        worker: WorkerState,
+        decode_worker: WorkerState | None,
+        prompt: Prompt,
+        new_tokens: int,
+        max_tokens: int,
+        now: float,
+        peer: str = "",
     ) -> None:
         self._offset = 0
         self._token_log: Sequence[int] = ()
-        self.id = id
+        self.key = key
+        self.peer = peer
+        self.open = True
+        self.worker = self.prompt_worker = worker
+        self.decode_worker = decode_worker
         self.prompt_tokens = prompt.tokens
         self.hashes = prompt.hashes
         self.new_tokens = new_tokens
-        self.load_ms = 0.0
+        self.max_tokens = max_tokens
+        self.load = self.output_tokens = 0
+        self.load_ms = self.excess_ms = self.kv_tokens = 0.0
+        self.placed_s = self.expected_first_token_s = now
         self.first_token_s: float | None = None
+        self.predicted_first_token_s: float | None = None
+        self.prefill_ms_at_first_token = 0.0
+        self.counted = False
+        self.updates_model = True
+
+    @property
+    def answering(self) -> WorkerState:
+        """The worker that answers, now or after the first token."""
+        return self.decode_worker or self.worker
 
     @property
     def emitted(self) -> int:
@@ -53,53 +100,5 @@ class Placement:
 
     def attach_token_log(self, token_log: Sequence[int]) -> None:
         """Count the tokens that are appended to `token_log` after this call."""
-        self._offset, self._token_log = self.emitted - len(token_log), token_log
-
-    def on_first_token(self) -> None:
-        """Called once, before the first tokens are counted."""
-
-    def end(self) -> None:
-        """Called once, when the request has left its worker for any reason."""
-
-
-class PlacedRequest(Placement):
-    """A request on its worker, until it ends. `counted`: whether it is part of its worker's sums.
-    `updates_model`: whether measured times update the latency model. `decode_worker`: the worker to
-    which the request moves with its first token, if that is another one. The callbacks receive this
-    object."""
-
-    __slots__ = (
-        "counted",
-        "decode_worker",
-        "end_callback",
-        "expected_first_token_s",
-        "first_token_callback",
-        "placed_s",
-        "prefill_ms_at_first_token",
-        "updates_model",
-        "worker",
-    )
-
-    def __init__(
-        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
-    ) -> None:
-        super().__init__(request_key, prompt, new_tokens)
-        self.worker = worker
-        self.counted = False
-        self.decode_worker: WorkerState | None = None
-        self.placed_s = now
-        self.expected_first_token_s = now
-        self.prefill_ms_at_first_token = 0.0
-        self.updates_model = True
-        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
-        self.end_callback: Callable[[PlacedRequest], None] = _ignore
-
-    def on_first_token(self) -> None:
-        self.first_token_callback(self)
-
-    def end(self) -> None:
-        self.end_callback(self)
-
-
-def _ignore(placed: PlacedRequest) -> None:
-    del placed
+        self._offset += len(self._token_log) - len(token_log)
+        self._token_log = token_log

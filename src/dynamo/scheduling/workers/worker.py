@@ -15,6 +15,7 @@ from dynamo.scheduling.workers.latency_model import (
     WorkerLatencyModel,
     WorkerSlowdown,
 )
+from dynamo.scheduling.workers.slots import WorkerCapacity
 from dynamo.scheduling.workers.tier_queues import TierQueues
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
@@ -34,7 +35,6 @@ STALL_HALVING_TOKENS = 50.0
 class RequestAtWorker(Protocol):
     """The part of a `PlacedRequest` that the model of its worker reads and writes."""
 
-    id: str
     prompt_tokens: int
     new_tokens: int
     load_ms: float
@@ -42,19 +42,14 @@ class RequestAtWorker(Protocol):
     expected_first_token_s: float
     first_token_s: float | None
     prefill_ms_at_first_token: float
+    max_tokens: int
+    peer: str
     counted: bool
     updates_model: bool
-    worker: WorkerState
     decode_worker: WorkerState | None
 
     @property
     def emitted(self) -> int: ...
-
-
-def _discard(requests: dict[str, RequestAtWorker], placed: RequestAtWorker) -> None:
-    """Remove a request, unless a later one with its id is there."""
-    if requests.get(placed.id) is placed:
-        del requests[placed.id]
 
 
 class WorkerState:
@@ -65,10 +60,12 @@ class WorkerState:
     of the last of them. `decode_context_tokens`: context of all decoding requests, of which
     `shared_tokens` are counted more than once.
     `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
-    last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
-    sent. `arriving`: requests whose prompts other workers compute for this one. `prefill_busy_s`:
-    the seconds of prefill until `prefill_busy_at_s`, where older ones count less. Every change of a
-    predicted prefill or decode step adds the worker to the set `changed`."""
+    last report. `external_prefill_tokens`: prompt tokens in it that other routers sent. `slots`:
+    the places for requests. `active`: the requests that are here, `arriving`: those whose prompts
+    other workers compute for this one. The ledger writes both, and `prompts`, the number of own
+    requests whose prompts are computed here for others. `live`: it may be chosen.
+    `prefill_busy_s`: the seconds of prefill until `prefill_busy_at_s`, where older ones count less.
+    Every change of a predicted prefill or decode step adds the worker to the set `changed`."""
 
     __slots__ = (
         "_changed",
@@ -81,10 +78,10 @@ class WorkerState:
         "decodes",
         "engine_info",
         "external_prefill_tokens",
-        "external_requests",
         "instance",
         "kv_capacity_tokens",
         "latency_model",
+        "live",
         "load",
         "name",
         "names",
@@ -94,8 +91,10 @@ class WorkerState:
         "prefill_busy_s",
         "prefill_free_s",
         "prefills",
+        "prompts",
         "rank",
         "shared_tokens",
+        "slots",
         "slowdown",
         "stall_sensitivity",
         "step_ms",
@@ -122,6 +121,7 @@ class WorkerState:
         self.slowdown = WorkerSlowdown()
         self.active: dict[str, RequestAtWorker] = {}
         self.pending_prefill_tokens = 0
+        self.live, self.slots, self.prompts = False, WorkerCapacity(), 0
         self.pending_prefills = 0
         self.prefill_free_s = 0.0
         self.total_prefill_ms = 0.0
@@ -132,7 +132,6 @@ class WorkerState:
         self.load: Load | None = None
         self.tier_queues: TierQueues | None = None
         self.external_prefill_tokens = 0
-        self.external_requests = 0
         self._refreshed_s = float("-inf")
         self._prefill_group = PrefillGroup(0.0, 0.0, 0, 0)
         self.prefill_busy_s = self.prefill_busy_at_s = 0.0
@@ -201,7 +200,6 @@ class WorkerState:
             self.update_transfer_rate(load.transfer_bytes_per_s)
         self.load = load
         self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
-        self.external_requests = max(0, load.running + load.waiting - len(self.active))
 
     def update_transfer_rate(self, bytes_per_s: float) -> None:
         """Set the time to move a token's KV to the worker; 0: no rate is known."""
@@ -227,37 +225,27 @@ class WorkerState:
         placed.expected_first_token_s = now + (shared_ms + prefill_ms) * 1e-3
         self.pending_prefills += 1
         self.pending_prefill_tokens += placed.new_tokens
-        placed.counted, self.active[placed.id] = True, placed
+        placed.counted = True
         self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
         self._changed.add(self)
 
-    def add_decoding(self, placed: RequestAtWorker, now: float) -> None:
+    def add_decoding(self, placed: RequestAtWorker) -> None:
         """Add a request of another router that already decodes."""
         placed.updates_model = False
-        placed.first_token_s = now
-        placed.counted, self.active[placed.id] = True, placed
+        placed.counted = True
         self._refreshed_s = float("-inf")
         self._changed.add(self)
 
     def expect_answer(self, placed: RequestAtWorker, decode_worker: WorkerState) -> None:
         """Note that `decode_worker` decodes a request whose prompt is computed here. Prompts there
         would delay it, and prompts here would not."""
-        placed.decode_worker = decode_worker
-        decode_worker.arriving[placed.id] = placed
         decode_worker.arriving_tokens += placed.prompt_tokens
         self.move_sensitivity(decode_worker)
 
-    def hand_over(self, placed: RequestAtWorker) -> None:
+    def hand_over(self, placed: RequestAtWorker, target: WorkerState) -> None:
         """Move a request with its first token to the worker that decodes it."""
-        target = placed.decode_worker
-        if target is None or not placed.counted:
-            return
-        _discard(self.active, placed)
         self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
-        placed.worker, placed.decode_worker = target, None
-        _discard(target.arriving, placed)
         target.arriving_tokens -= placed.prompt_tokens
-        target.active[placed.id] = placed
         target.decode_context_tokens += placed.prompt_tokens
         placed.prefill_ms_at_first_token = target.total_prefill_ms
         self._changed.update((self, target))
@@ -278,10 +266,7 @@ class WorkerState:
             self._changed.add(self)
 
     def on_first_token(self, placed: RequestAtWorker, now: float) -> None:
-        """Note that the prefill is done. Later calls and unknown requests are ignored."""
-        if placed.first_token_s is not None or not placed.counted:
-            return
-        placed.first_token_s = now
+        """Note that the prefill is done."""
         if placed.updates_model:
             self._observe_prefill(placed, now)
         self._finish_prefill(placed, now)
@@ -289,23 +274,20 @@ class WorkerState:
         placed.prefill_ms_at_first_token = self.total_prefill_ms
 
     def remove(self, placed: RequestAtWorker, now: float) -> None:
-        """Remove a request that left the worker; unknown requests are ignored."""
-        if not placed.counted:
-            return
+        """Remove a request that left the worker."""
         placed.counted = False
-        _discard(self.active, placed)
         if (target := placed.decode_worker) is not None:
-            _discard(target.arriving, placed)
             target.arriving_tokens -= placed.prompt_tokens
             target.move_sensitivity(self)
-        share = 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
+        emitted = placed.emitted
+        share = 1.0 / (emitted + STALL_HALVING_TOKENS)
         self.stall_sensitivity = max(0.0, self.stall_sensitivity - share)
         if placed.first_token_s is None:
             self._finish_prefill(placed, now)
             return
         if placed.updates_model:
-            self._observe_decode(placed, now)
-        context = placed.prompt_tokens + placed.emitted
+            self._observe_decode(placed, emitted, now)
+        context = placed.prompt_tokens + emitted
         self.decode_context_tokens = max(0, self.decode_context_tokens - context)
         self._update_step_times()
 
@@ -362,11 +344,11 @@ class WorkerState:
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
             self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 
-    def _observe_decode(self, placed: RequestAtWorker, now: float) -> None:
+    def _observe_decode(self, placed: RequestAtWorker, emitted: int, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
-        if placed.first_token_s is None or placed.emitted < 8:
+        if placed.first_token_s is None or emitted < 8:
             return
         prefill_ms = self.total_prefill_ms - placed.prefill_ms_at_first_token
         decode_ms = (now - placed.first_token_s) * 1e3 - prefill_ms
-        step_ms = decode_ms / (placed.emitted - 1) / self.slowdown.factor
+        step_ms = decode_ms / (emitted - 1) / self.slowdown.factor
         self.latency_model.decode.observe(1.0, self.decode_context_tokens, step_ms)

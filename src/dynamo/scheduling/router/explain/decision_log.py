@@ -66,8 +66,8 @@ class DecisionEntry:
         self.outcome: Outcome | None = None
 
     def set_outcome(self, outcome: Outcome) -> None:
-        """Set the outcome and drop the placement, which may hold a whole prompt."""
-        self.decision = replace(self.decision, placement=None)
+        """Set the outcome and drop the prompt."""
+        self.decision = replace(self.decision, placement=None, prompt=None)
         self.outcome = outcome
 
     def explain(self, router: str) -> Explanation:

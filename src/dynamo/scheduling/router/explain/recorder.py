@@ -78,10 +78,9 @@ class RoutingRecorder(Observer):
     ) -> None:
         self._clock = clock
         self._prefix_history = PrefixHistory()
-        self._in_flight: dict[tuple[str, int], tuple[DecisionEntry, int, int]] = {}
+        self._in_flight: dict[tuple[str, int], tuple[DecisionEntry, int]] = {}
         self.decision_log = DecisionLog(clock, name)
         self.collector = RoutingMetricsCollector(wall=clock.wall)
-        self.active_requests: Counter[str] = Counter()
         self.routed_requests: Counter[str] = Counter()
         self._declare_metrics(registry, waiting)
 
@@ -124,14 +123,11 @@ class RoutingRecorder(Observer):
             del self.routed_requests[name]
 
     def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
-        worker = decision.instance.id
-        load = self.active_requests[worker]
-        self.active_requests[worker] = load + 1
-        self.routed_requests[worker] += 1
-        placement = decision.placement
-        seen = self._prefix_history.add(placement.hashes) if placement and placement.hashes else 0
+        self.routed_requests[decision.instance.id] += 1
+        prompt = decision.prompt
+        seen = self._prefix_history.add(prompt.hashes) if prompt and prompt.hashes else 0
         entry = self.decision_log.add(request, decision)
-        self._in_flight[request.request_id, request.choice] = (entry, load, seen)
+        self._in_flight[request.request_id, request.choice] = (entry, seen)
         if decision.prompt_blocks:
             best = decision.best_overlap_blocks
             self._prompt_blocks.value += decision.prompt_blocks
@@ -140,14 +136,10 @@ class RoutingRecorder(Observer):
             self._hit_blocks.value += decision.overlap_blocks
 
     def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        worker = decision.instance.id
-        active = self.active_requests.pop(worker) - 1
-        if active:
-            self.active_requests[worker] = active
         in_flight = self._in_flight.pop((request.request_id, request.choice), None)
         if in_flight is None:
             return  # another request with the same id ended first
-        entry, load, seen = in_flight
+        entry, seen = in_flight
         entry.set_outcome(outcome)
         if outcome.ttft_s is not None:
             self._cached_tokens.value += outcome.cached_tokens
@@ -158,10 +150,10 @@ class RoutingRecorder(Observer):
             RoutingRecord(
                 self._clock.wall(),
                 request.request_id,
-                worker,
+                decision.instance.id,
                 cache_hit_ratio=decision.overlap_blocks / blocks if blocks else cached,
                 decision_latency=decision.waited_s,
-                worker_load=load,
+                worker_load=outcome.load,
                 queue_length=decision.queue_length,
                 prompt_blocks=blocks or outcome.prompt_tokens // FALLBACK_BLOCK_TOKENS,
                 reachable_ratio=decision.best_overlap_blocks / blocks if blocks else None,

@@ -78,19 +78,21 @@ class RoutingTimeline:
         at: float,
         workers: Sequence[str],
         loads: Mapping[str, Load],
+        active: Mapping[str, int],
         *,
         views: Mapping[str, str],
         waiting: int,
     ) -> None:
-        """Add a sample. Counters of workers that are not in `workers` are dropped."""
+        """Add a sample. `active` has the requests in flight by worker. Counters of workers that are
+        not in `workers` are dropped."""
         distinct = set(workers)
         names = sorted(distinct)
         reports = [loads.get(name, _NO_LOAD) for name in names]
-        sent, routed = self._recorder.active_requests, self._recorder.routed_requests
+        routed = self._recorder.routed_requests
         columns = [
             [VIEWS.index(views.get(name, "")) for name in names],
             *([getattr(load, column) for load in reports] for column in LOAD_COLUMNS),
-            [sent[name] for name in names],
+            [active.get(name, 0) for name in names],
             [routed[name] for name in names],
         ]
         sample = TimelineSample.of_columns(at, waiting, names, columns)

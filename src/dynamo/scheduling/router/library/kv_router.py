@@ -13,7 +13,6 @@ import msgspec
 
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
-from dynamo.core.kv_events import split_worker_name
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import Load
 from dynamo.runtime.calls.client import Client
@@ -26,11 +25,10 @@ from dynamo.scheduling.router.selectors import (
     WorkerScore,
     WorkerSelector,
 )
+from dynamo.scheduling.workers.ledger import NOT_SENT, Ledger
 from dynamo.scheduling.workers.load_view import LoadView
-from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_UNREPORTED_REQUESTS = 1024
 """So many requests are counted at a worker since its last load report."""
@@ -132,7 +130,9 @@ class KvRouter:
         self._events = runtime.events
         self._view = CacheView(runtime.clock, block_tokens=block_size)
         self._loads = LoadView(runtime.clock)
-        self._worker_states = WorkerStates()
+        self._ledger = Ledger(runtime.clock)
+        self._ledger.models_prompts = self._ledger.follows_answers = True
+        self._worker_states = self._ledger.workers
         self._applied_loads: dict[str, Load] = {}
         self._routed_count = 0
         self._client: Client | None = None
@@ -227,36 +227,32 @@ class KvRouter:
 
     def _count_routed(self, worker: WorkerState, prefix: PrefixAnalysis, hit_ratio: float) -> None:
         """Count a request at its worker, and drop the oldest if the worker sends no reports."""
-        now, tokens = self._clock.now(), prefix.sequence_length
+        ledger, tokens = self._ledger, prefix.sequence_length
         if len(worker.active) >= MAX_UNREPORTED_REQUESTS:
-            worker.remove(next(iter(worker.active.values())), now)
+            ledger.end(ledger.requests[next(iter(worker.active))], NOT_SENT)
         self._routed_count += 1
-        prompt, uncached_tokens = Prompt(tokens, ()), round(tokens * (1.0 - hit_ratio))
-        placed = PlacedRequest(str(self._routed_count), worker, prompt, uncached_tokens, now)
+        key, uncached_tokens = str(self._routed_count), round(tokens * (1.0 - hit_ratio))
+        placed = ledger.place(key, worker, Prompt(tokens, ()), new_tokens=uncached_tokens)
         placed.updates_model = False
-        worker.place(placed, now)
-
-    def _apply_load_report(self, name: str, load: Load, now: float) -> None:
-        """Apply a new report, which counts the requests that were routed before it."""
-        self._applied_loads[name] = load
-        for worker in self._worker_states.workers:
-            if worker.instance.id == name:
-                for placed in tuple(worker.active.values()):
-                    worker.remove(placed, now)
-        self._worker_states.on_load_report(name, load, now)
 
     def _refresh_workers(self) -> Sequence[WorkerState]:
-        """Apply instances and new load reports; return the state of each worker and rank."""
+        """Apply instances and new load reports; return the state of each worker and rank. A report
+        counts the requests that were routed before it."""
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
-        for worker in self._worker_states.update_instances(self._client.instances):
-            self._applied_loads.pop(split_worker_name(worker)[0], None)
-        now = self._clock.now()
-        for worker, load in self._loads.loads.items():
-            if worker in self._client.instances and self._applied_loads.get(worker) is not load:
-                self._apply_load_report(worker, load, now)
-        self._view.set_cacheless_workers(self._worker_states.cacheless)
-        return self._worker_states.workers
+        instances, states, before = self._client.instances, self._worker_states, self._applied_loads
+        states.update_instances(instances)
+        loads = {name: load for name, load in self._loads.loads.items() if name in instances}
+        reported = {name for name, load in loads.items() if before.get(name) is not load}
+        for placed in tuple(self._ledger.requests.values()):
+            name = placed.worker.instance.id
+            if name in reported or name not in instances:
+                self._ledger.end(placed, NOT_SENT)
+        self._applied_loads = loads
+        for name in reported:
+            states.on_load_report(name, loads[name], self._clock.now())
+        self._view.set_cacheless_workers(states.cacheless)
+        return states.workers
 
 
 def status_from_load(worker: WorkerState) -> WorkerStatus:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
+from random import Random
+
+import msgspec
 
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.regret import RegretRow
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates
 
@@ -16,6 +20,17 @@ STEP_FILL_SHARE = 0.25
 
 SHORT_PROMPT_TOKENS = 512
 """Largest prompt that counts as short: a better worker would save little time."""
+
+
+class HoldLimits(msgspec.Struct, frozen=True):
+    """Limits for holding a request in the router while its best worker is busy. A request is held
+    if its best worker has more than `max_backlog_s` of prefill pending, for at most `max_hold_s`.
+    Nothing is lost before that worker is nearly free, and another worker may become better.
+    `overlaps_max_age_s` is the age at which cache overlaps are looked up again."""
+
+    max_backlog_s: float = 0.05
+    max_hold_s: float = 3.0
+    overlaps_max_age_s: float = 0.1
 
 
 class Candidates:
@@ -46,6 +61,10 @@ class Candidates:
             workers = self.allowed_workers(excluded) if excluded else self._states.workers
             matrix = self._matrices[excluded] = self.cost.build_matrix(workers, self._now)
         return matrix
+
+    def rank(self, request: PendingRequest, rng: Random) -> RegretRow:
+        """Return the candidates of `request` with their costs, and the best of them."""
+        return RegretRow(request, self.matrix_for(request), rng)
 
     @property
     def shared(self) -> Collection[CostMatrix]:

@@ -1,16 +1,16 @@
 """The placement solver: which pending request goes to which worker, and which one is held.
 
 The solver is pure and synchronous, so that frontends, router processes and the simulator share it.
-Placement is joint, by regret: the request that would lose most by missing its best worker is
-placed first, then costs are updated. Source: the regret heuristic for generalised assignment
-(Martello and Toth). A round has slices, so that a large burst does not block the event loop.
+Placement is joint, by regret: the request that would lose most by missing its best worker is first.
+Source: the regret heuristic for generalised assignment (Martello and Toth). A round has slices, so
+that a large burst does not block the event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import islice, product
 from random import Random
 
 import msgspec
@@ -20,7 +20,11 @@ from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.checked import checked
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.candidates import SHORT_PROMPT_TOKENS, Candidates
+from dynamo.scheduling.router.placement.candidates import (
+    SHORT_PROMPT_TOKENS,
+    Candidates,
+    HoldLimits,
+)
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.placement.regret import (
     RegretRow,
@@ -30,9 +34,9 @@ from dynamo.scheduling.router.placement.regret import (
 )
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_PAIRS_PER_SLICE = 4_096
 """(Request, worker) pairs that one slice of a round evaluates one by one."""
@@ -40,20 +44,8 @@ MAX_PAIRS_PER_SLICE = 4_096
 LARGE_FLEET = 192
 """Workers from which on costs are computed as arrays, if the cost supports that."""
 
-UNBOUND = 1 << 30
 RECHECK_INTERVAL_S = 0.05
 """Time to the next round after an overdue request was not placed, unless a worker gets free."""
-
-
-class HoldLimits(msgspec.Struct, frozen=True):
-    """Limits for holding a request in the router while its best worker is busy. A request is held
-    if its best worker has more than `max_backlog_s` of prefill pending, for at most `max_hold_s`.
-    Nothing is lost before that worker is nearly free, and another worker may become better.
-    `overlaps_max_age_s` is the age at which cache overlaps are looked up again."""
-
-    max_backlog_s: float = 0.05
-    max_hold_s: float = 3.0
-    overlaps_max_age_s: float = 0.1
 
 
 class PlacementResult(msgspec.Struct, frozen=True):
@@ -71,11 +63,11 @@ Raises DynamoError to refuse the request."""
 
 
 class PlacementSolver:
-    """Own the pending requests and place them on `worker_states`."""
+    """Own the pending requests and place them on the workers of `ledger`."""
 
     def __init__(
         self,
-        worker_states: WorkerStates,
+        ledger: Ledger,
         view: CacheView,
         cost: Cost,
         rng: Random,
@@ -88,8 +80,12 @@ class PlacementSolver:
         """`select` replaces the lowest cost and places each request alone. `queue` holds requests
         that must wait (default: first come, unbounded). `threshold`: a worker with more pending
         prompt tokens than this many of its steps gets nothing while all are so (0: no limit)."""
-        self.worker_states = worker_states
-        self.view = view
+        self.worker_states = worker_states = ledger.workers
+        ledger.models_prompts = ledger.follows_answers = True
+        ledger.on_placed.append(self._on_placed)
+        ledger.on_first_token.append(self._on_first_token)
+        ledger.on_ended.append(self._on_ended)
+        self.ledger, self.view = ledger, view
         self.cost = cost = checked(cost)
         self._rng = rng
         self._select = select
@@ -97,14 +93,13 @@ class PlacementSolver:
         self._threshold = threshold
         self._candidates = Candidates(worker_states, cost, self._hold_limits.max_backlog_s)
         self._workers: Sequence[WorkerState] = ()
-        self._now = 0.0
+        self._now, self._slice_requests = 0.0, 0
         self._round: Iterator[bool] | None = None
         self.unfinished = False
         """Whether the last `place` cut its round. Call `place` again soon, without an event."""
-        self._slice_requests = 0
         self._placed: list[PlacementResult] = []
         self._sent_blocks = SentBlocks()
-        self._pending = PendingRequestQueue(WaitingQueue(bound=UNBOUND) if queue is None else queue)
+        self._pending = PendingRequestQueue(WaitingQueue(bound=1 << 30) if queue is None else queue)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -144,7 +139,10 @@ class PlacementSolver:
             if states.workers is not self._workers or self.cost is not self._candidates.cost:
                 self._choose_candidates()
             self.cost.begin_round(self._pending, states.workers, now)
-            self._round = self._run_round()
+            joint = self.cost.joint and self._select is None and not self._threshold
+            if joint and len(self._pending) == 1:
+                return self._place_alone(next(iter(self._pending)))
+            self._round = self._run_round(joint)
         elif not states.workers:
             self._round, self.unfinished = None, False
             self._pending.end_round()
@@ -154,24 +152,6 @@ class PlacementSolver:
         if not self.unfinished:
             self._round = None
         return self._placed
-
-    def on_first_token(self, placed: PlacedRequest, now: float) -> None:
-        """Note that the prompt is computed. A request of a pair moves to its decode worker."""
-        worker = placed.worker
-        worker.on_first_token(placed, now)
-        self.view.on_prefill_ended(worker.name, placed.hashes)
-        if placed.decode_worker is not None:
-            self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)
-            worker.hand_over(placed)
-
-    def on_ended(self, placed: PlacedRequest, now: float) -> None:
-        """Note that the request left its worker."""
-        if placed.first_token_s is None:
-            self.view.on_prefill_ended(placed.worker.name, placed.hashes)
-            if placed.decode_worker is not None:
-                self.view.on_prefill_ended(placed.decode_worker.name, placed.hashes)
-        self.cost.on_ended(placed)
-        placed.worker.remove(placed, now)
 
     def next_run_s(self, now: float) -> float | None:
         """Return when `place` should run if no event starts it before; None without requests."""
@@ -194,12 +174,23 @@ class PlacementSolver:
         else:
             self._candidates = Candidates(*arguments)
 
-    def _run_round(self) -> Iterator[bool]:
+    def _place_alone(self, request: PendingRequest) -> list[PlacementResult]:
+        """Run the round of a single request, which most rounds have."""
+        self._pending.begin_round()
+        candidates, overdue = self._candidates, self._is_overdue(request)
+        candidates.begin(self._now)
+        if overdue or candidates.any_nearly_free(request.excluded):
+            row = self._build_regret_row(request)
+            if overdue or candidates.is_nearly_free(row.matrix.workers[row.best_index]):
+                self._assign(request, row.matrix, row.costs, row.best_index)
+        self._pending.end_round()
+        return self._placed
+
+    def _run_round(self, joint: bool) -> Iterator[bool]:
         """Place all pending requests that need not be held. Yields True between two slices."""
-        pending, cost = self._pending, self.cost
+        pending = self._pending
         pending.begin_round()
-        joint = cost.joint and self._select is None and not self._threshold
-        may_hold = joint or (cost.joint and self._threshold)
+        may_hold = joint or (self.cost.joint and self._threshold)
         if may_hold and not (
             self._candidates.any_nearly_free() or self._is_overdue(next(iter(pending)))
         ):
@@ -293,9 +284,8 @@ class PlacementSolver:
                 self._pending.reject(request, error)
                 return
         placed = self._assign(request, matrix, costs, index)
-        for matrix in self._candidates.shared:
-            for worker in workers_of(placed):
-                matrix.refresh_worker(worker)
+        for shared, worker in product(self._candidates.shared, workers_of(placed)):
+            shared.refresh_worker(worker)
 
     def _place_jointly(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
         """Place windows by regret. After a window that is held as a whole, only new requests are
@@ -305,7 +295,7 @@ class PlacementSolver:
             if not window:
                 yield True
                 continue
-            any_placed = self._place_window(self._placeable(window))
+            any_placed = self._place_window(window)
             first_window = not seen
             seen.update(request.id for request in window)
             if not (any_placed or first_window):
@@ -316,11 +306,13 @@ class PlacementSolver:
             if not window:
                 yield True
             else:
-                self._place_window(self._placeable(window))
+                self._place_window(window)
 
     def _place_window(self, waiting: list[PendingRequest]) -> bool:
         """Place one window of requests by regret. Return whether any was placed."""
         candidates, overdue = self._candidates, self._is_overdue
+        if not candidates.any_nearly_free():
+            waiting = [*filter(overdue, waiting)]
         step = self._build_regret_step(waiting)
         before = len(self._placed)
         while (row := step.pop()) is not None:
@@ -337,20 +329,13 @@ class PlacementSolver:
     def _build_regret_step(self, waiting: list[PendingRequest]) -> RegretStep:
         """Split the window; short prompts with equal overlaps everywhere are queued."""
         workers = len(self.worker_states.workers)
-        queued: list[PendingRequest] = []
-        others: list[PendingRequest] = []
-        for request in waiting:
-            if not request.excluded and request.is_short_everywhere(workers, SHORT_PROMPT_TOKENS):
-                queued.append(request)
-            else:
-                others.append(request)
+        queued = [
+            each
+            for each in waiting
+            if not each.excluded and each.is_short_everywhere(workers, SHORT_PROMPT_TOKENS)
+        ]
+        others = [request for request in waiting if request not in queued]
         return RegretStep(others, queued, self._build_regret_row)
-
-    def _placeable(self, waiting: list[PendingRequest]) -> list[PendingRequest]:
-        """Return the requests that this round may place; most rounds return none."""
-        if self._candidates.any_nearly_free():
-            return waiting
-        return [request for request in waiting if self._is_overdue(request)]
 
     def _is_overdue(self, request: PendingRequest) -> bool:
         return self._now - request.arrived_s >= self._hold_limits.max_hold_s
@@ -360,7 +345,7 @@ class PlacementSolver:
 
     def _build_regret_row(self, request: PendingRequest) -> RegretRow:
         self._refresh_overlaps(request)
-        return RegretRow(request, self._candidates.matrix_for(request), self._rng)
+        return self._candidates.rank(request, self._rng)
 
     def _refresh_overlaps(self, request: PendingRequest) -> None:
         """Look the overlaps up again if they are old or if this round sent shared blocks."""
@@ -377,24 +362,39 @@ class PlacementSolver:
         now, worker = self._now, matrix.workers[index]
         table = matrix.candidate_table(request, costs, index)
         new_tokens = request.uncached_tokens(worker.name)
-        placed = PlacedRequest(request.id, worker, request.prompt, new_tokens, now)
-        if request.loads:
-            placed.load_ms = reserve_load(request, worker, now)
+        load_ms = reserve_load(request, worker, now) if request.loads else 0.0
         if matrix.has_pairs:
             index = matrix.decode_index(request, index)
-        decode_worker = matrix.workers[index]
-        worker.place(placed, now)
-        self._note_blocks(worker.name, request.prompt.hashes)
-        if decode_worker is not worker:
-            worker.expect_answer(placed, decode_worker)
-            self._note_blocks(decode_worker.name, request.prompt.hashes)
-        self.cost.on_placed(placed)
+        placed = self.ledger.place(
+            request.id,
+            matrix.workers[index],
+            request.prompt,
+            worker,
+            new_tokens=new_tokens,
+            max_tokens=request.max_tokens,
+            load_ms=load_ms,
+            now=now,
+        )
         self._pending.remove(request, now)
         count = matrix.allowed or len(matrix.workers)
         self._placed.append(PlacementResult(request, placed, table, count))
         return placed
 
-    def _note_blocks(self, worker: str, hashes: Sequence[int]) -> None:
-        """Note that `worker` will have the blocks of a prompt."""
-        self.view.on_request_routed(worker, hashes)
-        self._sent_blocks.add(worker, hashes)
+    def _on_placed(self, placed: PlacedRequest) -> None:
+        if placed.first_token_s is None:
+            for worker in workers_of(placed):
+                self.view.on_request_routed(worker.name, placed.hashes)
+                if not placed.peer:
+                    self._sent_blocks.add(worker.name, placed.hashes)
+        self.cost.on_placed(placed)
+
+    def _on_first_token(self, placed: PlacedRequest) -> None:
+        for worker in {placed.worker, placed.prompt_worker}:
+            self.view.on_prefill_ended(worker.name, placed.hashes)
+
+    def _on_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
+        del error
+        if placed.first_token_s is None:
+            for worker in workers_of(placed):
+                self.view.on_prefill_ended(worker.name, placed.hashes)
+        self.cost.on_ended(placed)

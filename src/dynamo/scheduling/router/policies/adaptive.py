@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.values import GenerateRequest
+from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policies.adaptive_balancer import (
@@ -17,14 +17,11 @@ from dynamo.scheduling.router.policies.adaptive_balancer import (
     AdaptiveLoadBalancer,
     LoadBalancingError,
     WorkerMetrics,
-    count_prompt_tokens,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Policy, no_workers_error
-from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
-from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 ADAPTIVE = "adaptive"
 DEFAULT_CAPACITY_TOKENS = 65_536.0
@@ -42,16 +39,16 @@ class AdaptivePolicy(Policy):
     count as well."""
 
     def __init__(
-        self, client: Client, loads: LoadView, clock: Clock, tie_mode: str = "random"
+        self, client: Client, ledger: Ledger, clock: Clock, tie_mode: str = "random"
     ) -> None:
         """`tie_mode` is the load-balancing mode that decides between equal workers."""
         self._client = client
-        self._loads = loads
         self._clock = clock
         self._tie_mode = tie_mode
-        self._states = WorkerStates()
+        self._states = ledger.workers
         self.balancer = AdaptiveLoadBalancer(tie_breaker=self._break_tie)
-        loads.add_listener(self._states.on_load_report)
+        ledger.models_prompts = ledger.follows_answers = True
+        ledger.on_ended.append(self._on_ended)
         self._stop_listening = client.on_change(self._on_instances_changed)
         self._on_instances_changed()
 
@@ -59,30 +56,23 @@ class AdaptivePolicy(Policy):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         excluded = excluded_workers(self._client.instances, context) | tried
-        workers = [worker for worker in self._states.workers if worker.names.isdisjoint(excluded)]
+        workers = [
+            worker
+            for worker in self._states.workers
+            if worker.decodes and worker.names.isdisjoint(excluded)
+        ]
         if not workers:
             raise no_workers_error(self._client)
-        now = self._clock.now()
-        self._states.refresh_next(now)
+        self._states.refresh_next(self._clock.now())
         worker = self._choose_worker(workers, request)
         table = self._build_cost_table(workers)
-        prompt = Prompt(count_prompt_tokens(request), ())
-        key = f"{context.request_id}/{request.choice}/{context.attempt}"
-        placed = PlacedRequest(key, worker, prompt, prompt.tokens, now)
-        placed.first_token_callback, placed.end_callback = self._on_first_token, self._on_ended
-        worker.place(placed, now)
-        return Decision(
-            worker.instance,
-            ADAPTIVE,
-            len(workers),
-            cost_table=table,
-            placement=placed,
-            rank=worker.rank,
-        )
+        return Decision(worker.instance, ADAPTIVE, len(workers), cost_table=table, rank=worker.rank)
 
     async def close(self) -> None:
         self._stop_listening()
-        self._loads.close()
+
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:
+        self._states.on_load_report(worker, load, now)
 
     def _choose_worker(self, workers: list[WorkerState], request: GenerateRequest) -> WorkerState:
         balancer = self.balancer
@@ -101,12 +91,9 @@ class AdaptivePolicy(Policy):
         ids = {self._states[name].instance.id: name for name in reversed(equal)}
         return ids[self._client.pick(self._tie_mode, ids).id]
 
-    def _on_first_token(self, placed: PlacedRequest) -> None:
-        placed.worker.on_first_token(placed, self._clock.now())
-
-    def _on_ended(self, placed: PlacedRequest) -> None:
-        """Remove the request and learn the length of its answer."""
-        placed.worker.remove(placed, self._clock.now())
+    def _on_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
+        """Learn the length of an answer."""
+        del error
         if placed.emitted:
             self.balancer.prediction_model.observe(placed.prompt_tokens, placed.emitted)
 
@@ -123,7 +110,7 @@ class AdaptivePolicy(Policy):
         return tuple(sorted(rows, key=lambda row: row.cost))
 
     def _on_instances_changed(self) -> None:
-        for name in self._states.update_instances(self._client.instances):
+        for name in [name for name in self.balancer.worker_metrics if name not in self._states]:
             self.balancer.remove_worker(name)
 
 
@@ -134,7 +121,7 @@ def balancer_metrics(worker: WorkerState) -> WorkerMetrics:
     info = worker.engine_info
     slots = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
     prompt_tokens = worker.pending_prefill_tokens + worker.external_prefill_tokens
-    requests = len(worker.active) + worker.external_requests
+    requests = len(worker.active) + len(worker.arriving) + worker.slots.foreign_requests
     work = prompt_tokens / worker.token_budget + requests / slots
     return WorkerMetrics(
         current_load=work / (1.0 + work),

@@ -18,11 +18,10 @@ from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constrain
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
-from dynamo.scheduling.router.replicas.sync import ReplicaSync
+from dynamo.scheduling.workers.ledger import NOT_SENT
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import PromptReader
 from dynamo.scheduling.workers.worker import WorkerState
-from dynamo.scheduling.workers.workers import WorkerStates
 
 MAX_TURN_S = 0.002
 """Time after which a round of placements lets the event loop run other callbacks."""
@@ -49,14 +48,13 @@ class KvPolicy(Policy):
         prefill_client: Client | None = None,
     ) -> None:
         """`name` is the mode in decisions. `pair_cost` replaces the solver's cost while workers of
-        `prefill_client` compute prompts, or any worker may. `replica_sync`, `prefetch` and
-        `on_close` are optional and set after construction."""
+        `prefill_client` compute prompts, or any worker may. `prefetch` and `on_close` are optional
+        and set after construction."""
         self.solver = solver
         self._own_cost = solver.cost
         self._pair_cost = pair_cost
         self._steering = HarmSteering() if pair_cost is None else pair_cost.steering
         self._prefill_client = prefill_client
-        self.replica_sync: ReplicaSync | None = None
         self.prefetch: PrefetchOverlaps | None = None
         self.on_close: Callable[[], None] | None = None
         self._client = client
@@ -69,6 +67,8 @@ class KvPolicy(Policy):
         self._round_wanted = False
         self._timer_due_s: float | None = None
         self._stop_timer: Callable[[], None] | None = None
+        solver.ledger.on_first_token.append(self._on_worker_freed)
+        solver.ledger.on_ended.append(self._on_worker_freed)
         clients = [client] if prefill_client is None else [client, prefill_client]
         self._stop_listening = [each.on_change(self._on_instances_changed) for each in clients]
         self._on_instances_changed()
@@ -91,7 +91,7 @@ class KvPolicy(Policy):
             await self.prefetch(prompt.hashes)
         pending = PendingRequest(key, prompt, self._block_tokens, now, excluded)
         pending.decision_future = loop.create_future()
-        pending.priority = request.priority
+        pending.priority, pending.max_tokens = request.priority, request.stops.max_tokens
         if context.metadata:
             pending.constraints = read_constraints(context)
         if context.timeout_s is not None:
@@ -102,7 +102,7 @@ class KvPolicy(Policy):
             return await pending.decision_future
         except BaseException:
             self.solver.cancel(pending)
-            _release_unclaimed(pending.decision_future)
+            self._release_unclaimed(pending.decision_future)
             raise
 
     async def close(self) -> None:
@@ -120,8 +120,8 @@ class KvPolicy(Policy):
         return len(self.solver)
 
     @property
-    def worker_states(self) -> WorkerStates:
-        return self.solver.worker_states
+    def predicts(self) -> bool:
+        return True
 
     @property
     def harm_steering(self) -> HarmSteering | None:
@@ -148,17 +148,15 @@ class KvPolicy(Policy):
         if self._steering.itl_slo_ms:
             self._steering.on_load_report(worker, load, now)
 
-    def on_worker_freed(self) -> None:
-        """Run a round soon, since a worker may have become free; another router may report it."""
+    def _on_worker_freed(self, placed: PlacedRequest, error: BaseException | None = None) -> None:
+        """Run a round soon, since a worker may have become free."""
+        del placed, error
         if not self._round_wanted and len(self.solver):
             self._schedule_placement()
 
     def _on_instances_changed(self) -> None:
         states = self.solver.worker_states
-        instances = self._client.instances
-        if self._prefill_client is not None and self._prefill_client.instances:
-            instances = {**instances, **self._prefill_client.instances}
-        self._steering.on_workers_removed(states.update_instances(instances))
+        self._steering.retain_workers(worker.instance.id for worker in states.workers)
         self._use_cost()
         self.solver.view.set_cacheless_workers(states.cacheless)
         self._fail_unplaceable()
@@ -217,16 +215,12 @@ class KvPolicy(Policy):
 
     def _resolve(self, result: PlacementResult, now: float, waiting: int) -> None:
         placed, pending = result.placed, result.request
-        placed.first_token_callback, placed.end_callback = self._on_first_token, self._on_ended
         future = pending.decision_future
         if future is None or future.done():
-            self._on_ended(placed)
+            self.solver.ledger.end(placed, NOT_SENT)
             return
         prefill_worker = placed.worker
         worker = placed.decode_worker or prefill_worker
-        if self.replica_sync is not None:
-            prefill = "" if worker is prefill_worker else prefill_worker.name
-            self.replica_sync.publish_routed(worker.name, placed, prefill)
         steering = self._steering
         future.set_result(
             Decision(
@@ -241,6 +235,7 @@ class KvPolicy(Policy):
                 waited_s=now - pending.arrived_s,
                 view=self.solver.view.get_mode(worker.name),
                 placement=placed,
+                prompt=pending.prompt,
                 rank=worker.rank,
                 queue_length=waiting,
                 prefill=None if worker is prefill_worker else prefill_worker.instance,
@@ -250,17 +245,12 @@ class KvPolicy(Policy):
             )
         )
 
-    def _on_first_token(self, placed: PlacedRequest) -> None:
-        self.solver.on_first_token(placed, self._clock.now())
-        if self.replica_sync is not None:
-            self.replica_sync.publish_first_token(placed.id)
-        self.on_worker_freed()
-
-    def _on_ended(self, placed: PlacedRequest) -> None:
-        self.solver.on_ended(placed, self._clock.now())
-        if self.replica_sync is not None:
-            self.replica_sync.publish_ended(placed.id)
-        self.on_worker_freed()
+    def _release_unclaimed(self, future: asyncio.Future[Decision]) -> None:
+        """End the placement of a request that was cancelled after its decision."""
+        if future.done() and not future.cancelled() and future.exception() is None:
+            placed = future.result().placement
+            if placed is not None:
+                self.solver.ledger.end(placed, NOT_SENT)
 
     def _set_timer(self, due: float | None) -> None:
         """Keep one timer, for the earliest time at which a round is due."""
@@ -280,11 +270,3 @@ class KvPolicy(Policy):
 def _fail(pending: PendingRequest, error: Exception) -> None:
     if pending.decision_future is not None and not pending.decision_future.done():
         pending.decision_future.set_exception(error)
-
-
-def _release_unclaimed(future: asyncio.Future[Decision]) -> None:
-    """Release the placement of a request that was cancelled after its decision."""
-    if future.done() and not future.cancelled() and future.exception() is None:
-        placement = future.result().placement
-        if placement is not None:
-            placement.end()

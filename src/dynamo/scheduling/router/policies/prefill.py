@@ -11,13 +11,12 @@ from msgspec.structs import replace
 from dynamo.core.context import Context
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.settings.schema_router import BASIC_MODES, DisaggregationSettings, RouterSettings
-from dynamo.core.values import GenerateRequest
+from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.roles import DisaggregationRouter
-from dynamo.scheduling.workers.workers import WorkerStates
 
 FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""
@@ -25,8 +24,8 @@ FALLBACK_MODE = "least_loaded"
 
 class PrefillPolicy(Policy):
     """Let another policy choose the worker that decodes, and choose the worker that computes the
-    prompt among the instances of `prefill_client` by the same load-balancing mode. The router
-    counts the prompts there. Without such an instance, the decode worker computes the prompt."""
+    prompt among the instances of `prefill_client` by the same load-balancing mode. Without such an
+    instance, the decode worker computes the prompt."""
 
     def __init__(self, policy: Policy, prefill_client: Client, settings: RouterSettings) -> None:
         self._policy = policy
@@ -59,9 +58,8 @@ class PrefillPolicy(Policy):
     def waiting(self) -> int:
         return self._policy.waiting
 
-    @property
-    def worker_states(self) -> WorkerStates | None:
-        return self._policy.worker_states
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:
+        self._policy.on_load_report(worker, load, now)
 
     def cache_view_modes(self) -> Mapping[str, str]:
         return self._policy.cache_view_modes()

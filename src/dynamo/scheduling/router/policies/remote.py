@@ -30,8 +30,6 @@ from dynamo.scheduling.router.policies.remote_messages import (
     encode_query,
 )
 from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy
-from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.workers.placed_request import Placement
 from dynamo.scheduling.workers.prompt import Prompt, PromptReader
 from dynamo.telemetry import Registry
 
@@ -56,15 +54,12 @@ ROUTER_FAILURES = (
 
 
 class RemotePolicy(Policy):
-    """Query the routers behind `routers`, a client of the endpoint CHOOSE_ENDPOINT. `replicas`
-    publishes every request to all routers. Routers know of it whichever process chose, and forget
-    it when this process dies."""
+    """Query the routers behind `routers`, a client of the endpoint CHOOSE_ENDPOINT."""
 
     def __init__(
         self,
         client: Client,
         routers: Client,
-        replicas: ReplicaSync,
         read_prompt: PromptReader,
         clock: Clock,
         *,
@@ -75,7 +70,6 @@ class RemotePolicy(Policy):
         self._client = client
         self._prefill_client = prefill_client
         self._routers = routers
-        self._replica_sync = replicas
         self._read_prompt = read_prompt
         self._clock = clock
         self._block_tokens = block_tokens
@@ -100,12 +94,8 @@ class RemotePolicy(Policy):
         if decision is None:
             self._fallback_total.inc()
             decision = await self._fallback.choose(request, context, tried)
-        key = f"{context.request_id}/{request.choice}/{context.attempt}"
         cached_tokens = decision.overlap_blocks * self._block_tokens
-        new_tokens = max(1, prompt.tokens - cached_tokens)
-        placement = RemotePlacement(key, prompt, new_tokens, self._replica_sync, self._clock)
-        self._replica_sync.publish_routed(decision.worker, placement, decision.prefill_worker)
-        return replace(decision, placement=placement)
+        return replace(decision, prompt=prompt, new_tokens=max(1, prompt.tokens - cached_tokens))
 
     def router_states(self) -> dict[str, str]:
         """Return the state of each live router: "answers", "fails", "away" (did not accept a query
@@ -127,7 +117,6 @@ class RemotePolicy(Policy):
         return dict(self._cache_views)
 
     async def close(self) -> None:
-        await self._replica_sync.close()
         await self._routers.close()
 
     async def _query_routers(
@@ -241,26 +230,6 @@ class RemotePolicy(Policy):
             log.info("a router answers again")
         else:
             log.warning("no router answers: choosing workers in this process")
-
-
-class RemotePlacement(Placement):
-    """Publish the progress of a request to all routers."""
-
-    __slots__ = ("_clock", "_replica_sync")
-
-    def __init__(
-        self, key: str, prompt: Prompt, new_tokens: int, replicas: ReplicaSync, clock: Clock
-    ) -> None:
-        super().__init__(key, prompt, new_tokens)
-        self._replica_sync = replicas
-        self._clock = clock
-
-    def on_first_token(self) -> None:
-        self.first_token_s = self._clock.now()
-        self._replica_sync.publish_first_token(self.id)
-
-    def end(self) -> None:
-        self._replica_sync.publish_ended(self.id)
 
 
 def _decision(instance: Instance, reply: RouteReply, prefill: Instance | None) -> Decision:

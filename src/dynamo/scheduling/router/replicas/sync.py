@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dynamo.communication.events import Event, Events, EventSource
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
-from dynamo.core.hashing import pack_hashes
+from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
     RequestEnded,
@@ -26,7 +25,9 @@ from dynamo.scheduling.router.replicas.routing_events import (
     decode_routing_events,
     encode_routing_events,
 )
-from dynamo.scheduling.workers.placed_request import Placement
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
+from dynamo.scheduling.workers.prompt import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -34,35 +35,46 @@ TOKEN_REPORT_INTERVAL_S = 0.5
 """Interval between reports of token counts, which have little effect on costs."""
 
 
-def routed_event(worker: str, request: Placement, prefill: str = "") -> RequestRouted:
+def routed_event(placed: PlacedRequest) -> RequestRouted:
     """Return the event for a request. After the first token the hashes are left out, since the
     worker's KV events report its blocks."""
-    first_token_emitted = request.first_token_s is not None
+    first_token_emitted = placed.first_token_s is not None
     return RequestRouted(
-        request.id,
-        worker,
-        request.prompt_tokens,
-        request.new_tokens,
-        b"" if first_token_emitted else pack_hashes(request.hashes),
-        request.emitted,
+        placed.key,
+        placed.answering.name,
+        placed.prompt_tokens,
+        placed.new_tokens,
+        b"" if first_token_emitted else pack_hashes(placed.hashes),
+        placed.emitted,
         first_token_emitted,
-        "" if first_token_emitted else prefill,
-        request.load_ms,
+        "" if placed.decode_worker is None else placed.worker.name,
+        placed.load_ms,
     )
 
 
 class ReplicaSync:
-    """Publish the requests of this process for one model, and pass those of others to
-    `peer_requests`. Nothing is published while there is no other router."""
+    """Publish the requests of this process for one model, and enter those of other routers in the
+    ledger. Nothing is published while there is no other router."""
 
     def __init__(
-        self, clock: Clock, publisher: str, peer_requests: PeerRequests | None = None
+        self,
+        clock: Clock,
+        publisher: str,
+        ledger: Ledger,
+        *,
+        publish: bool = True,
+        apply: bool = True,
     ) -> None:
-        """`publisher` is this process's instance id."""
+        """`publisher` is this process's instance id. A router process does not `publish`: its
+        choices are reservations until the frontends publish them. Frontends that ask routers do
+        not `apply` what others publish."""
         self._clock = clock
         self._publisher = publisher
-        self._peer_requests = peer_requests
-        self._requests: dict[str, tuple[str, Placement, str]] = {}
+        self._ledger = ledger
+        self._publishes = publish
+        self._applies = apply
+        ledger.reserves = not publish
+        ledger.follows_answers = True
         self._reported_tokens: dict[str, int] = {}
         self._pending_events: list[RoutingEvent] = []
         self._flush_scheduled = False
@@ -83,26 +95,23 @@ class ReplicaSync:
         """End the subscription and the source; other routers then drop this process's requests."""
         if self._unsubscribe is not None:
             self._unsubscribe()
+        self._set_peers(set())
         await self._tasks.close()
         if self._source is not None:
             await self._source.close()
 
-    def publish_routed(self, worker: str, request: Placement, prefill: str = "") -> None:
-        """Publish that a request is sent to `worker`, its prompt to the worker `prefill`."""
-        self._requests[request.id] = worker, request, prefill
-        if self.peers:
-            self._enqueue(routed_event(worker, request, prefill))
+    def _publish_routed(self, placed: PlacedRequest) -> None:
+        if not placed.peer:
+            self._enqueue(routed_event(placed))
 
-    def publish_first_token(self, request_key: str) -> None:
-        """Publish that a request has its first token."""
-        if self.peers and request_key in self._requests:
-            self._enqueue(FirstTokenEmitted(request_key))
+    def _publish_first_token(self, placed: PlacedRequest) -> None:
+        if not placed.peer:
+            self._enqueue(FirstTokenEmitted(placed.key))
 
-    def publish_ended(self, request_key: str) -> None:
-        """Publish that a request left its worker."""
-        sent = self._requests.pop(request_key, None)
-        if sent is not None and self.peers:
-            self._enqueue(RequestEnded(request_key, sent[1].emitted))
+    def _publish_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
+        del error
+        if not placed.peer:
+            self._enqueue(RequestEnded(placed.key, placed.emitted))
 
     def _enqueue(self, event: RoutingEvent) -> None:
         self._pending_events.append(event)
@@ -122,14 +131,16 @@ class ReplicaSync:
         return [encode_routing_events(self._current_state())]
 
     def _current_state(self) -> list[RoutingEvent]:
-        return [routed_event(*routed) for routed in self._requests.values()]
+        requests = self._ledger.requests.values() if self._publishes else ()
+        return [routed_event(placed) for placed in requests]
 
     async def _report_tokens(self) -> None:
         while True:
             await self._clock.sleep(TOKEN_REPORT_INTERVAL_S)
-            if not self.peers:
+            if not (self.peers and self._publishes):
                 continue
-            counts = {key: request.emitted for key, (_, request, _) in self._requests.items()}
+            requests = self._ledger.requests
+            counts = {key: placed.emitted for key, placed in requests.items()}
             before, self._reported_tokens = self._reported_tokens, counts
             changed = {key: count for key, count in counts.items() if count != before.get(key, 0)}
             if changed:
@@ -142,46 +153,74 @@ class ReplicaSync:
         if event.kind in {"stale", "repaired"}:
             return
         if event.kind == "gone":
-            self.peers.discard(peer)
-            self._remove_peer(peer)
+            self._set_peers(self.peers - {peer})
+            self._ledger.end_peer(peer)
             return
         if event.kind == "dump":
-            self._remove_peer(peer)
-        self._add_peer(peer)
+            self._ledger.end_peer(peer)
+        if peer not in self.peers:
+            self._set_peers(self.peers | {peer})
         try:
             routing_events = decode_routing_events(event.payload)
         except DECODE_ERRORS as error:
             fields = {"publisher": peer, "error": str(error)}
             log.warning("invalid routing events skipped", extra={"fields": fields})
             return
-        for routing_event in routing_events:
-            self._apply(peer, routing_event)
+        if self._applies:
+            for routing_event in routing_events:
+                self.apply(peer, routing_event)
 
-    def _add_peer(self, peer: str) -> None:
-        """Add a peer. The first one may have missed events that were not published before, so the
-        whole state is sent."""
-        if peer not in self.peers:
-            if not self.peers:
-                self._enqueue(RoutingStateReset())
-                for event in self._current_state():
-                    self._enqueue(event)
-            self.peers.add(peer)
-
-    def _remove_peer(self, peer: str) -> None:
-        if self._peer_requests is not None:
-            self._peer_requests.remove_peer(peer)
-
-    def _apply(self, peer: str, event: RoutingEvent) -> None:
-        requests = self._peer_requests
-        if requests is None:
+    def _set_peers(self, peers: set[str]) -> None:
+        """Publish while there are peers. The first one may have missed events that were not
+        published before, so the whole state is sent."""
+        before, self.peers = self.peers, peers
+        ledger = self._ledger
+        if not self._publishes or bool(before) == bool(peers):
             return
+        if before:
+            ledger.on_placed.remove(self._publish_routed)
+            ledger.on_first_token.remove(self._publish_first_token)
+            ledger.on_ended.remove(self._publish_ended)
+            return
+        ledger.on_placed.append(self._publish_routed)
+        ledger.on_first_token.append(self._publish_first_token)
+        ledger.on_ended.append(self._publish_ended)
+        for event in (RoutingStateReset(), *self._current_state()):
+            self._enqueue(event)
+
+    def apply(self, peer: str, event: RoutingEvent) -> None:
+        """Enter an event of another router in the ledger."""
+        ledger = self._ledger
+        requests = ledger.peers.get(peer, {})
         if isinstance(event, RequestRouted):
-            requests.on_routed(peer, event)
+            if event.request_key not in requests:
+                self._apply_routed(peer, event)
         elif isinstance(event, FirstTokenEmitted):
-            requests.on_first_token(peer, event.request_key)
+            if (placed := requests.get(event.request_key)) is not None:
+                ledger.first_token(placed)
         elif isinstance(event, RequestEnded):
-            requests.on_ended(peer, event.request_key, event.emitted)
+            if (placed := requests.get(event.request_key)) is not None:
+                placed.emitted = event.emitted
+                ledger.end(placed, None)
         elif isinstance(event, TokensReported):
-            requests.on_tokens(peer, event.emitted)
+            for key in event.emitted.keys() & requests.keys():
+                requests[key].emitted = event.emitted[key]
         else:
-            requests.remove_peer(peer)
+            ledger.end_peer(peer)
+
+    def _apply_routed(self, peer: str, event: RequestRouted) -> None:
+        """Enter a peer's request, or claim its reservation. Unknown workers are ignored."""
+        ledger, key = self._ledger, event.request_key
+        if ledger.claim(peer, key, (event.prefill or event.worker, event.worker)):
+            return
+        if (worker := ledger.workers.get(event.worker)) is not None:
+            ledger.place_of_peer(
+                peer,
+                key,
+                worker,
+                Prompt(event.prompt_tokens, unpack_hashes(event.hashes)),
+                ledger.workers.get(event.prefill),
+                new_tokens=event.new_tokens,
+                load_ms=event.load_ms,
+                emitted=event.emitted if event.first_token_emitted else None,
+            )
