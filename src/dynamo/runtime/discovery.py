@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from dynamo.communication.discovery import Discovery, RecordChange, RecordWatch
 from dynamo.communication.discovery.change_queue import ChangeQueue
+from dynamo.core.backoff import Backoff
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.background import ThreadBackground
@@ -131,7 +132,7 @@ class RepublishingDiscovery(Discovery):
             callback()
 
     async def _republish(self) -> None:
-        delay_s = RETRY_S
+        backoff = Backoff(RETRY_S, MAX_RETRY_S)
         missing = set(self._records)
         while missing:
             try:
@@ -141,8 +142,7 @@ class RepublishingDiscovery(Discovery):
                     missing.discard(key)
             except Exception as error:  # noqa: BLE001 - retried until the plane is back
                 log.warning("records cannot be put again", extra={"fields": {"error": str(error)}})
-                await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 2, MAX_RETRY_S)
+                await asyncio.sleep(backoff.next_s())
 
 
 class BackgroundDiscovery(Discovery):

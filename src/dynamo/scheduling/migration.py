@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from msgspec.structs import replace
 
+from dynamo.core.backoff import Backoff
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
@@ -122,7 +123,12 @@ class FailureHistory:
     """The failed attempts of one request, which decide whether and when it is retried."""
 
     attempts: int = 0
-    attempts_without_progress: int = 0
+    progress: bool = False
+    """Whether the last attempt sent tokens."""
+    backoff: Backoff = field(
+        default_factory=lambda: Backoff(2 * INITIAL_BACKOFF_S, MAX_BACKOFF_S, jitter=1.0)
+    )
+    """The pauses between attempts without progress."""
     worker_deaths: int = 0
     upstream_failures: int = 0
     ends_at_upstream: bool = False
@@ -134,8 +140,9 @@ class FailureHistory:
         in the worker's running batch, so that it may have caused the failure. A server behind a
         worker that fails is no death of the worker."""
         self.attempts += 1
-        self.attempts_without_progress = 0 if progress else self.attempts_without_progress + 1
+        self.progress = progress
         if progress:
+            self.backoff.reset()
             self.worker_deaths = self.upstream_failures = 0
         if isinstance(error, UpstreamFailed):
             self.upstream_failures += 1
@@ -148,13 +155,6 @@ class FailureHistory:
             self.worker_deaths += 1
         if error.instance and error.instance not in self.avoided_workers:
             self.avoided_workers = (*self.avoided_workers[-2:], error.instance)
-
-    def draw_backoff_s(self, rng: Random) -> float:
-        """Return 0 after progress, else a random time below a bound that doubles."""
-        if not self.attempts_without_progress:
-            return 0.0
-        bound = INITIAL_BACKOFF_S * 2.0 ** min(self.attempts_without_progress, 10)
-        return rng.random() * min(bound, MAX_BACKOFF_S)
 
 
 MIGRATION_REASONS = (
@@ -217,7 +217,8 @@ class Migration(Operator):
             if len(answer.token_log) >= request.stops.max_tokens:
                 answer.finish_at_length()
                 return
-            await self._clock.sleep(failures.draw_backoff_s(self._rng))
+            pause_s = 0.0 if failures.progress else failures.backoff.next_s(self._rng)
+            await self._clock.sleep(pause_s)
             timeout_s = context.timeout_s
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (self._clock.now() - began_s))

@@ -12,6 +12,7 @@ from random import Random
 
 import msgspec
 
+from dynamo.core.backoff import Backoff
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
@@ -58,7 +59,7 @@ class Breaker:
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
         self._last_failure_s = -SAME_INCIDENT_S
-        self._consecutive_trips = 0
+        self._backoff = Backoff(INITIAL_OPEN_S, MAX_OPEN_S, jitter=0.5)
         self.consecutive_failures = 0
         self.open = False
         self.half_open = False
@@ -68,7 +69,7 @@ class Breaker:
         self.consecutive_failures = 0
         if self.half_open:
             self.half_open = False
-            self._consecutive_trips = 0
+            self._backoff.reset()
 
     def record_failure(self, now: float) -> bool:
         """Record a failed request. Return whether the breaker should be tripped."""
@@ -81,9 +82,7 @@ class Breaker:
     def trip(self, rng: Random) -> float:
         """Open the breaker. Return the seconds until the next probe, which double, with jitter."""
         self.open, self.half_open = True, False
-        bound = min(INITIAL_OPEN_S * 2.0**self._consecutive_trips, MAX_OPEN_S)
-        self._consecutive_trips = min(self._consecutive_trips + 1, 16)
-        return bound * (0.5 + 0.5 * rng.random())
+        return self._backoff.next_s(rng)
 
     def enter_half_open(self) -> None:
         """Allow requests again after a successful probe."""

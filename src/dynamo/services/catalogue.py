@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from dynamo.communication.discovery import RecordChange
+from dynamo.core.backoff import Backoff
 from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.models.card import BlockIdentity, ModelCard, block_identity
 from dynamo.runtime.calls.instances import Instance
@@ -124,7 +125,7 @@ class ModelOpener(Generic[T]):
             self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
 
     async def _open_with_retries(self, name: str) -> None:
-        delay_s = RETRY_S
+        backoff = Backoff(RETRY_S, MAX_RETRY_S)
         try:
             while (card := self._find_card(name)) is not None:
                 try:
@@ -133,8 +134,7 @@ class ModelOpener(Generic[T]):
                     self._report_not_open(name, error.message)
                     fields = {"model": name, "error": error.message}
                     log.warning("a model cannot be opened yet", extra={"fields": fields})
-                    await self._runtime.clock.sleep(delay_s)
-                    delay_s = min(delay_s * 2, MAX_RETRY_S)
+                    await self._runtime.clock.sleep(backoff.next_s())
         finally:
             self._opening.discard(name)
 

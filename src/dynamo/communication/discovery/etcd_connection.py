@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from dynamo.communication.discovery.etcd_client import EtcdClient, EtcdEndpoint
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.outage_log import OutageLog
+from dynamo.core.backoff import Backoff
 from dynamo.core.errors import ConfigError, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 
@@ -68,14 +69,14 @@ class EtcdConnection:
             self._disconnected.set()
 
     async def _run(self, on_connected: Callable[[], None]) -> None:
-        delay_s, timeout_s = RETRY_S, self._options.dial_timeout_s
+        backoff, timeout_s = Backoff(RETRY_S, MAX_RETRY_S, 0.5), self._options.dial_timeout_s
         for endpoint in itertools.cycle(self._endpoints):
             client = EtcdClient(endpoint, self._options)
             try:
                 await client.open(timeout_s)
                 self._on_connected(client)
                 on_connected()
-                delay_s = RETRY_S
+                backoff.reset()
                 await wait_for_first(self._disconnected.wait(), client.wait_disconnected())
                 self.report_failure(
                     client, PlaneUnavailable(f"etcd at {endpoint}: the connection broke")
@@ -85,8 +86,7 @@ class EtcdConnection:
             finally:
                 self.client = None
                 await client.close()
-            await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, MAX_RETRY_S)
+            await asyncio.sleep(backoff.next_s(self._rng))
             timeout_s = min(timeout_s, RETRY_DIAL_TIMEOUT_S)
 
     def _on_connected(self, client: EtcdClient) -> None:

@@ -16,6 +16,7 @@ from dynamo.communication.events.subscriber_connection import (
     SubscriberConnection,
     SubscriptionContext,
 )
+from dynamo.core.backoff import Backoff
 from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 
@@ -199,18 +200,17 @@ class Subscription:
 
     async def _keep_connected(self, address: str) -> None:
         """Reconnect while the directory lists a source at `address`."""
-        retry_s = _MIN_RETRY_S
+        backoff = Backoff(_MIN_RETRY_S, _MAX_RETRY_S)
         try:
             while self._sources_at(address):
                 try:
                     await self._run_connection(address)
-                    retry_s = _MIN_RETRY_S
+                    backoff.reset()
                 except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
                     fields = {"address": address, "error": str(error)}
                     log.debug("event source cannot be reached", extra={"fields": fields})
                 if self._sources_at(address):
-                    await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                    await asyncio.sleep(backoff.next_s())
         finally:
             self._connecting.discard(address)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from dynamo.core.backoff import Backoff
+
 SMALL_PULL_BYTES: Final = 64 << 10
 """Pulls up to this size measure the latency, larger ones the bandwidth."""
 LEARNING_RATE: Final = 0.25
@@ -124,6 +126,7 @@ class PeerBreaker:
         self._last_failure_s = 0.0
         self._open_until_s = 0.0
         self._open_s = 0.0
+        self._backoff = Backoff(INITIAL_OPEN_S, MAX_OPEN_S)
         self._trial_running = False
 
     def is_open(self, now: float) -> bool:
@@ -142,6 +145,7 @@ class PeerBreaker:
     def on_success(self) -> None:
         """Close the breaker after a pull that the peer answered."""
         self._failures, self._open_s, self._trial_running = 0, 0.0, False
+        self._backoff.reset()
 
     def on_failure(self, started_s: float, now: float) -> None:
         """Count a failed pull. Pulls that ran when another failed are part of that failure."""
@@ -150,7 +154,7 @@ class PeerBreaker:
         self._failures += 1
         self._last_failure_s = now
         if self._trial_running or self._failures >= FAILURE_THRESHOLD:
-            self._open_s = min(max(2 * self._open_s, INITIAL_OPEN_S), MAX_OPEN_S)
+            self._open_s = self._backoff.next_s()
             self._open_until_s = now + self._open_s
             self._trial_running = False
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.communication.transfer.region import GENERATION_BYTES, MemoryRegion, memory_offset
+from dynamo.core.backoff import Backoff
 from dynamo.core.errors import TransferFailed
 
 # NIXL and UCX read these options from the environment alone, when they are loaded.
@@ -100,13 +101,14 @@ class AgentThread:
     def _run(self) -> None:
         agent: Agent = None
         running: list[tuple[Steps, Future[None]]] = []
-        pause_s = MIN_PAUSE_S
+        backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         while running or not self._closed or not self._queue.empty():
             try:
-                job = self._queue.get(timeout=pause_s if running or self._readers else None)
-                pause_s = MIN_PAUSE_S
+                polls = running or self._readers
+                job = self._queue.get(timeout=backoff.next_s() if polls else None)
+                backoff.reset()
             except Empty:
-                job, pause_s = None, min(2 * pause_s, MAX_PAUSE_S)
+                job = None
             if job is not None:
                 work, future = job
                 if not future.set_running_or_notify_cancel():

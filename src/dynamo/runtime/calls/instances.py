@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.communication.discovery import Discovery, RecordChange
 from dynamo.communication.requests import Requests
+from dynamo.core.backoff import Backoff
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DECODE_ERRORS, DynamoError, NotFound
@@ -199,7 +200,7 @@ class InstanceView:
         log.warning(text, extra={"fields": self._log_fields(address)})
         self._unreachable |= dict.fromkeys(broken, CONNECTION_BROKE)
         self._refresh()
-        self._start_probing(address, PROBE_INTERVAL_S)
+        self._start_probing(address, at_once=False)
 
     def eject(self, instance_id: str) -> bool:
         """Exclude an unhealthy instance until `readmit`. Returns whether it was excluded. An
@@ -303,7 +304,7 @@ class InstanceView:
                 self._unreachable.pop(name, None)
             elif moved or name in self._unreachable:
                 self._unreachable.setdefault(name, NOT_CONNECTED)
-                self._start_probing(instance.address, 0.0)
+                self._start_probing(instance.address, at_once=True)
 
     def _ids_at(self, address: str) -> AbstractSet[str]:
         index = self._ids_by_address
@@ -325,19 +326,20 @@ class InstanceView:
         for listener in tuple(self._listeners):
             listener()
 
-    def _start_probing(self, address: str, delay_s: float) -> None:
+    def _start_probing(self, address: str, *, at_once: bool) -> None:
         if address not in self._probing:
             self._probing.add(address)
-            self._tasks.start(self._probe_until_reachable(address, delay_s), f"probe {address}")
-        elif not delay_s:  # do not wait for the next probe
+            self._tasks.start(self._probe_until_reachable(address, at_once), f"probe {address}")
+        elif at_once:  # do not wait for the next probe
             self._tasks.start(self._probe(address), f"probe {address} now")
 
-    async def _probe_until_reachable(self, address: str, delay_s: float) -> None:
+    async def _probe_until_reachable(self, address: str, at_once: bool) -> None:
+        backoff = Backoff(PROBE_INTERVAL_S, MAX_PROBE_INTERVAL_S)
         try:
             while not self._unreachable.keys().isdisjoint(self._ids_at(address)):
-                await self._clock.sleep(delay_s)
+                await self._clock.sleep(0.0 if at_once else backoff.next_s())
                 await self._probe(address)
-                delay_s = min(max(delay_s * 2, PROBE_INTERVAL_S), MAX_PROBE_INTERVAL_S)
+                at_once = False
         finally:
             self._probing.discard(address)
 

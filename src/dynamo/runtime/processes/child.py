@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.core.backoff import Backoff
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
@@ -47,21 +48,19 @@ BACKOFF_RESET_S = 10.0
 
 
 class RestartBackoff:
-    """Computes the restart delay. Each restart doubles it, up to a limit that is higher in a crash
-    loop."""
+    """Computes the restart delay, whose limit is higher in a crash loop."""
 
     def __init__(self) -> None:
-        self._delay_s = RESTART_DELAY_S
+        self._backoff = Backoff(RESTART_DELAY_S, MAX_RESTART_DELAY_S)
         self.deaths_before_ready = 0
 
     def next_delay_s(self, served_s: float) -> float:
         """Record a death after serving for `served_s` (0: never). Returns the seconds to wait."""
         if served_s >= BACKOFF_RESET_S:
-            self._delay_s = RESTART_DELAY_S
+            self._backoff.reset()
         self.deaths_before_ready = 0 if served_s > 0 else self.deaths_before_ready + 1
-        cap_s = CRASH_LOOP_MAX_DELAY_S if self.crash_looping else MAX_RESTART_DELAY_S
-        wait_s, self._delay_s = min(self._delay_s, cap_s), min(self._delay_s * 2, cap_s)
-        return wait_s
+        self._backoff.max_s = CRASH_LOOP_MAX_DELAY_S if self.crash_looping else MAX_RESTART_DELAY_S
+        return self._backoff.next_s()
 
     @property
     def crash_looping(self) -> bool:
