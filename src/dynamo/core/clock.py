@@ -1,4 +1,5 @@
-"""Clocks. Code takes its time from a `Clock`, so that a simulator can run it in virtual time."""
+"""Clocks, and the delays between attempts. Code takes its time from a `Clock`, so that a simulator
+can run it in virtual time."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextvars import copy_context
 from functools import cache, partial
+from random import Random
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -68,3 +70,25 @@ def _offload_executor() -> Executor:
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(OFFLOAD_THREADS, "offload")
+
+
+class Backoff:
+    """Doubles the delay with each attempt, from `first_s` up to `max_s`. `jitter` is the share of
+    each delay that is random."""
+
+    def __init__(self, first_s: float, max_s: float, jitter: float = 0.0) -> None:
+        self.max_s = max_s
+        self._first_s = self._delay_s = first_s
+        self._jitter = jitter
+
+    def next_s(self, rng: Random | None = None) -> float:
+        """Return the seconds to wait now. `rng` draws the part that is random."""
+        delay_s = min(self._delay_s, self.max_s)
+        self._delay_s = min(2 * self._delay_s, self.max_s)
+        if rng is not None:
+            delay_s *= 1 - self._jitter + self._jitter * rng.random()
+        return delay_s
+
+    def reset(self) -> None:
+        """Begin again at the first delay, after a success."""
+        self._delay_s = self._first_s

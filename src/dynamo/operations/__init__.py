@@ -1,19 +1,14 @@
 """Operation of a deployment: machine checks, benchmarks, replays and router reports."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
+from dynamo.core.public_names import load_on_use
 
 if TYPE_CHECKING:
     from dynamo.operations.bench.latency import benchmark_latency
 
 __all__ = ["benchmark_latency"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import public names on first use."""
-    if name == "benchmark_latency":
-        from dynamo.operations.bench.latency import benchmark_latency
-
-        return benchmark_latency
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # unknown names stay errors to the type checker
+    homes = {"benchmark_latency": "dynamo.operations.bench.latency"}
+    __getattr__ = load_on_use(__name__, homes)

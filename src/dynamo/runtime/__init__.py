@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dynamo.core.public_names import load_on_use
 
 if TYPE_CHECKING:
+    from dynamo.library.worker_discovery import WorkerDiscovery as WorkerDiscovery
+    from dynamo.library.worker_discovery import WorkerInfo as WorkerInfo
     from dynamo.runtime.background import Runtime as Runtime
     from dynamo.runtime.calls.client import Client as Client
     from dynamo.runtime.calls.streams import ResponseStream as ResponseStream
@@ -20,38 +23,28 @@ if TYPE_CHECKING:
     from dynamo.runtime.component import Namespace as Namespace
     from dynamo.runtime.component import ServedEndpoint as ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime as DistributedRuntime
-    from dynamo.runtime.worker_discovery import WorkerDiscovery as WorkerDiscovery
-    from dynamo.runtime.worker_discovery import WorkerInfo as WorkerInfo
 
     Context = CompatContext
 
-_MODULE_OF = {
-    "CancellationToken": "cancellation",
-    "Client": "calls.client",
-    "Component": "component",
-    "Context": "compatibility.calls",
-    "DistributedRuntime": "distributed",
-    "Endpoint": "component",
-    "Namespace": "component",
-    "ResponseStream": "calls.streams",
-    "Runtime": "background",
-    "ServedEndpoint": "component",
-    "UnaryClient": "compatibility.worker",
-    "WorkerDiscovery": "worker_discovery",
-    "WorkerInfo": "worker_discovery",
-    "dynamo_endpoint": "compatibility.worker",
-    "dynamo_worker": "compatibility.worker",
-    "serve_unary_endpoint": "compatibility.worker",
+_HOMES = {
+    "CancellationToken": "dynamo.runtime.cancellation",
+    "Client": "dynamo.runtime.calls.client",
+    "Component": "dynamo.runtime.component",
+    "Context": "dynamo.runtime.compatibility.calls:CompatContext",
+    "DistributedRuntime": "dynamo.runtime.distributed",
+    "Endpoint": "dynamo.runtime.component",
+    "Namespace": "dynamo.runtime.component",
+    "ResponseStream": "dynamo.runtime.calls.streams",
+    "Runtime": "dynamo.runtime.background",
+    "ServedEndpoint": "dynamo.runtime.component",
+    "UnaryClient": "dynamo.runtime.compatibility.worker",
+    "WorkerDiscovery": "dynamo.library.worker_discovery",
+    "WorkerInfo": "dynamo.library.worker_discovery",
+    "dynamo_endpoint": "dynamo.runtime.compatibility.worker",
+    "dynamo_worker": "dynamo.runtime.compatibility.worker",
+    "serve_unary_endpoint": "dynamo.runtime.compatibility.worker",
 }
-__all__ = list(_MODULE_OF)
+__all__ = list(_HOMES)
 
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
-
-    def __getattr__(name: str) -> Any:
-        """Load the module of a public name on first use, so that importing dynamo stays instant."""
-        module = _MODULE_OF.get(name)
-        if module is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        defined_name = "CompatContext" if name == "Context" else name
-        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), defined_name)
-        return value
+    __getattr__ = load_on_use(__name__, _HOMES)

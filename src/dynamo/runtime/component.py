@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from dynamo.runtime.calls.instances import (
     Instance,
     InstanceFilter,
     InstanceView,
+    decode_instance,
     encode_instance,
     instance_key,
     instances_prefix,
@@ -220,3 +222,25 @@ class ServedEndpoint:
 
     def _on_health_change(self) -> None:
         self.lifecycle.follow_health(self.endpoint.runtime.health.healthy)
+
+
+class ComponentRegistry:
+    """Reads the registered instances with strong consistency."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self._discovery = discovery
+
+    async def components(self, namespace: str) -> Mapping[str, Sequence[Instance]]:
+        """Instances by component. A process is an instance of each endpoint that it serves."""
+        by_component: defaultdict[str, list[Instance]] = defaultdict(list)
+        for instance in await self.instances(namespace):
+            by_component[instance.component].append(instance)
+        return dict(by_component)
+
+    async def instances(
+        self, namespace: str, component: str = "", endpoint: str = ""
+    ) -> Sequence[Instance]:
+        """Instances of a namespace, a component or an endpoint. Bad records are skipped."""
+        records = await self._discovery.get(instances_prefix(namespace, component, endpoint))
+        decoded = (decode_instance(key, value) for key, value in sorted(records.items()))
+        return [instance for instance in decoded if instance is not None]

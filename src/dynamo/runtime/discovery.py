@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from dynamo.communication.discovery import Discovery, RecordChange, RecordWatch
 from dynamo.communication.discovery.change_queue import ChangeQueue
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.background import ThreadBackground

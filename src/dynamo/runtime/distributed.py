@@ -26,14 +26,19 @@ from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
+from dynamo.runtime.component import (
+    ComponentRegistry,
+    Endpoint,
+    Namespace,
+    ServedEndpoint,
+    parse_reference,
+)
 from dynamo.runtime.deployment import deployment_of, new_instance_id
 from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
-from dynamo.runtime.worker_discovery import ComponentRegistry
 from dynamo.telemetry import Registry
 
 if TYPE_CHECKING:

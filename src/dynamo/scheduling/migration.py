@@ -13,8 +13,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from dynamo.core.backoff import Backoff
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Backoff, Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     ContextLengthExceeded,

@@ -12,8 +12,7 @@ from random import Random
 
 import msgspec
 
-from dynamo.core.backoff import Backoff
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Backoff, Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     DECODE_ERRORS,

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 
 from dynamo.communication.discovery import RecordChange
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.models.card import BlockIdentity, ModelCard, block_identity
 from dynamo.runtime.calls.instances import Instance

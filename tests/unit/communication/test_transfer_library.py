@@ -38,13 +38,13 @@ from dynamo.communication.transfer.compression import (
     decompress,
 )
 from dynamo.communication.transfer.nixl import NixlTransfer
-from dynamo.communication.transfer.optimizer import (
+from dynamo.communication.transfer.tcp import TcpPeer, TcpTransfer
+from dynamo.core.errors import ConfigError, TransferFailed
+from dynamo.library.transfer_optimizers import (
     MemoryDescriptor,
     NetworkOptimizerConfig,
     TransferRequest,
 )
-from dynamo.communication.transfer.tcp import TcpPeer, TcpTransfer
-from dynamo.core.errors import ConfigError, TransferFailed
 
 
 @given(st.sets(st.integers(0, 60)), st.randoms(use_true_random=False))

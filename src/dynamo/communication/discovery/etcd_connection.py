@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from dynamo.communication.discovery.etcd_client import EtcdClient, EtcdEndpoint
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.outage_log import OutageLog
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 from dynamo.core.errors import ConfigError, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 

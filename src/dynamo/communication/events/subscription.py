@@ -16,7 +16,7 @@ from dynamo.communication.events.subscriber_connection import (
     SubscriberConnection,
     SubscriptionContext,
 )
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 

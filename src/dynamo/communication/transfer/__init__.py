@@ -1,7 +1,6 @@
 """The transfer plane: KV blocks between processes. Backends are in `core/plugins.py`."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from dynamo.communication.transfer.layout import KvLayout
 from dynamo.communication.transfer.plane import (
@@ -11,11 +10,12 @@ from dynamo.communication.transfer.plane import (
     open_transfer,
 )
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
+from dynamo.core.public_names import load_on_use
 
 if TYPE_CHECKING:
     from dynamo.communication.transfer.converted import MemoryPool
-    from dynamo.communication.transfer.nixl_client import NIXLClient
-    from dynamo.communication.transfer.optimizer import (
+    from dynamo.library.nixl_client import NIXLClient
+    from dynamo.library.transfer_optimizers import (
         ContinuousBlockMerger,
         MemoryDescriptorOptimizer,
         NetworkOptimizer,
@@ -41,13 +41,8 @@ __all__ = [
     "open_transfer",
 ]
 
-_HOMES: Final = {"MemoryPool": "converted", "NIXLClient": "nixl_client"}
-"""Modules of names that workers do not need; `optimizer` has the others."""
-
-
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'optimizer')}"), name)
+    homes = dict.fromkeys(__all__, "dynamo.library.transfer_optimizers")
+    homes["MemoryPool"] = "dynamo.communication.transfer.converted"
+    homes["NIXLClient"] = "dynamo.library.nixl_client"
+    __getattr__ = load_on_use(__name__, homes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 
 SMALL_PULL_BYTES: Final = 64 << 10
 """Pulls up to this size measure the latency, larger ones the bandwidth."""

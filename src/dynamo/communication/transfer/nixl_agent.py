@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.communication.transfer.region import GENERATION_BYTES, MemoryRegion, memory_offset
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 from dynamo.core.errors import TransferFailed
 
 # NIXL and UCX read these options from the environment alone, when they are loaded.

@@ -14,8 +14,7 @@ import msgspec
 
 from dynamo.communication.discovery import Discovery, RecordChange
 from dynamo.communication.requests import Requests
-from dynamo.core.backoff import Backoff
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Backoff, Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DECODE_ERRORS, DynamoError, NotFound
 from dynamo.core.tasks import BackgroundTasks

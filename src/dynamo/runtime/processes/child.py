@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.backoff import Backoff
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Backoff, Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from dynamo.core.backoff import Backoff
+from dynamo.core.clock import Backoff
 
 
 def test_delays_double_up_to_the_limit_until_a_success() -> None:

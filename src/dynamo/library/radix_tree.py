@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from dynamo.core.values import Tier
-from dynamo.inference.memory.prefix_hash import PrefixContent, PrefixHash
+from dynamo.library.prefix_hash import PrefixContent, PrefixHash
 
 
 class KVBlock(msgspec.Struct, frozen=True):

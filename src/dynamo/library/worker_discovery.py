@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 
 from dynamo.communication.discovery import Discovery
-from dynamo.runtime.calls.instances import Instance, decode_instance, instances_prefix
+from dynamo.runtime.calls.instances import instances_prefix
 
 log = logging.getLogger(__name__)
-
-
-class ComponentRegistry:
-    """Reads the registered instances with strong consistency."""
-
-    def __init__(self, discovery: Discovery) -> None:
-        self._discovery = discovery
-
-    async def components(self, namespace: str) -> Mapping[str, Sequence[Instance]]:
-        """Instances by component. A process is an instance of each endpoint that it serves."""
-        by_component: defaultdict[str, list[Instance]] = defaultdict(list)
-        for instance in await self.instances(namespace):
-            by_component[instance.component].append(instance)
-        return dict(by_component)
-
-    async def instances(
-        self, namespace: str, component: str = "", endpoint: str = ""
-    ) -> Sequence[Instance]:
-        """Instances of a namespace, a component or an endpoint. Bad records are skipped."""
-        records = await self._discovery.get(instances_prefix(namespace, component, endpoint))
-        decoded = (decode_instance(key, value) for key, value in sorted(records.items()))
-        return [instance for instance in decoded if instance is not None]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

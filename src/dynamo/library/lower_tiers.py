@@ -13,11 +13,11 @@ from dynamo.core.errors import TransferFailed
 from dynamo.core.hashing import IDENTITY_BYTES
 from dynamo.core.values import Tier
 from dynamo.inference.block import Block
-from dynamo.inference.memory.library_tiers import LibraryTier
-from dynamo.inference.memory.radix_tree import KVBlock
 from dynamo.inference.sequence import TokenContent
 from dynamo.inference.tiers.pins import BlockPins
 from dynamo.inference.tiers.tier import KvTier, TierBlock
+from dynamo.library.memory_tiers import LibraryTier
+from dynamo.library.radix_tree import KVBlock
 
 STAGING_SLOTS = 4
 """Slots of the region through which blocks go from one lower tier to another."""

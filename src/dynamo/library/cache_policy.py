@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from dynamo.inference.memory.radix_tree import KVBlock, MatchingBlocks
+from dynamo.library.radix_tree import KVBlock, MatchingBlocks
 
 HitPattern = Literal["none", "full", "prefix", "scattered"]
 

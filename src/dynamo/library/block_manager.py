@@ -25,12 +25,15 @@ from dynamo.core.hashing import TOKEN_BYTES, root_identity
 from dynamo.core.tasks import run_all
 from dynamo.core.values import Tier, read_field
 from dynamo.inference.block_pool import BlockPool
-from dynamo.inference.memory.cache_policy import (
+from dynamo.inference.sequence import TokenContent
+from dynamo.inference.tiers.tier import KvTier
+from dynamo.library.cache_policy import (
     AccessPatternAnalyzer,
     HitPattern,
     LRUCachePolicy,
 )
-from dynamo.inference.memory.library_tiers import (
+from dynamo.library.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers, MoveLock
+from dynamo.library.memory_tiers import (
     DEFAULT_DISK_BYTES,
     CPUMemoryTier,
     GPUMemoryTier,
@@ -39,10 +42,7 @@ from dynamo.inference.memory.library_tiers import (
     RemoteMemoryTier,
     SSDMemoryTier,
 )
-from dynamo.inference.memory.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers, MoveLock
-from dynamo.inference.memory.radix_tree import KVBlock, RadixTree
-from dynamo.inference.sequence import TokenContent
-from dynamo.inference.tiers.tier import KvTier
+from dynamo.library.radix_tree import KVBlock, RadixTree
 
 DEFAULT_BLOCK_TOKENS = 16
 MAKE_ROOM_TRIES = 16
