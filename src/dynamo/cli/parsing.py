@@ -7,9 +7,9 @@ import os
 import re
 import signal
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
 
@@ -61,6 +61,18 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+class Flag(NamedTuple):
+    """A row of a command's flags. A default of False makes a switch. A default other than 0 is part
+    of the help, and a number is parsed as the default's type without a `parse`."""
+
+    names: str
+    help: str
+    default: Any = None
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    choices: Sequence[str] | None = None
+
+
 class Parser(argparse.ArgumentParser):
     """A parser for flags and words in any order. Its errors are `ConfigError` with a hint."""
 
@@ -76,6 +88,24 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
+
+    def add_flags(self, groups: Mapping[str, Sequence[Flag]]) -> None:
+        """Add flags by the title of their group in the help."""
+        for title, flags in groups.items():
+            group = self.add_argument_group(title)
+            for names, text, default, metavar, parse, choices in flags:
+                if default is False:
+                    group.add_argument(*names.split(), action="store_true", help=text)
+                    continue
+                is_number = isinstance(default, int | float)
+                group.add_argument(
+                    *names.split(),
+                    type=parse or (type(default) if is_number else str),
+                    default=default,
+                    metavar=metavar,
+                    choices=choices,
+                    help=f"{text} (default: {default:g})" if is_number and default else text,
+                )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse arguments. Raises `ConfigError` for wrong ones; `--help` exits."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser
+from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Flag, Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
 
@@ -27,6 +27,64 @@ EXAMPLES = """\
   dynamo bench compare a.json b.json"""
 
 
+FLAGS: Mapping[str, Sequence[Flag]] = {
+    "load": (
+        Flag("-c --concurrency", "requests in flight in a closed loop", 1, "N"),
+        Flag(
+            "--rate",
+            "open loop with R requests per second (Poisson); A..B grows linearly",
+            metavar="R|A..B",
+        ),
+        Flag("--even", "evenly spaced arrivals, not Poisson", False),
+        Flag("--duration", "time to send (default: 10s without --requests)", metavar="TIME"),
+        Flag("--requests", "requests to send", 0, "N"),
+        Flag("--warmup", "unmeasured requests first", 0, "N"),
+        Flag("--seed", "seed of the prompts (default: random, so that no cache has them)", 0, "N"),
+        Flag(
+            "--trace",
+            "Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
+            "output_length, hash_ids; optional session_id and delay",
+            metavar="FILE",
+        ),
+        Flag("--block-tokens", "tokens per hash id of the trace", 512, "N"),
+        Flag("--speed", "divide the trace's times by X", 1.0, "X"),
+        Flag("--closed", "ignore the trace's times: -c sessions at a time", False),
+        Flag("--sharegpt", "conversations from a ShareGPT file", metavar="FILE"),
+        Flag(
+            "--preset",
+            "single requests of 50/100, 200/200 and 500/300 tokens",
+            choices=PRESET_NAMES,
+        ),
+    ),
+    "requests": (
+        Flag("--isl --input-tokens", "prompt tokens without the chat template", 128, "N"),
+        Flag("--osl --output-tokens", "output tokens", 64, "N"),
+        Flag("--prefix-share", "share of each prompt that is a shared prefix", 0.0, "X"),
+        Flag("--prefixes", "number of shared prefixes", 1, "N"),
+        Flag("--turns", "turns per conversation; 0 takes all of --sharegpt", 1, "N"),
+        Flag("--stop-at-eos", "do not send ignore_eos, so that answers may end early", False),
+        Flag("--extra", "fields for every body", "{}", "JSON"),
+    ),
+    "server": (
+        Flag("--model", "model (default: default)", "default"),
+        Flag("--completions", "use /v1/completions, not chat", False),
+        Flag("--api-key", f"default: ${API_KEY_VARIABLE}", metavar="KEY"),
+        Flag("--timeout", "limit per request (default: none)", metavar="TIME"),
+        Flag(
+            "--tokenizer", "folder with tokenizer.json, for servers without /tokenize", "", "FOLDER"
+        ),
+    ),
+    "result": (
+        Flag("--slo-ttft", "goodput: limit of TTFT (ms, or units)", metavar="TIME"),
+        Flag("--slo-itl", "goodput: limit of the mean ITL", metavar="TIME"),
+        Flag("--out", "write the result as JSON", metavar="FILE"),
+        Flag("--picture", "plot the result as PNG", metavar="FILE"),
+        Flag("--json", "print JSON", False),
+        Flag("--name", "name of the result", ""),
+    ),
+}
+
+
 def parser() -> Parser:
     """Return the parser: a URL or a subcommand with files, and the flags."""
     parser = Parser(
@@ -41,103 +99,8 @@ def parser() -> Parser:
         "words", nargs="*", metavar="URL", help="the server (default: the deployment here)"
     )
     parser.add_argument("--deployment", metavar="NAME", help=DEPLOYMENT_HELP)
-    _add_load_flags(parser)
-    _add_request_flags(parser)
-    _add_server_flags(parser)
-    _add_result_flags(parser)
+    parser.add_flags(FLAGS)
     return parser
-
-
-def _add_number(
-    group: argparse._ArgumentGroup, names: Sequence[str], default: float, text: str
-) -> None:
-    """Add a flag for a number of the default's type. A default of 0 is not part of the help."""
-    kind = type(default)
-    group.add_argument(
-        *names,
-        type=kind,
-        default=default,
-        metavar="N" if kind is int else "X",
-        help=f"{text} (default: {default:g})" if default else text,
-    )
-
-
-def _add_load_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("load")
-    _add_number(group, ["-c", "--concurrency"], 1, "requests in flight in a closed loop")
-    group.add_argument(
-        "--rate",
-        metavar="R|A..B",
-        help="open loop with R requests per second (Poisson); A..B grows linearly",
-    )
-    group.add_argument("--even", action="store_true", help="evenly spaced arrivals, not Poisson")
-    group.add_argument(
-        "--duration", metavar="TIME", help="time to send (default: 10s without --requests)"
-    )
-    _add_number(group, ["--requests"], 0, "requests to send")
-    _add_number(group, ["--warmup"], 0, "unmeasured requests first")
-    seed_help = "seed of the prompts (default: random, so that no cache has them)"
-    _add_number(group, ["--seed"], 0, seed_help)
-    _add_trace_flags(group)
-
-
-def _add_trace_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
-        "output_length, hash_ids; optional session_id and delay",
-    )
-    _add_number(group, ["--block-tokens"], 512, "tokens per hash id of the trace")
-    _add_number(group, ["--speed"], 1.0, "divide the trace's times by X")
-    group.add_argument(
-        "--closed", action="store_true", help="ignore the trace's times: -c sessions at a time"
-    )
-    group.add_argument("--sharegpt", metavar="FILE", help="conversations from a ShareGPT file")
-    group.add_argument(
-        "--preset",
-        choices=PRESET_NAMES,
-        help="single requests of 50/100, 200/200 and 500/300 tokens",
-    )
-
-
-def _add_request_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("requests")
-    _add_number(group, ["--isl", "--input-tokens"], 128, "prompt tokens without the chat template")
-    _add_number(group, ["--osl", "--output-tokens"], 64, "output tokens")
-    _add_number(group, ["--prefix-share"], 0.0, "share of each prompt that is a shared prefix")
-    _add_number(group, ["--prefixes"], 1, "number of shared prefixes")
-    _add_number(group, ["--turns"], 1, "turns per conversation; 0 takes all of --sharegpt")
-    group.add_argument(
-        "--stop-at-eos",
-        action="store_true",
-        help="do not send ignore_eos, so that answers may end early",
-    )
-    group.add_argument("--extra", default="{}", metavar="JSON", help="fields for every body")
-
-
-def _add_server_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument("--model", default="default", help="model (default: default)")
-    group.add_argument("--completions", action="store_true", help="use /v1/completions, not chat")
-    group.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
-    group.add_argument("--timeout", metavar="TIME", help="limit per request (default: none)")
-    group.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="FOLDER",
-        help="folder with tokenizer.json, for servers without /tokenize",
-    )
-
-
-def _add_result_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("result")
-    group.add_argument("--slo-ttft", metavar="TIME", help="goodput: limit of TTFT (ms, or units)")
-    group.add_argument("--slo-itl", metavar="TIME", help="goodput: limit of the mean ITL")
-    group.add_argument("--out", metavar="FILE", help="write the result as JSON")
-    group.add_argument("--picture", metavar="FILE", help="plot the result as PNG")
-    group.add_argument("--json", action="store_true", help="print JSON")
-    group.add_argument("--name", default="", help="name of the result")
 
 
 def parse_bench_config(args: argparse.Namespace) -> BenchConfig:

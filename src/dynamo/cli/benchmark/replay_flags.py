@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import Flag, Parser
 from dynamo.cli.settings_flags import add_settings_flags
 from dynamo.core.settings.units import parse_seconds
 
@@ -44,132 +44,28 @@ def parser() -> Parser:
         usage="TRACE | --synthetic LOAD [FLAGS]",
     )
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, plain or .gz")
-    _add_arrival_flags(parser.add_argument_group("replay"))
-    _add_transfer_flags(parser.add_argument_group("prompts computed by other workers"))
-    _add_tier_flags(parser.add_argument_group("tiers below the engines' blocks"))
-    _add_load_flags(parser.add_argument_group("several loads"))
-    _add_output_flags(parser.add_argument_group("output"))
+    parser.add_flags(FLAGS)
     add_settings_flags(parser, shown=("router", "engine", "workers"))
     return parser
 
 
-def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--synthetic",
-        type=_parse_synthetic,
-        metavar="LOAD",
-        help="instead of a trace: isl=3000,osl=150,requests=3000,rate=40 are Poisson arrivals of "
-        "40 requests/s that share nothing, with lengths within 20 %% of isl and osl",
-    )
-    group.add_argument(
-        "--trace-block-size",
-        type=_number(int),
-        default=512,
-        metavar="TOKENS",
-        help="tokens per hash id of the trace (default: 512)",
-    )
-    group.add_argument(
-        "--speed",
-        type=_number(float),
-        default=1.0,
-        metavar="X",
-        help="divide the trace's times by X (default: 1)",
-    )
-    group.add_argument(
-        "--smear",
-        type=_number(float, allow_zero=True),
-        default=0.0,
-        metavar="SECONDS",
-        help="delay each conversation by a random time up to this, in trace time",
-    )
-    rows = "only the first N lines"
-    group.add_argument("--rows", type=_number(int), default=0, metavar="N", help=rows)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
-
-
-def _add_transfer_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--kv-bytes-per-token",
-        type=_number(int),
-        default=131_072,
-        metavar="BYTES",
-        help="size of a token's KV (default: 131072)",
-    )
-    group.add_argument(
-        "--transfer-gbps",
-        type=_number(float, allow_zero=True),
-        default=64.0,
-        metavar="GB/S",
-        help="speed of each engine's link; 0: a transfer takes no time (default: 64)",
-    )
-    group.add_argument(
-        "--prefill-timing",
-        default="",
-        metavar="TIMING",
-        help="--timing of prefill workers (default: as the others)",
-    )
-
-
-def _add_tier_flags(group: argparse._ArgumentGroup) -> None:
-    for name, place, gbps in (
-        ("host", "host memory of each engine", 25.0),
-        ("disk", "disk of each engine", 6.0),
-        ("shared", "one store that all engines share", 10.0),
-    ):
-        group.add_argument(
+def _tier_flags(name: str, place: str, gbps: float) -> Sequence[Flag]:
+    return (
+        Flag(
             f"--{name}-blocks",
-            type=_number(int, allow_zero=True),
-            default=0,
-            metavar="N",
-            help=f"KV blocks in the {place} (default: 0)",
-        )
-        group.add_argument(
+            f"KV blocks in the {place} (default: 0)",
+            0,
+            "N",
+            _number(int, allow_zero=True),
+        ),
+        Flag(
             f"--{name}-gbps",
-            type=_number(float),
-            default=gbps,
-            metavar="GB/S",
-            help=f"speed of its loads, and of its stores (default: {gbps:g})",
-        )
-
-
-def _add_load_flags(group: argparse._ArgumentGroup) -> None:
-    loads = ",".join(f"{load:g}" for load in PARETO_LOADS)
-    group.add_argument(
-        "--capacity",
-        type=_parse_limits,
-        metavar="LIMITS",
-        help="find the highest --speed that keeps limits such as ttft_p90=1s,itl_p99=25ms",
+            "speed of its loads, and of its stores",
+            gbps,
+            "GB/S",
+            _number(float),
+        ),
     )
-    group.add_argument(
-        "--pareto", metavar="PNG", help="plot tokens/s/GPU over tokens/s/user at all of --loads"
-    )
-    group.add_argument(
-        "--loads",
-        type=_parse_loads,
-        default=PARETO_LOADS,
-        metavar="X,X,...",
-        help=f"values of --speed for --pareto (default: {loads})",
-    )
-    group.add_argument(
-        "--gpus",
-        type=_number(int),
-        metavar="N",
-        help="GPUs of the cluster (default: one an engine)",
-    )
-
-
-def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--good",
-        type=_parse_objectives,
-        metavar="LIMITS",
-        help="report the share of requests within limits such as ttft=2s,tpot=25ms",
-    )
-    group.add_argument("--json", metavar="OUT", help="write the result as JSON (- prints it)")
-    group.add_argument(
-        "--decisions", metavar="FILE", help="write {request, worker, placed_ms} of each request"
-    )
-    group.add_argument("--plot", metavar="PNG", help="plot the result")
 
 
 def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:
@@ -245,3 +141,86 @@ def _milliseconds(text: str) -> float:
     if not seconds:
         raise argparse.ArgumentTypeError(f"{text!r}: must be above 0")
     return seconds * 1e3
+
+
+FLAGS: Mapping[str, Sequence[Flag]] = {
+    "replay": (
+        Flag(
+            "--synthetic",
+            "instead of a trace: isl=3000,osl=150,requests=3000,rate=40 are Poisson arrivals "
+            "of 40 requests/s that share nothing, with lengths within 20 %% of isl and osl",
+            metavar="LOAD",
+            parse=_parse_synthetic,
+        ),
+        Flag("--trace-block-size", "tokens per hash id of the trace", 512, "TOKENS", _number(int)),
+        Flag("--speed", "divide the trace's times by X", 1.0, "X", _number(float)),
+        Flag(
+            "--smear",
+            "delay each conversation by a random time up to this, in trace time",
+            0.0,
+            "SECONDS",
+            _number(float, allow_zero=True),
+        ),
+        Flag("--rows", "only the first N lines", 0, "N", _number(int)),
+        Flag("--seed", "random seed (default: 0)", 0, "N"),
+    ),
+    "prompts computed by other workers": (
+        Flag("--kv-bytes-per-token", "size of a token's KV", 131_072, "BYTES", _number(int)),
+        Flag(
+            "--transfer-gbps",
+            "speed of each engine's link; 0: a transfer takes no time",
+            64.0,
+            "GB/S",
+            _number(float, allow_zero=True),
+        ),
+        Flag(
+            "--prefill-timing",
+            "--timing of prefill workers (default: as the others)",
+            "",
+            "TIMING",
+        ),
+    ),
+    "tiers below the engines' blocks": (
+        *_tier_flags("host", "host memory of each engine", 25.0),
+        *_tier_flags("disk", "disk of each engine", 6.0),
+        *_tier_flags("shared", "one store that all engines share", 10.0),
+    ),
+    "several loads": (
+        Flag(
+            "--capacity",
+            "find the highest --speed that keeps limits such as ttft_p90=1s,itl_p99=25ms",
+            metavar="LIMITS",
+            parse=_parse_limits,
+        ),
+        Flag(
+            "--pareto",
+            "plot tokens/s/GPU over tokens/s/user at all of --loads",
+            metavar="PNG",
+        ),
+        Flag(
+            "--loads",
+            "values of --speed for --pareto "
+            f"(default: {','.join(f'{load:g}' for load in PARETO_LOADS)})",
+            PARETO_LOADS,
+            "X,X,...",
+            _parse_loads,
+        ),
+        Flag(
+            "--gpus",
+            "GPUs of the cluster (default: one an engine)",
+            metavar="N",
+            parse=_number(int),
+        ),
+    ),
+    "output": (
+        Flag(
+            "--good",
+            "report the share of requests within limits such as ttft=2s,tpot=25ms",
+            metavar="LIMITS",
+            parse=_parse_objectives,
+        ),
+        Flag("--json", "write the result as JSON (- prints it)", metavar="OUT"),
+        Flag("--decisions", "write {request, worker, placed_ms} of each request", metavar="FILE"),
+        Flag("--plot", "plot the result", metavar="PNG"),
+    ),
+}
