@@ -25,12 +25,12 @@ from typing import Any
 from dynamo.cli import main
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.settings import Settings
+from dynamo.library.kv_router import KvRouter
 from dynamo.runtime import deployment
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.planes import planes_of
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
-from dynamo.scheduling.router.library.kv_router import KvRouter
 
 SETTINGS = Settings()
 CHILD = 'import json, os, signal; os.write(0, b\'{"state": "ready"}\\n\'); signal.pause()'

@@ -38,6 +38,7 @@ from dynamo.core.values import (
 )
 from dynamo.inference.load_publisher import encode_load
 from dynamo.inference.mock.engine import make_mock_engine_info
+from dynamo.library import kv_router
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router import (
@@ -53,7 +54,6 @@ from dynamo.scheduling.router import (
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
-from dynamo.scheduling.router.library import kv_router
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.workers.ledger import Ledger

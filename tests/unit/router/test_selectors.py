@@ -13,6 +13,7 @@ from tests.unit.router.fake_cluster import FakeCluster, instance
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.labels import LABELS_KEY, parse_labels
+from dynamo.library.kv_router import worker_score
 from dynamo.scheduling.router import (
     DefaultWorkerSelector,
     PerformanceRequirements,
@@ -24,7 +25,6 @@ from dynamo.scheduling.router import (
 )
 from dynamo.scheduling.router.costs.composite import CostWeights
 from dynamo.scheduling.router.labels import ExcludedWorkersCache, excluded_workers
-from dynamo.scheduling.router.library.kv_router import worker_score
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
 SCORES = {

@@ -1,17 +1,9 @@
 """Which instance gets a request, and why."""
 
+from typing import TYPE_CHECKING
+
+from dynamo.core.public_names import load_on_use
 from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
-from dynamo.scheduling.router.library.aggregator import KvMetricsAggregator
-from dynamo.scheduling.router.library.kv_indexer import KVIndexer
-from dynamo.scheduling.router.library.kv_router import (
-    CacheHitAnalysis,
-    KvRouter,
-    PerformanceRequirements,
-    PrefixAnalysis,
-    SchedulingRequest,
-    WorkerSelectionResult,
-    WorkerStatus,
-)
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     AdaptiveLoadBalancer,
     Capacity,
@@ -36,6 +28,19 @@ from dynamo.scheduling.router.selectors import (
     WorkerScore,
     WorkerSelector,
 )
+
+if TYPE_CHECKING:
+    from dynamo.library.kv_indexer import KVIndexer
+    from dynamo.library.kv_metrics_aggregator import KvMetricsAggregator
+    from dynamo.library.kv_router import (
+        CacheHitAnalysis,
+        KvRouter,
+        PerformanceRequirements,
+        PrefixAnalysis,
+        SchedulingRequest,
+        WorkerSelectionResult,
+        WorkerStatus,
+    )
 
 __all__ = [
     "AdaptiveLoadBalancer",
@@ -69,3 +74,9 @@ __all__ = [
     "WorkerSelector",
     "WorkerStatus",
 ]
+
+if not TYPE_CHECKING:  # unknown names stay errors to the type checker
+    homes = dict.fromkeys(__all__, "dynamo.library.kv_router")
+    homes["KVIndexer"] = "dynamo.library.kv_indexer"
+    homes["KvMetricsAggregator"] = "dynamo.library.kv_metrics_aggregator"
+    __getattr__ = load_on_use(__name__, homes)
