@@ -137,25 +137,12 @@ class EndpointMetrics:
         if match is None:
             refuse_name("endpoint.metrics", name)
         whole, kind, has_labels = match.groups()
-        create = self._create_with_labels if has_labels else self._create
-        return partial(create, kind, bool(whole))
+        create = partial(self._create, kind, bool(whole))
+        if has_labels:
+            return create
+        return lambda name, text, *rest, **named: create(name, text, (), *rest, **named)
 
     def _create(
-        self,
-        kind: str,
-        whole: bool,
-        name: str,
-        description: str,
-        const_labels: ConstantLabels = None,
-        buckets: Sequence[float] | None = None,
-    ) -> ProgramMetric:
-        metric = self._create_with_labels(
-            kind, whole, name, description, (), const_labels, buckets=buckets
-        )
-        metric.show()
-        return metric
-
-    def _create_with_labels(
         self,
         kind: str,
         whole: bool,
@@ -174,4 +161,7 @@ class EndpointMetrics:
         else:
             declare = registry.gauge if kind == "gauge" else registry.counter
             family = declare(full_name, description, labels)
-        return ProgramMetric(full_name, family, constants, whole)
+        metric = ProgramMetric(full_name, family, constants, whole)
+        if not label_names:
+            metric.show()
+        return metric
