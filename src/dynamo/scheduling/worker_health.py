@@ -160,12 +160,17 @@ class WorkerHealth:
         await self._tasks.close()
 
     def _on_attempt_ended(self, placed: PlacedRequest, error: BaseException | None) -> None:
-        if not placed.peer:
-            instance = (placed.decode_worker or placed.worker).instance
-            worker = self._workers.get(instance.id) or self._get_worker(instance)
-            breaker = worker.breaker
-            if error is not None or breaker.consecutive_failures or breaker.half_open:
-                worker.on_ended(error)
+        instance = (placed.decode_worker or placed.worker).instance
+        worker = self._workers.get(instance.id)
+        if worker is None:
+            if placed.peer or instance.id not in self._client.instances:
+                return
+            worker = self._get_worker(instance)
+        breaker = worker.breaker
+        if not placed.peer and (
+            error is not None or breaker.consecutive_failures or breaker.half_open
+        ):
+            worker.on_ended(error)
 
     def record_failure(self, worker: ProbedWorker, error: DynamoError) -> None:
         """Count a failed request. Eject the worker when its breaker should trip."""

@@ -278,6 +278,9 @@ def test_the_rank_with_the_fewest_requests_is_chosen() -> None:
     assert {balancer.choose(worker, frozenset({"w/2"})) for _ in range(3)} == {1}
     full = frozenset({"w/0", "w/1", "w/2"})
     assert {balancer.choose(worker, full) for _ in range(3)} == {2}
+    assert len([*ledger.workers.all()]) == 2  # those with requests
+    balancer.retain({"v"})
+    assert not balancer._choices
 
 
 class RecordingOperator(Operator):

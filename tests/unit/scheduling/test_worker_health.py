@@ -358,3 +358,13 @@ def test_simultaneous_failures_count_once() -> None:
     assert not any(breaker.record_failure(0.001 * at) for at in range(50))
     assert not breaker.record_failure(1.0)
     assert breaker.record_failure(2.0)
+
+
+def test_a_request_that_ends_after_its_worker_is_gone_leaves_nothing() -> None:
+    async def play(scene: HealthScene) -> None:
+        _, health = await scene.start(1)
+        gone = Instance("gone", "memory://gone", "n", "c", "e")
+        await scene.send(gone)
+        assert "gone" not in health._workers
+
+    run_scenario(play)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.fast_path import SendToken
+from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, Started
@@ -37,10 +38,12 @@ class RankBalancer:
             return None
         self._choices[instance.id] += 1
         first = self._choices[instance.id] % len(ranks)
+        workers = {worker.rank: worker for worker in self._workers.ranks_of(instance.id)}
 
         def load(rank: int | None) -> tuple[bool, int]:
-            worker = self._workers.at(instance, rank)
-            return worker.name in excluded, worker.slots.occupied + worker.prompts
+            worker = workers.get(rank)
+            requests = 0 if worker is None else worker.slots.occupied + worker.prompts
+            return worker_name(instance.id, rank) in excluded, requests
 
         return min((*ranks[first:], *ranks[:first]), key=load)
 

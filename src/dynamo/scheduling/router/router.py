@@ -152,7 +152,8 @@ class WorkerRouter:
             for instance in client.instances.values()
         )
         if self._client is not None:
-            self._ranks.retain(self._client.instances.keys())
+            instances = [client.instances for client in clients if client is not None]
+            self._ranks.retain({name for each in instances for name in each})
 
     def _choose_ranks(self, decision: Decision, tried: AbstractSet[str]) -> Decision:
         """Choose the ranks where the policy has chosen instances only."""
