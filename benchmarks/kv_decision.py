@@ -103,7 +103,7 @@ def make_cost(roles: str) -> Cost:
 def make_ledger(workers: int, args: argparse.Namespace, rng: random.Random) -> Ledger:
     """Return a ledger of workers with requests in flight."""
     ledger, instances = Ledger(), {}
-    ledger.models_prompts = ledger.follows_answers = True
+    ledger.follow_answers()
     for number in range(workers):
         roles = ["prefill"] if number % 2 else ["decode"]
         engine = ENGINE | ({"roles": roles} if args.roles == "split" else {})

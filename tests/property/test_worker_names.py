@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.property.named_cluster import BLOCK, CheckedLog, Fleet, Frontend, NamedCluster
 
@@ -174,8 +174,12 @@ async def overload(trial: Trial) -> None:
 
 @pytest.mark.parametrize("limit_s", [LIMIT_S, inf])
 @pytest.mark.parametrize("mode", ["round_robin", "least_loaded", "adaptive", "kv", "remote"])
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(fleet=FLEETS, requests=REQUESTS)
+@example(
+    fleet=(2, 1, ("apart", "flexible")),
+    requests=[(0, 2_000, 1, 0, None, None), (0, 30, 1, 0, None, None)],
+)
 def test_ranks_are_workers_wherever_they_are_named(
     mode: str, limit_s: float, fleet: tuple[int, int, tuple[str, str]], requests: Sequence[Any]
 ) -> None:

@@ -131,7 +131,7 @@ class KvRouter:
         self._view = CacheView(runtime.clock, block_tokens=block_size)
         self._loads = LoadView(runtime.clock)
         self._ledger = Ledger(runtime.clock)
-        self._ledger.models_prompts = self._ledger.follows_answers = True
+        self._ledger.follow_answers()
         self._worker_states = self._ledger.workers
         self._applied_loads: dict[str, Load] = {}
         self._routed_count = 0

@@ -117,7 +117,7 @@ async def test_a_decision_reports_its_mode_and_candidates(open_runtime: Open) ->
 def test_an_outcome_counts_the_token_that_ended_the_answer() -> None:
     for end, tokens in ((Finish("stop", 3, 9), 3), (Finish("length", 2), 2)):
         ledger = Ledger()
-        ledger.follows_answers = True
+        ledger.counts_tokens = True
         worker = ledger.workers.at(Instance("w", "", "", "", ""), None)
         placed = ledger.place("r/0/0", worker, Prompt(5, ()), new_tokens=5)
         attempt = Attempt(RecordingReply(), placed, ledger, SystemClock())
@@ -278,7 +278,7 @@ def test_the_rank_with_the_fewest_requests_is_chosen() -> None:
     assert {balancer.choose(worker, frozenset({"w/2"})) for _ in range(3)} == {1}
     full = frozenset({"w/0", "w/1", "w/2"})
     assert {balancer.choose(worker, full) for _ in range(3)} == {2}
-    assert len([*ledger.workers.all()]) == 2  # those with requests
+    assert len([*ledger.workers.all()]) == 2  # workers with requests only
     balancer.retain({"v"})
     assert not balancer._choices
 

@@ -55,7 +55,7 @@ class RankBalancer:
 
 class Attempt(Reply):
     """Forward one attempt's reply, and enter its first token in the ledger. Where the ledger
-    follows answers, tokens are counted in the reply's token log; without a log, by each call."""
+    counts tokens, they are counted in the reply's token log; without a log, by each call."""
 
     __slots__ = (
         "_clock",
@@ -80,7 +80,7 @@ class Attempt(Reply):
         self._clock = clock
         self.placed = placed
         self._counts_tokens = False
-        if ledger.follows_answers:
+        if ledger.counts_tokens:
             token_log = reply.token_log
             self._counts_tokens = token_log is None
             if token_log is not None:

@@ -37,8 +37,9 @@ class Ledger:
     `on_placed`, `on_started`, `on_first_token` and `on_ended` are called after each line.
 
     `models_prompts`: the workers' models follow prompts, which predicts first tokens.
-    `follows_answers`: a policy reads the models, or the tokens of answers. Both cost time for each
-    request, so that they are off where nothing reads them. `reserves`: this is a router process,
+    `counts_tokens`: the tokens of answers are counted. `follows_answers`: a policy reads the models
+    and refreshes them. Each costs time for each request, and is off where nothing reads it.
+    `reserves`: this is a router process,
     whose entries are reservations until a peer claims them.
     """
 
@@ -51,6 +52,7 @@ class Ledger:
         self.peers: defaultdict[str, dict[str, PlacedRequest]] = defaultdict(dict)
         self.models_prompts = False
         self.follows_answers = False
+        self.counts_tokens = False
         self.reserves = False
         self.on_placed: list[OnPlaced] = []
         self.on_started: list[Callable[[PlacedRequest, Started], None]] = []
@@ -61,6 +63,10 @@ class Ledger:
         for client in clients:
             client.count_by(self.workers.count)
         self._on_instances_changed()
+
+    def follow_answers(self) -> None:
+        """Let the workers' models follow prompts and answers, for a policy that refreshes them."""
+        self.models_prompts = self.follows_answers = self.counts_tokens = True
 
     def close(self) -> None:
         """Stop following the instances."""

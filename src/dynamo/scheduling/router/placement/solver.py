@@ -81,7 +81,7 @@ class PlacementSolver:
         that must wait (default: first come, unbounded). `threshold`: a worker with more pending
         prompt tokens than this many of its steps gets nothing while all are so (0: no limit)."""
         self.worker_states = worker_states = ledger.workers
-        ledger.models_prompts = ledger.follows_answers = True
+        ledger.follow_answers()
         ledger.on_placed.append(self._on_placed)
         ledger.on_first_token.append(self._on_first_token)
         ledger.on_ended.append(self._on_ended)

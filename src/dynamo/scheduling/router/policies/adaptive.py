@@ -47,7 +47,7 @@ class AdaptivePolicy(Policy):
         self._tie_mode = tie_mode
         self._states = ledger.workers
         self.balancer = AdaptiveLoadBalancer(tie_breaker=self._break_tie)
-        ledger.models_prompts = ledger.follows_answers = True
+        ledger.follow_answers()
         ledger.on_ended.append(self._on_ended)
         self._stop_listening = client.on_change(self._on_instances_changed)
         self._on_instances_changed()

@@ -74,7 +74,7 @@ class ReplicaSync:
         self._publishes = publish
         self._applies = apply
         ledger.reserves = not publish
-        ledger.follows_answers = True
+        ledger.counts_tokens = True
         self._reported_tokens: dict[str, int] = {}
         self._pending_events: list[RoutingEvent] = []
         self._flush_scheduled = False
