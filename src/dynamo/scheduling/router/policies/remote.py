@@ -19,7 +19,6 @@ from dynamo.core.errors import (
     ProtocolError,
     WorkerFailed,
 )
-from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -78,7 +77,8 @@ class RemotePolicy(Policy):
         self._responsive: set[str] = set()
         self._probing: set[str] = set()
         self._failing: set[str] = set()
-        self._cache_views: dict[str, str] = {}
+        self._cache_views: dict[str, tuple[str, str]] = {}
+        """Worker -> its instance, and how its cache was known."""
         self._router_available = True
         self._logged_at_s = -math.inf
         self._fallback_total = (metrics or Registry()).counter(
@@ -110,11 +110,9 @@ class RemotePolicy(Policy):
             return {}
         live = self._client.instances
         self._cache_views = {
-            name: view
-            for name, view in self._cache_views.items()
-            if split_worker_name(name)[0] in live
+            name: known for name, known in self._cache_views.items() if known[0] in live
         }
-        return dict(self._cache_views)
+        return {name: view for name, (_, view) in self._cache_views.items()}
 
     async def close(self) -> None:
         await self._routers.close()
@@ -144,7 +142,7 @@ class RemotePolicy(Policy):
             if instance is not None:
                 decision = _decision(instance, reply, self._find_prefill(reply.prefill))
                 if decision.view:
-                    self._cache_views[decision.worker] = decision.view
+                    self._cache_views[decision.worker] = instance.id, decision.view
                 return decision
             if reply.instance in tried:
                 return None
