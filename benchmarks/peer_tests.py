@@ -27,7 +27,10 @@ import urllib.request
 from pathlib import Path
 from unittest.mock import MagicMock
 
-PARTS = {"vllm": ["/tests/entrypoints/"], "xllamacpp": ["/tools/server/tests/", "/models/templates/"]}
+PARTS = {
+    "vllm": ["/tests/entrypoints/"],
+    "xllamacpp": ["/tools/server/tests/", "/models/templates/"],
+}
 ROOTS = {"vllm": "*", "xllamacpp": "*/thirdparty/llama.cpp/tools/server/tests"}
 DYNAMO, ENGINE = os.environ.get("DYNAMO", "dynamo"), os.environ.get("PEER_ENGINE", "mock")
 MODEL = os.environ.get("PEER_MODEL", "")
@@ -36,8 +39,12 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 STUBS = (*("vllm", "torch", "schemathesis", "hypothesis", "PIL", "fastapi", "starlette", "wget"),
          *("pybase64", "mistral_common", "lm_eval", "tests.utils", "tests.conftest", "tests.models"))  # fmt: skip
 """Modules that only tests without a server use, and the helpers of vLLM's tests."""
-CLIENT_MODELS = "test davinci-002 gpt-4.1 gpt-3.5-turbo gpt-3.5-turbo-instruct text-embedding-3-small"
-OPENAI_ROUTES = re.compile("/(chat/completions|completions|models|embeddings|responses|rerank)(/|$)")
+CLIENT_MODELS = (
+    "test davinci-002 gpt-4.1 gpt-3.5-turbo gpt-3.5-turbo-instruct text-embedding-3-small"
+)
+OPENAI_ROUTES = re.compile(
+    "/(chat/completions|completions|models|embeddings|responses|rerank)(/|$)"
+)
 FORM_PATTERNS = ("42", "3000", "foooo", "John", "{5,5}")
 """Parts of llama.cpp's patterns of forms. Its other patterns are words of its own model."""
 running: dict = {}
@@ -69,7 +76,9 @@ class RemoteOpenAIServer:
     """vLLM's class of this name, with those flags of `vllm serve` that exist here."""
 
     def __init__(self, model: str, arguments: list, env_dict: dict | None = None, **_) -> None:
-        values = {a.replace("_", "-"): b for a, b in zip(arguments, [*arguments[1:], ""], strict=True)}
+        values = {
+            a.replace("_", "-"): b for a, b in zip(arguments, [*arguments[1:], ""], strict=True)
+        }
         flags = ["--model-name", values.get("--served-model-name", model)]
         for ours, flag in (("--max-model-len",) * 2, ("--tool-format", "--tool-call-parser")):
             flags += [ours, values[flag]] if flag in values else []
@@ -87,9 +96,13 @@ class RemoteOpenAIServer:
 
     def __getattr__(self, name: str):  # get_client, get_async_client, get_client_anthropic, ...
         library = "Anthropic" if "anthropic" in name else "OpenAI"
-        make = getattr(importlib.import_module(library.lower()), "Async" * ("async" in name) + library)
+        make = getattr(
+            importlib.import_module(library.lower()), "Async" * ("async" in name) + library
+        )
         base = self.url_for(*(() if library == "Anthropic" else ("v1",)))
-        return lambda **options: make(**{"base_url": base, "api_key": "token", "max_retries": 0} | options)
+        return lambda **options: make(
+            **{"base_url": base, "api_key": "token", "max_retries": 0} | options
+        )
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -109,7 +122,9 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def stub_attribute(name: str):
     if name.startswith("__"):
         raise AttributeError(name)
-    limits = types.SimpleNamespace(min=-(1 << 63), max=(1 << 63) - 1, get_vocab_size=lambda: len(TOKENIZER))
+    limits = types.SimpleNamespace(
+        min=-(1 << 63), max=(1 << 63) - 1, get_vocab_size=lambda: len(TOKENIZER)
+    )
     known = {"RemoteOpenAIServer": RemoteOpenAIServer, "get_tokenizer": lambda *_, **__: TOKENIZER,
              "iinfo": lambda *_: limits, "ModelConfig": lambda **_: limits, "ROCM_EXTRA_ARGS": []}  # fmt: skip
     return known[name] if name in known else MagicMock(name=name, **{"is_rocm.return_value": False})
@@ -137,7 +152,9 @@ def with_template(path: str | None) -> str:
         return MODEL
     folder = Path(tempfile.gettempdir(), f"peer-{Path(path).stem}")
     shutil.copytree(MODEL, folder, copy_function=os.symlink) if not folder.exists() else None
-    config = json.loads(Path(MODEL, "tokenizer_config.json").read_text()) | {"chat_template": Path(path).read_text()}
+    config = json.loads(Path(MODEL, "tokenizer_config.json").read_text()) | {
+        "chat_template": Path(path).read_text()
+    }
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
@@ -148,7 +165,9 @@ def pytest_configure() -> None:
         sys.path.insert(0, str(Path.cwd()))
         utils = importlib.import_module("utils")
         match, process = utils.match_regex, utils.ServerProcess
-        utils.match_regex = lambda form, text: match(form, text) or not any(p in form for p in FORM_PATTERNS)
+        utils.match_regex = lambda form, text: (
+            match(form, text) or not any(p in form for p in FORM_PATTERNS)
+        )
         utils.ServerPreset.load_all = lambda: None
         process.start, process.stop = start_llama_server, lambda _: None
         process.make_url = lambda _, path, *__: (
