@@ -45,11 +45,14 @@ COMMANDS = {
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
+    "engines": Command(
+        "dynamo.cli.models.engines", "list the engines that serve a model here, and why"
+    ),
     "doctor": Command("dynamo.cli.doctor", "check this machine and suggest fixes"),
     "config": Command(
         "dynamo.cli.config", "explain a configuration; print the schema of its files"
     ),
-    "export": Command("dynamo.cli.export", "write a model in float32 for other engines"),
+    "export": Command("dynamo.cli.models.export", "write a model in float32 for other engines"),
     "bench": Command(
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
     ),

@@ -10,6 +10,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.explain import EffectiveSetting
 from dynamo.core.settings.load import DEFAULT_ORIGIN
+from dynamo.core.settings.schema_engine import AUTO
 
 
 def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list[str]:
@@ -28,6 +29,8 @@ def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list
 
     notes: dict[str, None] = {}
     for settings in parts:
+        if settings.engine.kind == AUTO:  # nothing is started that needs one
+            continue
         ENGINES.check(settings.engine.kind)
         try:
             check_roles(settings)

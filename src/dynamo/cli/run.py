@@ -49,15 +49,16 @@ def parser() -> Parser:
         "Every setting can be given as --SECTION.KEY VALUE, as $DYNAMO_SECTION__KEY or in a file.\n"
         "`dynamo config explain` lists all settings; those with a short flag are below.",
         EXAMPLES,
-        usage="[in=http|text|batch:FILE|none] [out=native|llamacpp|mock|echo|script|openai URL..] "
-        "[MODEL] [FLAGS]",
+        usage="[in=http|text|batch:FILE|none] [out=auto|native|llamacpp|vllm|mock|echo|script|"
+        "openai URL..] [MODEL] [FLAGS]",
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="in= out= MODEL",
         help="source of requests (default: in=http; in=none runs workers only), engine (default: "
-        "out=native), and a model folder, GGUF file or hub name (default: SmolLM2-135M-Instruct)",
+        "out=auto, the first that serves the model here: see `dynamo engines`), and a model "
+        "folder, GGUF file or hub name (default: SmolLM2-135M-Instruct)",
     )
     add_batch_flags(parser)
     add_settings_flags(parser)
@@ -112,14 +113,14 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
 def checked_settings(
     loaded: LoadedSettings, on_note: Callable[[str], None] | None = None
 ) -> Settings:
-    """Check engines, log level and planes. `on_note` gets notes on settings without effect. Raises
-    `ConfigError` and `Unsupported`."""
+    """Choose the engine; check engines, log level and planes. `on_note` gets notes on settings
+    without effect. Raises `ConfigError`, `Unsupported`, and the errors of `chosen_engine`."""
     from dynamo.models.answers.families import find_family
     from dynamo.runtime.planes import planes_of
-    from dynamo.services.deployment.worker_groups import worker_groups
+    from dynamo.services.deployment.worker_groups import with_engines, worker_groups
     from dynamo.telemetry.logs import parse_levels
 
-    settings = loaded.settings
+    settings = with_engines(loaded.settings)
     groups = [group.settings for group in worker_groups(settings)] or [settings]
     for note in check_engines(groups, loaded.origins):
         if on_note is not None:

@@ -28,9 +28,17 @@ def install_command(extra: str = "") -> str:
         package = [f"{DISTRIBUTION}{options}"]
     if extra in ALONE:
         package = ["--no-deps", ALONE[extra]]
-    pip = [sys.executable, "-m", "pip", "install"]
+    return pip_command("install", *package)
+
+
+def pip_command(command: str, *arguments: str) -> str:
+    """Return a shell command of pip, or of uv in an environment without pip, for this
+    interpreter."""
+    pip = [sys.executable, "-m", "pip"]
     if find_spec("pip") is not None:
-        return shlex.join([*pip, *package])
+        return shlex.join([*pip, command, *arguments])
     if uv := shutil.which("uv"):
-        return shlex.join([uv, "pip", "install", "--python", sys.executable, *package])
-    return f"{shlex.join([sys.executable, '-m', 'ensurepip'])} && {shlex.join([*pip, *package])}"
+        arguments = tuple(word for word in arguments if word != "--yes")  # uv does not ask
+        return shlex.join([uv, "pip", command, "--python", sys.executable, *arguments])
+    ensure_pip = shlex.join([sys.executable, "-m", "ensurepip"])
+    return f"{ensure_pip} && {shlex.join([*pip, command, *arguments])}"

@@ -168,7 +168,7 @@ class LibraryEngine:
         path = config if isinstance(config, str) else read_field(config, "path", "name", default="")
         names = EngineSettings.__struct_fields__
         values = {name: value for name in names if (value := read_field(config, name)) is not None}
-        settings = Settings(engine=EngineSettings(**values))
+        settings = Settings(engine=EngineSettings(**{"kind": "native", **values}))
         kind = settings.engine.kind
         files = await resolve_model(str(path), with_weights=engine_needs_weights(kind))
         card = files.build_card(block_tokens=settings.engine.block_size)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import AUTO
 from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.models.file_cache import ProgressCallback as ModelProgress
 from dynamo.models.location import locate_model
@@ -100,7 +101,8 @@ def _fetch_in_thread(
 
     failure: Exception | None = None
     try:
-        with_weights = engine_needs_weights(settings.engine.kind)
+        kind = settings.engine.kind
+        with_weights = kind != AUTO and engine_needs_weights(kind)  # auto: no workers are here
         resolve_model_blocking(
             settings.model.path, progress, with_weights=with_weights, stopped=stopped
         )

@@ -9,11 +9,13 @@ from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.plugins import ENGINES, engine_needs_weights
 from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import AUTO
 from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference import worker as inference_worker
 from dynamo.inference.embedding.server import EmbeddingServer
 from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.inference.engines.arguments import check_roles, engine_environment
+from dynamo.inference.engines.choice import with_engine
 from dynamo.inference.engines.packages import check_engine_package
 from dynamo.inference.native.engine_sizing import available_memory_bytes
 from dynamo.inference.openai_server.factory import open_text_engine
@@ -41,6 +43,8 @@ class WorkerService:
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Start the engine and serve. Raises `ModelUnavailable`, `ConfigError`."""
+        if runtime.settings.engine.kind == AUTO:  # else the deployment has chosen
+            runtime.settings = await runtime.clock.offload(with_engine, runtime.settings)
         settings = runtime.settings
         kind = settings.engine.kind
         ENGINES.check(kind)

@@ -157,7 +157,7 @@ def test_options_of_ready_made_services_are_settings() -> None:
 
     assert plan.settings.server.http_port == 8111
     assert plan.settings.router.mode == "random"
-    assert plan.settings.engine.kind == "native"
+    assert plan.settings.engine.kind == "auto"
     assert (engines.replicas, engines.settings.engine.kind) == (5, "mock")
     assert engines.settings.model.path == "/m"
     assert engines.settings.server.http_port == 8111

@@ -6,14 +6,18 @@ from typing import Any
 
 from dynamo.core.settings.declare import SettingsSection, setting
 
+AUTO = "auto"
+"""The kind of an engine that is chosen by the model, the machine and what is installed."""
+
 
 class EngineSettings(SettingsSection, frozen=True):
     """The engine of each worker."""
 
     kind: str = setting(
-        "native",
-        "engine of the workers: native, vllm, llamacpp, openai, mock, echo, script, or an entry "
-        "point in dynamo.engines",
+        AUTO,
+        "engine of the workers: auto (the first of native, llamacpp and vllm that serves the model "
+        "here), native, vllm, llamacpp, openai, mock, echo, script, or an entry point in "
+        "dynamo.engines",
         aliases=("model.engine",),
     )
     workers: int = setting(1, "worker processes", flag="--workers", ge=0)

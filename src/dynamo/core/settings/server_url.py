@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.settings.schema_engine import AUTO
 
 if TYPE_CHECKING:
     from dynamo.core.settings.schema import Settings
@@ -36,4 +37,6 @@ def server_url(url: str) -> str:
 
 def lacks_tokenizer(settings: Settings) -> bool:
     """Whether the workers only know servers by their URL, and no model's files."""
-    return settings.engine.kind == "openai" and not settings.model.path
+    engine = settings.engine
+    by_url = engine.kind == "openai" or (engine.kind == AUTO and bool(engine.urls))
+    return by_url and not settings.model.path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
@@ -15,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
+from dynamo.core.installation import pip_command
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -120,7 +119,7 @@ def check_engine_package(kind: str) -> None:
 def engine_status(kind: str) -> EngineStatus:
     """Return what is installed of an engine, without importing it."""
     package = ENGINE_PACKAGES[kind]
-    command = _install_command(package)
+    command = engine_install_command(kind)
     if find_spec(package.module) is None:
         text = f"{package.title} is not installed; supported: {package.supported}"
         return EngineStatus(kind, "", text, command, is_installed=False)
@@ -209,12 +208,18 @@ def _torch_problem(package: EnginePackage, distribution: metadata.Distribution) 
     return f"{build} is built for torch {needed}; torch {installed} is installed"
 
 
-def _install_command(package: EnginePackage) -> str:
-    pip = [sys.executable, "-m", "pip"]
-    if NVIDIA_DRIVER.exists() or not package.cpu_requirements:
-        return shlex.join([*pip, "install", package.requirement])
-    install = shlex.join([*pip, "install", *package.cpu_requirements])
-    return f"{install} && {shlex.join([*pip, 'uninstall', '--yes', *package.unwanted])}"
+def engine_install_command(kind: str) -> str:
+    """Return a shell command that installs the build of an engine for this machine."""
+    package = ENGINE_PACKAGES[kind]
+    if has_nvidia_driver() or not package.cpu_requirements:
+        return pip_command("install", package.requirement)
+    install = pip_command("install", *package.cpu_requirements)
+    return f"{install} && {pip_command('uninstall', '--yes', *package.unwanted)}"
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the host has an NVIDIA driver."""
+    return NVIDIA_DRIVER.exists()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

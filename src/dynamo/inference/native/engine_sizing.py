@@ -67,7 +67,7 @@ def plan_engine_info(
     if not num_blocks:
         kv_bytes, rule = max_kv_bytes, "cache.max_cache_size"
         if not kv_bytes:
-            kv_bytes = _plan_kv_bytes(memory_bytes, weight_bytes, shape, context)
+            kv_bytes = plan_kv_bytes(memory_bytes, weight_bytes, shape, context)
             rule = f"{KV_MEMORY_SHARE:.0%} of the memory that the weights leave"
         num_blocks = max(1, kv_bytes // (shape.token_bytes * block_tokens))
         if num_blocks > max_useful_blocks:
@@ -94,7 +94,7 @@ def plan_engine_info(
     )
 
 
-def _plan_kv_bytes(memory_bytes: int, weight_bytes: int, shape: KvShape, context: int) -> int:
+def plan_kv_bytes(memory_bytes: int, weight_bytes: int, shape: KvShape, context: int) -> int:
     """Return the memory for KV blocks. Raises `ConfigError` if it holds too few tokens."""
     tokens = min(MIN_KV_TOKENS, context)
     rest_bytes = round(tokens * shape.token_bytes / KV_MEMORY_SHARE)

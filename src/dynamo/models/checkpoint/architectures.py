@@ -58,6 +58,13 @@ _LAYER_PART = re.compile(r"(?:model\.layers|blk)\.\d+\.(.+)")
 _FUSED_PARTS = ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
 _IGNORED_PARTS = ("self_attn.rotary_emb.inv_freq",)
 _TYPE_ALIASES = {"gemma3_text": "gemma3"}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+    },
+}  # fmt: skip
+"""Values that a published config.json of the type leaves out. Source: transformers."""
 _UNROTATED_PERIOD = 4
 """Every fourth layer of SmolLM3 is not rotated, if the file does not say which are."""
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -122,7 +129,14 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
     if isinstance(raw.get("text_config"), dict):
         raw |= raw["text_config"]
     kind = read_model_type(path)
+    if "rope_parameters" not in raw:  # files of transformers 5 leave nothing out
+        raw = {**_DEFAULTS.get(str(kind), {}), **raw}
     fields = {**architecture_of(kind).fields}
+    if isinstance(packed := raw.get("quantization_config"), dict) and packed:
+        raise ModelUnavailable(
+            f"the native engine does not read weights that {packed.get('quant_method')} has packed",
+            hint="out=vllm serves such folders; native reads F32, F16, BF16 and packed GGUF files",
+        )
     activation = raw.get("hidden_activation") or raw.get("hidden_act")
     if activation is not None and "activation" not in fields:
         if activation not in _ACTIVATIONS:

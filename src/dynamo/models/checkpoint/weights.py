@@ -19,6 +19,7 @@ from dynamo.models.checkpoint.decoder_config import (
     tensor_shape,
 )
 from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.checkpoint.quantization import block_layout
 from dynamo.models.checkpoint.safetensors import SafetensorsFolder, weight_files
 
 if TYPE_CHECKING:
@@ -134,11 +135,11 @@ class GgufWeights(ModelWeights):
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
+        self.config = read_gguf_config(self._file)
         self._file.check_tensors()
         kind = self._file.get("general.architecture", "")
         self._has_pairs = architecture_of(kind).gguf_pairs
         self._stored_names = {hugging_face_name(name, kind): name for name in self._file.tensors}
-        self.config = read_config(self._file, frozenset(self._stored_names))
 
     def _read(self, name: str) -> Floats:
         stored = self._file.tensor(self._stored_names.get(name, name))
@@ -163,6 +164,23 @@ class GgufWeights(ModelWeights):
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_gguf_config(file: GgufFile) -> DecoderConfig:
+    """Read the description of a model from the header of its file. Raises `ModelUnavailable` for a
+    model that native does not compute."""
+    parts = file.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise ModelUnavailable(
+            f"{file.path.name} is one of {parts} files of a model, and native reads models of one",
+            hint="out=llamacpp reads models of several files; name the first of them",
+        )
+    kind = file.get("general.architecture", "")
+    architecture_of(kind)
+    names = (hugging_face_name(name, kind) for name in file.tensors)
+    for info in file.tensors.values():
+        block_layout(info.kind)
+    return read_config(file, frozenset(names))
 
 
 def open_weights(path: Path) -> ModelWeights:

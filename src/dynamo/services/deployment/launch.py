@@ -16,6 +16,7 @@ from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.values import worker_role
+from dynamo.inference.engines.choice import log_choices
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child import ChildSpec
@@ -149,6 +150,7 @@ def serve(
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards((specs or deployment_specs)(settings))
         check_open_files(len(processes))
+        log_choices()
         supervisor = Supervisor(
             processes,
             deployment,

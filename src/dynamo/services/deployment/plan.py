@@ -13,6 +13,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 from dynamo.core.settings.load import BESIDE_GROUPS
 from dynamo.core.settings.schema_cluster import WorkersSettings
+from dynamo.inference.engines.choice import with_engine
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
@@ -266,12 +267,13 @@ def _plan_workers(service: type[Any], loaded: LoadedSettings) -> Sequence[Proces
                 "worker",
                 (service,),
                 group.replicas,
-                group.settings,
+                with_engine(group.settings),
                 resources=spec.resources,
                 group=group.name,
             )
             for group in groups
         ]
+    settings = with_engine(settings)
     workers, origin = settings.engine.workers, loaded.origins["engine.workers"]
     if origin == "default" or origin.startswith(BESIDE_GROUPS):
         workers = spec.workers

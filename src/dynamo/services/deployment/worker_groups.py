@@ -11,7 +11,9 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings, override
+from dynamo.core.settings.schema_engine import AUTO
 from dynamo.core.settings.server_url import server_url
+from dynamo.inference.engines.choice import with_engine
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,28 @@ def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
         ReplicaGroup("worker", "worker", _answering_workers(settings), settings),
     ]
     return [group for group in groups if group.replicas]
+
+
+def with_engines(settings: Settings) -> Settings:
+    """Return the settings with the engine of the workers' model, if they leave it open. Blocks.
+
+    Raises as `chosen_engine`, and `ConfigError` for groups whose models need different engines.
+    """
+    if settings.engine.kind != AUTO:
+        return settings
+    chosen = {
+        group.settings.model.path: with_engine(group.settings) for group in worker_groups(settings)
+    }
+    kinds = {path: group.engine.kind for path, group in chosen.items()}
+    if len(set(kinds.values())) > 1:
+        names = ", ".join(f"{path or 'the default model'}: {kind}" for path, kind in kinds.items())
+        raise ConfigError(
+            f"the groups' models need different engines ({names})",
+            hint="name the engine (out=ENGINE), or start one deployment for each model",
+            param="engine.kind",
+        )
+    kind = next(iter(kinds.values()), AUTO)
+    return replace(settings, engine=replace(settings.engine, kind=kind))
 
 
 def _answering_workers(settings: Settings) -> int:

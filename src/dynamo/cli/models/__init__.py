@@ -1,0 +1,1 @@
+"""Commands about a model before it is served: engines, files, export."""
