@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
+from dynamo.core.settings.values import FALSE_WORDS, TRUE_WORDS
 
 if TYPE_CHECKING:
     from dynamo.core.settings import Settings
@@ -109,11 +110,35 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse arguments. Raises `ConfigError` for wrong ones; `--help` exits."""
-        args, unknown = self.parse_known_intermixed_args(self._repeat_flags(arguments))
+        words = self._repeat_flags(self._read_switches(arguments))
+        args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             hint = self._suggest_flag(unknown[0])
             raise ConfigError(f"unknown argument {unknown[0]!r}", hint=hint)
         return args
+
+    def _read_switches(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments with `--no-FLAG` in place of `--FLAG false`, and so on."""
+        words: list[str] = []
+        for word in arguments:
+            flag, equals, value = word.partition("=")
+            if switch := self._find_switch(flag, value) if equals else "":
+                words.append(switch)
+            elif words and (switch := self._find_switch(words[-1], word)):
+                words[-1] = switch
+            else:
+                words.append(word)
+        return words
+
+    def _find_switch(self, flag: str, value: str) -> str:
+        """Return the form of `flag` without a value that means `value`; "" if there is none."""
+        action = self._option_string_actions.get(flag)
+        off = f"--no-{flag[2:]}"
+        if action is None or off not in action.option_strings:
+            return ""
+        if value.lower() in TRUE_WORDS:
+            return flag
+        return off if value.lower() in FALSE_WORDS else ""
 
     def _repeat_flags(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments with a flag before each of several entries that follow it once."""

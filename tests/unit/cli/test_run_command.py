@@ -107,6 +107,15 @@ def test_a_flag_without_value_does_not_consume_a_word() -> None:
     assert settings.model.path == "MODEL_DIR"
 
 
+@pytest.mark.parametrize("flag", ["--server.log_requests", "--log-requests"])
+@pytest.mark.parametrize(("value", "expected"), [("false", False), ("Off", False), ("1", True)])
+def test_a_switch_takes_a_value(flag: str, value: str, expected: bool) -> None:
+    for line in (f"MODEL {flag} {value}", f"{flag} {value} MODEL", f"{flag}={value} MODEL"):
+        settings = settings_of(line)
+        assert settings.server.log_requests is expected
+        assert settings.model.path == "MODEL"
+
+
 def test_a_word_overrides_the_environment() -> None:
     environ = {"DYNAMO_ENGINE__KIND": "echo", "DYNAMO_MODEL__PATH": "elsewhere"}
 

@@ -32,8 +32,8 @@ PARSERS: Mapping[str, Callable[[str], float]] = {
     "cores": parse_cores,
     "seconds": parse_seconds,
 }
-_TRUE_WORDS = ("true", "yes", "on", "1")
-_FALSE_WORDS = ("false", "no", "off", "0")
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
 
 
 def parse_value(spec: SettingSpec, raw: Any) -> Any:
@@ -174,9 +174,9 @@ def _parse_bool(raw: Any) -> bool:
     if isinstance(raw, bool):
         return raw
     word = str(raw).strip().lower()
-    if word not in _TRUE_WORDS + _FALSE_WORDS:
+    if word not in TRUE_WORDS + FALSE_WORDS:
         raise ValueError("wanted true or false")
-    return word in _TRUE_WORDS
+    return word in TRUE_WORDS
 
 
 def _parse_choice(spec: SettingSpec, raw: Any) -> str:
