@@ -131,7 +131,7 @@ class ServiceModelProcessor:
         """Raise `Unsupported`: a service has no tokenizer."""
         raise self._chat_only_error()
 
-    detokenize = texts = tokenize
+    detokenize = token_strings = token_bytes = tokenize
 
     async def _forward_request(
         self, body: dict[str, Any], context: Context, reply: TextReply

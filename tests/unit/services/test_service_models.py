@@ -10,6 +10,7 @@ import pytest
 
 from dynamo.application import Gateway
 from dynamo.core.context import Context
+from dynamo.core.errors import Unsupported
 from dynamo.core.text import ChatRequest, TextFinish, TextReply
 from dynamo.core.values import Started
 from dynamo.sdk.service_model import ServiceModelRecord
@@ -52,3 +53,12 @@ async def test_a_chat_is_accepted_before_its_service_answers(
     await processor(record, client, gateway, "keep").chat(request, Context("1"), reply)
     assert reply.names[:2] == ["prompt", "called"]
     assert "hi" in reply.names
+
+
+@pytest.mark.parametrize("method", ["tokenize", "detokenize", "token_strings", "token_bytes"])
+async def test_a_service_has_no_tokens(method: str) -> None:
+    record = ServiceModelRecord("m", "n", "c", "e", streams=True, derived=False)
+    client: Any = object()
+    processor = ServiceModelProcessor(record, client, Gateway(), "keep")
+    with pytest.raises(Unsupported, match="without tokenizer"):
+        await getattr(processor, method)([1])
