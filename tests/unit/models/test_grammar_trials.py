@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Event
 
@@ -167,3 +168,27 @@ async def test_a_trial_without_cpu_time_ends_and_the_next_one_goes_on(
         await checker.check(schema("b"))
     monkeypatch.setattr(trial_lane, "TRIAL_TIMEOUT_S", 60.0)
     await checker.check(schema("b"))
+
+
+async def test_a_form_is_tried_beside_a_thousand_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        first = os.open(os.devnull, os.O_RDONLY)
+        stack.callback(os.close, first)
+        while (copy := os.dup(first)) < 1024:
+            stack.callback(os.close, copy)
+        stack.callback(os.close, copy)
+        await GrammarChecker().check(schema("many"))
+
+
+async def test_the_pipes_of_a_dead_process_are_closed(checker: GrammarChecker) -> None:
+    await checker.check(schema("first"))
+    process = checker._small.process
+    assert process is not None
+    assert process.stdin is not None
+    process.kill()
+    process.wait()
+    await checker.check(schema("second"))
+    assert process.stdin.closed

@@ -39,6 +39,7 @@ class TrialLane:
         self._lock = Lock()
         self._thread: Executor | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        self._end_process: Callable[[], object] = lambda: None
 
     async def run(self, caller: str, work: Work) -> Verdict:
         """Run `work` in the thread, after one piece of work of each other caller at most. Raises
@@ -74,18 +75,21 @@ class TrialLane:
     def try_form(self, encoded: bytes) -> Verdict:
         """Ask the process, in the thread. Raises `Overloaded`."""
         if self.process is None or self.process.poll() is not None:
+            self._end_process()
             self.process = _start_process(*self._arguments)
-            weakref.finalize(self, _stop_process, self.process)
+            self._end_process = weakref.finalize(self, _stop_process, self.process)
         process = self.process
         outgoing, incoming = process.stdin, process.stdout
         try:
             if outgoing and incoming:
                 write_message(outgoing, encoded)
-                if select.select([incoming], [], [], TRIAL_TIMEOUT_S)[0]:
+                poll = select.poll()  # `select.select` ends at descriptor 1024
+                poll.register(incoming, select.POLLIN)
+                if poll.poll(TRIAL_TIMEOUT_S * 1e3):
                     return _decode_verdict(read_message(incoming) or b"")
         except (OSError, *DECODE_ERRORS):
             pass  # the process has died
-        _stop_process(process)
+        self._end_process()
         raise Overloaded("the form of the answer could not be checked in time")
 
 
