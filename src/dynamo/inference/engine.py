@@ -254,10 +254,8 @@ class BatchedEngine(EngineCore):
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:
-                self.scheduler.remove(chunk.sequence)
-                chunk.sequence.request_state.complete(
-                    WorkerFailed(f"the engine failed in a step: {error}")
-                )
+                failure = WorkerFailed(f"the engine failed in a step: {error}")
+                self.end_sequence(chunk.sequence, failure)
             return None
 
     def _on_loop_failed(self, error: BaseException) -> None:
