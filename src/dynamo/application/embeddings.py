@@ -175,7 +175,7 @@ def _as_list(texts: str | list[str]) -> list[str]:
 def _text_of(document: str | dict[str, Any]) -> str:
     text = document if isinstance(document, str) else document.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest("documents: an object without text", param="documents")
+        raise InvalidRequest("an object without text", field="documents")
     return text
 
 
@@ -189,7 +189,7 @@ def _read_inputs(value: str | list[Any]) -> list[str] | list[list[int]]:
         for number, ids in enumerate(items):
             if not ids or not all(type(token) is int and token >= 0 for token in ids):
                 raise InvalidRequest(
-                    f"input[{number}]: expected token ids, at least one", param="input"
+                    "expected token ids, at least one", field=f"input[{number}]", param="input"
                 )
         return cast("list[list[int]]", items)
     return _check_texts(items, "input")
@@ -200,30 +200,30 @@ def _check_texts(texts: Sequence[Any], param: str) -> list[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidRequest(
-                f"{param}[{number}]: expected a text, got {type(text).__name__}",
+                f"expected a text, got {type(text).__name__}",
                 hint="all inputs are texts, or all are lists of token ids",
+                field=f"{param}[{number}]",
                 param=param,
             )
         if not text:
-            raise InvalidRequest(f"{param}[{number}]: the text is empty", param=param)
+            raise InvalidRequest("the text is empty", field=f"{param}[{number}]", param=param)
     return list(texts)
 
 
 def _check_count(count: int, param: str) -> None:
     if not 0 < count <= MAX_INPUTS:
         raise InvalidRequest(
-            f"{param}: {count} inputs, 1 to {MAX_INPUTS} are possible",
+            f"{count} inputs, 1 to {MAX_INPUTS} are possible",
             hint="send several requests" if count else "",
-            param=param,
+            field=param,
         )
 
 
 def _check_dimensions(dimensions: int | None, served: ServedEmbeddingModel) -> None:
     if dimensions is not None and dimensions > served.dimensions:
         raise InvalidRequest(
-            f"dimensions: {dimensions} are more than {served.dimensions}, those of "
-            f"{served.names[0]}",
-            param="dimensions",
+            f"{dimensions} are more than {served.dimensions}, those of {served.names[0]}",
+            field="dimensions",
         )
 
 

@@ -129,5 +129,5 @@ def _query_number(exchange: Exchange, name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise InvalidRequest(f"{name}: a number, not {values[-1][:40]!r}", param=name)
+        raise InvalidRequest(f"a number, not {values[-1][:40]!r}", field=name)
     return value

@@ -10,7 +10,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.openai.body import decode_body
-from dynamo.application.openai.chat import ChatBody, chat_request
+from dynamo.application.openai.chat import ChatBody, chat_parts, chat_request
 from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
 from dynamo.core.errors import InvalidRequest
 
@@ -120,7 +120,7 @@ class TokenizationHandler:
                 continue_final_message=body.continue_final_message,
                 chat_template_kwargs=body.chat_template_kwargs,
             )
-            request = chat_request(chat, model, self._unknown_roles)
+            request = chat_request(chat_parts(chat), model, self._unknown_roles)
             special = body.add_special_tokens is True
             ids = await processor.tokenize(request, add_special=special)
         elif body.prompt is not None:
@@ -132,7 +132,7 @@ class TokenizationHandler:
                 return LlamaCppTokens(ids)
             return LlamaCppTokens(list(map(_piece, ids, await processor.token_bytes(ids))))
         else:
-            raise InvalidRequest("prompt: required, but missing", param="prompt")
+            raise InvalidRequest("required, but missing", field="prompt")
         strings = await processor.token_strings(ids) if body.return_token_strs else None
         return TokenizeResponse(len(ids), served.context_tokens, ids, strings)
 

@@ -5,7 +5,7 @@ Programs test `code`. The message states what happened and why, `hint` what to d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Literal
 
 import msgspec
@@ -14,8 +14,11 @@ from dynamo.core.redaction import redact
 
 
 class DynamoError(Exception):
-    """Base of every error that a user may see. `param` names the wrong field or setting. Message
-    and hint show no secret of this process.
+    """Base of every error that a user may see. Message and hint show no secret of this process.
+
+    `field` is the path of the wrong value in a request, e.g. "tools[0].type": the message begins
+    with it, and the rest is the `reason`. `param`, the wrong field or setting in short, is the same
+    unless it is told.
 
     A subclass sets its `code` and `retryable` in the class statement, or inherits them.
     """
@@ -32,15 +35,29 @@ class DynamoError(Exception):
         message: str,
         *,
         hint: str = "",
+        field: str = "",
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        message = redact(message)
-        super().__init__(message)
-        self.message = message
+        self.reason = redact(message)
+        super().__init__(self.reason)
         self.hint = redact(hint) if hint else hint
-        self.param = param
+        self.field = field
+        self.param = param or field or None
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> str:
+        """The field, if one is wrong, and the reason."""
+        return f"{self.field}: {self.reason}" if self.field else self.reason
+
+    def rename_fields(self, rename: Callable[[str], str]) -> None:
+        """Name the wrong field as another request has it."""
+        self.field = rename(self.field)
+        self.param = rename(self.param) if self.param else None
 
 
 class InternalError(DynamoError):
@@ -201,6 +218,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     param: str | None = None
     retry_after_s: float | None = None
     instance: str = ""
+    field: str = ""
 
 
 def describe_os_error(error: OSError) -> str:
@@ -232,7 +250,13 @@ def encode_error(error: DynamoError) -> bytes:
     instance = error.instance if isinstance(error, WorkerFailed) else ""
     return _encoder.encode(
         ErrorRecord(
-            error.code, error.message, error.hint, error.param, error.retry_after_s, instance
+            error.code,
+            error.message,
+            error.hint,
+            error.param,
+            error.retry_after_s,
+            instance,
+            error.field,
         )
     )
 
@@ -242,7 +266,11 @@ def decode_error(payload: bytes | memoryview) -> DynamoError:
     record = _decoder.decode(payload)
     cls = error_types().get(record.code, InternalError)
     error = cls(
-        record.message, hint=record.hint, param=record.param, retry_after_s=record.retry_after_s
+        record.message.removeprefix(f"{record.field}: "),
+        hint=record.hint,
+        field=record.field,
+        param=record.param,
+        retry_after_s=record.retry_after_s,
     )
     if isinstance(error, WorkerFailed):
         error.instance = record.instance

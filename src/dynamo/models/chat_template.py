@@ -130,15 +130,15 @@ class ChatTemplate:
         """
         *earlier, last = messages
         if last["content"] is None:
-            raise InvalidRequest("messages: the last one has no text to continue", param="messages")
+            raise InvalidRequest("the last one has no text to continue", field="messages")
         marked = {**last, "content": content_text(last["content"]) + END_MARK}
         text = self.render([*earlier, marked], tools, add_generation_prompt=False, **args)
         end = text.rfind(END_MARK.strip())
         if end < 0:
             raise InvalidRequest(
-                "messages: the model's chat template leaves out the text of the last one",
+                "the model's chat template leaves out the text of the last one",
                 hint="end with a user message",
-                param="messages",
+                field="messages",
             )
         return text[:end] if text.startswith(END_MARK, end) else text[:end].rstrip()
 

@@ -316,6 +316,7 @@ def result(call_id: str) -> Any:
         ({"messages": image({"type": "url", "url": "http://x/y"})}, r"image \(url\)"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [TOOL] * 2}, r"tools\[1\].name: 'f' is the name"),
+        ({"tools": [{"type": "web_search_20250305"}, *([TOOL] * 2)]}, r"tools\[2\].name: 'f' is"),
         ({"tools": [TOOL | {"name": f"f{n}"} for n in range(129)]}, "129"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_2025"),
         ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema"),
@@ -325,6 +326,8 @@ def result(call_id: str) -> Any:
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"effort": "x" * 1025}}, "output_config.effort: 1,025"),
+        ({"extra_body": {"output_format": {"type": "json_schema"}}}, r"output_format\.schema"),
         ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers"),
         ({"extra_body": {"thread": {"type": "create"}}}, "thread"),
         ({"extra_body": {"compaction": {"type": "enabled"}}}, "compaction"),
@@ -366,11 +369,6 @@ async def test_errors_have_anthropic_s_types(
         monkeypatch.setattr(site.processor, "fails", "")
         with pytest.raises(anthropic.BadRequestError, match="timeout"):
             await ask(client, extra_headers={"x-dynamo-timeout": "soon"})
-
-
-def test_hints_name_the_fields_of_messages() -> None:
-    error = InvalidRequest("no form", hint="leave response_format out, or start a worker")
-    assert b"leave output_config.format out, or" in ANTHROPIC_ERRORS.encode(error, "r")
 
 
 @pytest.mark.parametrize("error", [WorkerFailed("the worker died"), InvalidRequest("wrong")])

@@ -18,6 +18,8 @@ async def client(site: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     await site.application.close(0)
 
 
+NAMELESS: Any = {"type": "function", "name": "a b"}
+ADDED: Any = {"type": "additional_tools", "tools": [WEATHER, NAMELESS]}
 IMAGE = {"type": "input_image", "image_url": "http://example.com/cat.png"}
 BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "required"),
@@ -42,6 +44,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "only with"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool name"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "weather"),
+    ({"tools": [{"type": "web_search"}, NAMELESS]}, "tools[1].name", "tool name"),
+    ({"input": [{"role": "user", "content": "x"}, ADDED]}, "input[1].tools[1].name", "tool name"),
     ({"tools": [WEATHER] * 129}, "tools", "129"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "x"),
     ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
@@ -50,6 +54,24 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
         {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
         "text.format",
         "one form",
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": 3}}},
+        "text.format",
+        "text.format.schema: expected a JSON schema",
+    ),
+    ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type: expected"),
+    ({"reasoning": {"effort": "x" * 1025}}, "reasoning.effort", "reasoning.effort: 1,025"),
+    (
+        {
+            "instructions": "Be short.",
+            "input": [
+                {"type": "web_search_call"},
+                {"type": "function_call_output", "call_id": "c", "output": "x"},
+            ],
+        },
+        "input[1].call_id",
+        "input[1].call_id: no earlier message",
     ),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),

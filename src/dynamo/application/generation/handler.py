@@ -31,7 +31,13 @@ from dynamo.application.generation.replies import (
     UnaryReply,
 )
 from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.openai.chat import CHAT_RESPONSE, ChatBody, chat_request, read_chat
+from dynamo.application.openai.chat import (
+    CHAT_RESPONSE,
+    ChatParts,
+    chat_parts,
+    chat_request,
+    read_chat,
+)
 from dynamo.application.openai.completions import (
     COMPLETION_RESPONSE,
     completion_requests,
@@ -134,37 +140,49 @@ class GenerationHandler:
         if body.service_tier in TIER_PRIORITIES:
             template = replace(template, service_tier=body.service_tier or "")
         make_reply = partial(self._make_openai_reply, template, shape)
-        return self.answer_chat(exchange, body, make_reply)
+        model, served = self._gateway.find(body.model)
+        exchange.model = served.names[0]
+        request = chat_request(chat_parts(body), model, self._unknown_roles)
+        exchange.streaming = bool(body.stream)
+        return self._answer_chat(exchange, request, served, make_reply)
 
     def answer_chat(
-        self, exchange: Exchange, body: ChatBody, make_reply: ReplyFactory
+        self, exchange: Exchange, chat: ChatParts, make_reply: ReplyFactory
     ) -> Awaitable[None]:
         """Answer a chat by a reply of `make_reply`. Raises `InvalidRequest`, `ModelNotFound`, and
         later the processor's errors."""
-        request, served = self.read_chat_request(exchange, body)
+        return self._answer_chat(exchange, *self.read_chat_request(exchange, chat), make_reply)
+
+    def _answer_chat(
+        self,
+        exchange: Exchange,
+        request: ChatRequest,
+        served: ServedModel,
+        make_reply: ReplyFactory,
+    ) -> Awaitable[None]:
         if request.options.priority or self._caller_limits.needed:
             options = self._caller_limits.apply(request.options, exchange.request)
             request = replace(request, options=options)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
-        exchange.streaming = bool(body.stream)
         call = partial(served.processor.chat, request)
         counts = request.options.n, 1
         return self._generate(exchange, request.model, call, make_reply, counts)
 
     def read_chat_request(
-        self, exchange: Exchange, body: ChatBody
+        self, exchange: Exchange, chat: ChatParts
     ) -> tuple[ChatRequest, ServedModel]:
         """Return the request for the processor, and its model. Raises `InvalidRequest` and
         `ModelNotFound`."""
-        model, served = self._gateway.find(body.model)
+        model, served = self._gateway.find(chat.fields.model)
         exchange.model = served.names[0]
-        return chat_request(body, model, self._unknown_roles), served
+        exchange.streaming = bool(chat.fields.stream)
+        return chat_request(chat, model, self._unknown_roles), served
 
-    async def count_tokens(self, exchange: Exchange, body: ChatBody) -> int:
+    async def count_tokens(self, exchange: Exchange, chat: ChatParts) -> int:
         """Return the tokens in the prompt of a chat. Raises as `answer_chat`."""
         async with self.concurrency.slot():
-            request, served = self.read_chat_request(exchange, body)
+            request, served = self.read_chat_request(exchange, chat)
             if exchange.request.is_large:
                 await exchange.request.pause()
             return len(await served.processor.tokenize(request))

@@ -48,9 +48,9 @@ class PromptLogprobsReply(UnaryReply):
             tokens = self._prompts.get(choice["index"])
             if tokens is None:
                 raise Unsupported(
-                    "prompt_logprobs: the service that answers has no logprobs of prompts",
+                    "the service that answers has no logprobs of prompts",
                     hint="leave it out",
-                    param="prompt_logprobs",
+                    field="prompt_logprobs",
                 )
             if options.echo is not None:
                 choice["logprobs"] = _prepend(tokens, options.echo, choice["logprobs"])

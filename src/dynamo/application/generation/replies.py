@@ -97,10 +97,10 @@ class HttpReply(TextReply):
         self._encoded_bytes += TOKEN_BYTES * prompt_tokens + ECHO_COPIES * repeated_bytes
         if self._encoded_bytes > MAX_ENCODED_BYTES:
             raise TooLarge(
-                f"prompt: {self._usage_counter.prompt_tokens:,} tokens and the texts that choices "
+                f"{self._usage_counter.prompt_tokens:,} tokens and the texts that choices "
                 f"repeat take {self._encoded_bytes:,} bytes, limit {MAX_ENCODED_BYTES:,}",
                 hint="send fewer prompts in a request, or no echo with a large n",
-                param="prompt",
+                field="prompt",
             )
 
     def begin(self, choice: int, started: Started) -> None:
@@ -111,9 +111,9 @@ class HttpReply(TextReply):
         self._logprob_count += sum(1 + len(token.top) for token in logprobs)
         if self._logprob_count > MAX_LOGPROBS:
             raise TooLarge(
-                f"top_logprobs: the answer has more than {MAX_LOGPROBS:,} logprobs",
+                f"the answer has more than {MAX_LOGPROBS:,} logprobs",
                 hint="stream the answer, or ask for fewer choices, tokens or top logprobs",
-                param="top_logprobs",
+                field="top_logprobs",
             )
 
     def check_complete(self) -> None:

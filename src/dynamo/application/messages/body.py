@@ -10,12 +10,19 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.messages.conversation import (
+    add_messages,
     check_conversation,
-    convert_messages,
     join_text,
 )
-from dynamo.application.openai.chat import ChatBody
-from dynamo.application.openai.generation_body import Neutral, UnsupportedFields, check_size
+from dynamo.application.openai.chat import ChatParts
+from dynamo.application.openai.chat_messages import Conversation
+from dynamo.application.openai.field_names import FieldNames
+from dynamo.application.openai.generation_body import (
+    GenerationBody,
+    Neutral,
+    UnsupportedFields,
+    check_size,
+)
 from dynamo.application.openai.tools import MAX_TOOLS
 from dynamo.core.errors import InvalidRequest, Unsupported
 
@@ -24,9 +31,9 @@ log = logging.getLogger(__name__)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesChat(ChatBody, kw_only=True):
-    """A chat whose budget for thinking holds where the model and the engine can enforce one, since
-    Anthropic's clients must send one."""
+class MessagesFields(GenerationBody, kw_only=True):
+    """The fields of a chat whose budget for thinking holds where the model and the engine can
+    enforce one, since Anthropic's clients must send one."""
 
     soft_thinking_budget = True
 
@@ -74,73 +81,110 @@ _BILLING_LINE = re.compile(r"(?m)^x-anthropic-billing-header:[^\n]*\n*")
 found behind it. Gateways put their own text before it."""
 
 
-def prompt_body(body: TokenCountBody) -> ChatBody:
+def prompt_parts(body: TokenCountBody) -> ChatParts:
     """Return the chat whose prompt the body describes. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
     check_conversation(body.messages, body.system)
-    messages = convert_messages(body.messages)
+    conversation = Conversation()
     if body.system is not None:
         system = _BILLING_LINE.sub("", join_text(body.system, "system"))
-        messages = [{"role": "system", "content": system}, *messages] if system else messages
-    chat = MessagesChat(model=body.model, messages=messages)
-    last = messages[-1]
-    if last["role"] == "assistant" and "tool_calls" not in last:
-        chat.continue_final_message = True
+        if system:
+            conversation.add({"role": "system", "content": system}, "system")
+    add_messages(conversation, body.messages)
+    last = conversation.messages[-1]
+    chat = ChatParts(
+        fields=MessagesFields(model=body.model),
+        messages=conversation.messages,
+        continue_final=last["role"] == "assistant" and "tool_calls" not in last,
+    )
+    places: list[str] = []
     if body.tools:
         check_size("tools", len(body.tools), MAX_TOOLS)
-        chat.tools = _convert_tools(body.tools)
+        chat.tools, places = _convert_tools(body.tools)
     if body.tool_choice is not None:
         chat.tool_choice = _convert_choice(body.tool_choice)
         chat.parallel_tool_calls = not body.tool_choice.get("disable_parallel_tool_use")
     _apply_thinking(body, chat)
+    chat.names = FieldNames(lambda: _field_names(body) | conversation.names() | _tool_names(places))
     return chat
 
 
-def chat_body(body: MessagesBody) -> ChatBody:
+def answer_parts(body: MessagesBody) -> ChatParts:
     """Return the chat that answers the body. Raises `InvalidRequest`, `Unsupported`."""
-    chat = prompt_body(body)
+    chat = prompt_parts(body)
     if "tool_calls" in chat.messages[-1]:
         raise InvalidRequest(
-            "messages: the last one calls tools",
+            "the last one calls tools",
             hint="send their results in a user message",
-            param="messages",
+            field="messages",
         )
-    chat.max_tokens, chat.stream = body.max_tokens, body.stream
-    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
-    chat.stop = body.stop_sequences or None
+    fields = chat.fields
+    chat.max_tokens, fields.stream = body.max_tokens, body.stream
+    fields.temperature, fields.top_p, fields.top_k = body.temperature, body.top_p, body.top_k
+    fields.stop = body.stop_sequences or None
     user = (body.metadata or {}).get("user_id")
-    chat.user = user if isinstance(user, str) else None
+    fields.user = user if isinstance(user, str) else None
     output_format = (body.output_config or {}).get("format") or body.output_format
     if output_format is not None:
-        chat.response_format = _convert_format(output_format)
+        fields.response_format = _convert_format(output_format, _format_name(body))
     return chat
 
 
-def _convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools with a schema. Tools of Anthropic's server are left out beside others, and
-    refused alone."""
+def _field_names(body: TokenCountBody) -> dict[str, str]:
+    """Return the names of fields of the body by those of a chat."""
+    form = _format_name(body)
+    return {
+        "stop": "stop_sequences",
+        "user": "metadata.user_id",
+        "prompt": "messages",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "response_format": form,
+        "response_format.json_schema": form,
+    }
+
+
+def _format_name(body: TokenCountBody) -> str:
+    in_config = body.output_format is None or (body.output_config or {}).get("format")
+    return "output_config.format" if in_config else "output_format"
+
+
+def _tool_names(places: list[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for number, place in enumerate(places):
+        names[f"tools[{number}].function"] = names[f"tools[{number}]"] = place
+        names[f"tools[{number}].function.parameters"] = f"{place}.input_schema"
+    return names
+
+
+def _convert_tools(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the tools with a schema, and their places. Tools of Anthropic's server are left out
+    beside others, and refused alone."""
     converted: list[dict[str, Any]] = []
+    places: list[str] = []
     others: list[str] = []
     for number, tool in enumerate(tools):
         kind = tool.get("type") or "custom"
         if kind == "custom":
-            converted.append(_convert_tool(tool, f"tools[{number}]"))
+            places.append(f"tools[{number}]")
+            converted.append(_convert_tool(tool, places[-1]))
         else:
             others.append(str(kind)[:64])
     if not converted:
         raise Unsupported(
-            f"tools[0].type: Anthropic's tool {others[0]!r} is not supported",
+            f"Anthropic's tool {others[0]!r} is not supported",
             hint="send tools with name and input_schema, and call them in the client",
+            field="tools[0].type",
         )
     for kind in others:
         log.info("tool left out", extra={"fields": {"type": kind}})
-    return converted
+    return converted, places
 
 
 def _convert_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{field}.input_schema: expected a JSON schema")
+        raise InvalidRequest("expected a JSON schema", field=f"{field}.input_schema")
     function = {"name": tool.get("name"), "parameters": schema}
     function |= {key: tool[key] for key in ("description", "strict") if key in tool}
     return {"type": "function", "function": function}
@@ -152,34 +196,36 @@ def _convert_choice(choice: dict[str, Any]) -> str | dict[str, Any]:
         return {"type": "function", "function": {"name": choice.get("name")}}
     converted = _CHOICES.get(kind) if isinstance(kind, str) else None
     if converted is None:
-        raise InvalidRequest("tool_choice.type: expected auto, any, tool or none")
+        raise InvalidRequest("expected auto, any, tool or none", field="tool_choice.type")
     return converted
 
 
-def _apply_thinking(body: TokenCountBody, chat: ChatBody) -> None:
+def _apply_thinking(body: TokenCountBody, chat: ChatParts) -> None:
     """Turn thinking on or off where the model's template can, and set its budget. The body's own
     `chat_template_kwargs` are stronger."""
     kind = None if body.thinking is None else body.thinking.get("type")
     if kind not in (None, "enabled", "adaptive", "disabled"):
-        raise InvalidRequest("thinking.type: expected enabled, adaptive or disabled")
+        raise InvalidRequest("expected enabled, adaptive or disabled", field="thinking.type")
     effort = (body.output_config or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise InvalidRequest("output_config.effort: expected str")
+        raise InvalidRequest("expected str", field="output_config.effort")
     chat.reasoning_effort = "none" if kind == "disabled" else effort
     if kind == "enabled" and body.thinking is not None:
-        chat.thinking_token_budget = _thinking_budget(body.thinking.get("budget_tokens"))
+        chat.fields.thinking_token_budget = _thinking_budget(body.thinking.get("budget_tokens"))
     on = {"enable_thinking": True, "thinking": True} if kind in ("enabled", "adaptive") else {}
-    chat.chat_template_kwargs = on | (body.chat_template_kwargs or {})
+    chat.template_args = on | (body.chat_template_kwargs or {})
 
 
 def _thinking_budget(tokens: Any) -> int | None:
     if tokens is not None and (type(tokens) is not int or not 1 <= tokens <= 1 << 31):
-        raise InvalidRequest("thinking.budget_tokens: expected a number of tokens, at least 1")
+        raise InvalidRequest(
+            "expected a number of tokens, at least 1", field="thinking.budget_tokens"
+        )
     return tokens
 
 
-def _convert_format(output_format: Any) -> dict[str, Any]:
+def _convert_format(output_format: Any, field: str) -> dict[str, Any]:
     if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
-        raise InvalidRequest("output_config.format.type: expected json_schema")
+        raise InvalidRequest("expected json_schema", field=f"{field}.type")
     schema = output_format.get("schema")
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

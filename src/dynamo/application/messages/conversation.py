@@ -10,6 +10,7 @@ from typing import Any
 from dynamo.application.openai.chat_messages import (
     MAX_MESSAGES,
     MAX_PARTS,
+    Conversation,
     leave_out_of_result,
 )
 from dynamo.application.openai.generation_body import check_size
@@ -30,7 +31,7 @@ def check_conversation(messages: list[dict[str, Any]], system: Any) -> None:
     pause."""
     check_size("messages", len(messages), MAX_MESSAGES)
     blocks = sum(_block_counts([message.get("content") for message in messages]))
-    check_size("messages: blocks of all contents", blocks, MAX_PARTS, param="messages")
+    check_size("messages", blocks, MAX_PARTS, what="blocks of all contents")
     check_size("system", sum(_block_counts([system])), MAX_PARTS)
 
 
@@ -46,23 +47,22 @@ def _block_counts(contents: list[Any]) -> Iterator[int]:
             contents += [block["content"] for block in blocks if "content" in block]
 
 
-def convert_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages. Raises `InvalidRequest`, and `Unsupported` for blocks that are not
-    text, thinking or tools. Tool results come before the text of their message."""
+def add_messages(conversation: Conversation, messages: list[dict[str, Any]]) -> None:
+    """Add messages to those of a chat. Raises `InvalidRequest`, and `Unsupported` for blocks that
+    are not text, thinking or tools. Tool results come before the text of their message."""
     if not messages:
-        raise InvalidRequest("messages: at least one is required")
-    converted: list[dict[str, Any]] = []
+        raise InvalidRequest("at least one is required", field="messages")
     call_ids: set[str] = set()
     for index, message in enumerate(messages):
-        for chat_message in _convert_message(message, f"messages[{index}]", call_ids):
-            converted.append(chat_message)
+        field = f"messages[{index}]"
+        for chat_message in _convert_message(message, field, call_ids):
+            conversation.add(chat_message, field)
             call_ids.update(call["id"] for call in chat_message.get("tool_calls", ()))
-    return converted
 
 
 def join_text(content: Any, field: str, *, documents: bool = True) -> str:
     """Return a text, or the text of blocks that are all text, or `documents` of text. Raises as
-    `convert_messages`."""
+    `add_messages`."""
     if isinstance(content, str):
         return content
     return "\n".join(
@@ -75,7 +75,9 @@ def _convert_message(
 ) -> Iterator[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        raise InvalidRequest(f"{field}.role: {str(role)[:64]!r} is none of {', '.join(_ROLES)}")
+        raise InvalidRequest(
+            f"{str(role)[:64]!r} is none of {', '.join(_ROLES)}", field=f"{field}.role"
+        )
     field = f"{field}.content"
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -105,8 +107,9 @@ def _convert_result(block: dict[str, Any], field: str, call_ids: Container[str])
     call_id = shown_id.removeprefix(CALL_PREFIX)
     if call_id not in call_ids:
         raise InvalidRequest(
-            f"{field}.tool_use_id: no earlier message has a tool_use with the id {shown_id[:64]!r}",
+            f"no earlier message has a tool_use with the id {shown_id[:64]!r}",
             hint="send the assistant's message with the tool_use before its result",
+            field=f"{field}.tool_use_id",
         )
     content = block.get("content")
     text = "" if content is None else _result_text(content, f"{field}.content")
@@ -155,7 +158,7 @@ def _convert_answer(content: Any, field: str) -> dict[str, Any]:
 def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
     arguments = block.get("input", {})
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{field}.input: expected an object")
+        raise InvalidRequest("expected an object", field=f"{field}.input")
     text = json.dumps(arguments, ensure_ascii=False)
     function = {"name": _read_str(block, "name", field), "arguments": text}
     call_id = _read_str(block, "id", field).removeprefix(CALL_PREFIX)
@@ -165,11 +168,11 @@ def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
 def _blocks(content: Any, field: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the blocks of a content with their names in errors."""
     if not isinstance(content, list):
-        raise InvalidRequest(f"{field}: expected str or a list of blocks")
+        raise InvalidRequest("expected str or a list of blocks", field=field)
     for number, block in enumerate(content):
         where = f"{field}[{number}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise InvalidRequest(f"{where}: expected an object with a type")
+            raise InvalidRequest("expected an object with a type", field=where)
         yield block, where
 
 
@@ -189,13 +192,12 @@ def _block_text(block: dict[str, Any], field: str, *, documents: bool = True) ->
             return join_text(source.get("content"), f"{field}.source.content", documents=False)
     name = f"{kind[:64]} ({str(source_kind)[:64]})" if source_kind else kind[:64]
     raise Unsupported(
-        f"{field}: blocks of type {name} are not supported by a text model",
-        hint="send text",
+        f"blocks of type {name} are not supported by a text model", hint="send text", field=field
     )
 
 
 def _read_str(block: dict[str, Any], key: str, field: str) -> str:
     value = block.get(key)
     if not isinstance(value, str):
-        raise InvalidRequest(f"{field}.{key}: expected str")
+        raise InvalidRequest("expected str", field=f"{field}.{key}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -11,16 +10,6 @@ from dynamo.application.http_errors import RETRY_HINT, ErrorFormat, status_of
 from dynamo.core.errors import ContextLengthExceeded, DynamoError
 
 OVERLOADED_STATUS = 529
-_RENAMED_FIELDS = (
-    (re.compile(r"\b(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
-    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
-    (
-        re.compile(r"\bresponse_format(\.json_schema)?\b(?! is not supported| out\))"),
-        "output_config.format",
-    ),
-    (re.compile(r"^stop: "), "stop_sequences: "),
-)
-"""Fields of a chat request in errors about it, and their names in a request for a message."""
 TOO_LONG = "prompt is too long"
 """The words of Anthropic, by which clients know that they must shorten the conversation."""
 THREADS_UNSUPPORTED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -51,8 +40,6 @@ class AnthropicErrorFormat(ErrorFormat):
         kind = ERROR_TYPE_BY_STATUS.get(self.status_of(error), "invalid_request_error")
         hint = error.hint or (RETRY_HINT if error.retryable else "")
         message = f"{error.message} ({hint})" if hint else error.message
-        for pattern, name in _RENAMED_FIELDS:
-            message = pattern.sub(name, message)
         if isinstance(error, ContextLengthExceeded):
             message = f"{TOO_LONG}: {message}"
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}

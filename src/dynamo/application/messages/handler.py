@@ -11,7 +11,12 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.generation.items import ItemReply, ItemStreamReply
 from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.messages.body import MessagesBody, TokenCountBody, chat_body, prompt_body
+from dynamo.application.messages.body import (
+    MessagesBody,
+    TokenCountBody,
+    answer_parts,
+    prompt_parts,
+)
 from dynamo.application.messages.writer import MessageWriter
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.usage import UsageCounter
@@ -31,20 +36,22 @@ class MessagesHandler:
         body = decode_body(_decoder, exchange.request)
         if exchange.request.is_large:
             await exchange.request.pause()
-        chat = chat_body(body)
+        chat = answer_parts(body)
         if exchange.request.is_large:
             await exchange.request.pause()
         exchange.streaming = bool(body.stream)
         make_reply = partial(_make_reply, body.stop_sequences or ())
-        await self._generation.answer_chat(exchange, chat, make_reply)
+        with chat.names:
+            await self._generation.answer_chat(exchange, chat, make_reply)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST /v1/messages/count_tokens."""
         body = decode_body(_count_decoder, exchange.request)
-        chat = prompt_body(body)
+        chat = prompt_parts(body)
         if exchange.request.is_large:
             await exchange.request.pause()
-        tokens = await self._generation.count_tokens(exchange, chat)
+        with chat.names:
+            tokens = await self._generation.count_tokens(exchange, chat)
         exchange.send_json(200, msgspec.json.encode({"input_tokens": tokens}))
 
 

@@ -90,6 +90,6 @@ def invalid_field_error(message: str) -> InvalidRequest:
     missing = _MISSING_FIELD.search(reason)
     if missing:
         field = f"{path}.{missing[1]}".lstrip(".")
-        return InvalidRequest(f"{field}: required, but missing", param=field)
+        return InvalidRequest("required, but missing", field=field)
     reason = reason[:1].lower() + reason[1:].replace("`", "").replace(" | null", "")
     return InvalidRequest(f"{path or 'the body'}: {reason}", param=path or None)

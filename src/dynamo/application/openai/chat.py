@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
+from dynamo.application.openai.field_names import OWN_NAMES, FieldNames
 from dynamo.application.openai.generation_body import (
     MAX_NAME_BYTES,
     GenerationBody,
@@ -58,6 +59,24 @@ class ChatBody(GenerationBody, kw_only=True):
     documents: Annotated[Any, Neutral([])] = None
 
 
+class ChatParts(msgspec.Struct, kw_only=True):
+    """A chat as the body of any API describes it, in the values of OpenAI's chat. `fields` are
+    those that do not depend on the API. `names` are the client's names of all of them."""
+
+    fields: GenerationBody
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    template_args: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    names: FieldNames = OWN_NAMES
+
+
 _decoder = msgspec.json.Decoder(ChatBody)
 _unsupported = UnsupportedFields(ChatBody)
 
@@ -67,53 +86,65 @@ def read_chat(request: Request) -> ChatBody:
     return decode_body(_decoder, request)
 
 
-def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
-    """Return the request for the processor. Raises `InvalidRequest`, `Unsupported`."""
+def chat_parts(body: ChatBody) -> ChatParts:
+    """Return the chat that the body describes. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
-    messages = normalise_messages(body.messages, unknown_roles)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
-    template_args = body.chat_template_kwargs or {}
-    if template_args:
-        check_size("chat_template_kwargs", len(template_args), MAX_TEMPLATE_ARGS)
-    if body.reasoning_effort is not None:
-        check_size("reasoning_effort", len(body.reasoning_effort), MAX_NAME_BYTES, "characters")
-        off = THINKING_OFF if body.reasoning_effort == "none" else {}
-        template_args = {"reasoning_effort": body.reasoning_effort, **off} | template_args
-    continued = body.continue_final_message is True
-    if continued and body.add_generation_prompt:
+        raise InvalidRequest("only with logprobs: true", field="top_logprobs")
+    if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message: not with add_generation_prompt, which begins a new message",
+            "not with add_generation_prompt, which begins a new message",
             hint="send one of them",
-            param="continue_final_message",
+            field="continue_final_message",
         )
     max_tokens = body.max_completion_tokens
-    options = text_options(
-        body,
-        body.max_tokens if max_tokens is None else max_tokens,
-        (body.top_logprobs or 0) if body.logprobs else None,
+    return ChatParts(
+        fields=body,
+        messages=body.messages,
+        max_tokens=body.max_tokens if max_tokens is None else max_tokens,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning_effort,
+        template_args=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final=body.continue_final_message is True,
     )
+
+
+def chat_request(chat: ChatParts, model: str, unknown_roles: str) -> ChatRequest:
+    """Return the request for the processor. Raises `InvalidRequest`, `Unsupported`."""
+    messages = normalise_messages(chat.messages, unknown_roles)
+    template_args = chat.template_args or {}
+    if template_args:
+        check_size("chat_template_kwargs", len(template_args), MAX_TEMPLATE_ARGS)
+    if chat.reasoning_effort is not None:
+        check_size("reasoning_effort", len(chat.reasoning_effort), MAX_NAME_BYTES, "characters")
+        off = THINKING_OFF if chat.reasoning_effort == "none" else {}
+        template_args = {"reasoning_effort": chat.reasoning_effort, **off} | template_args
+    options = text_options(chat.fields, chat.max_tokens, chat.top_logprobs)
     names, call_mode = None, FREE
-    if body.tools or body.tool_choice:
-        names, call_mode = check_tools(body.tools, body.tool_choice)
+    if chat.tools or chat.tool_choice:
+        names, call_mode = check_tools(chat.tools, chat.tool_choice)
         form = options.structured
         if form is not None and form.kind != "text" and call_mode in ("required", "named"):
             raise InvalidRequest(
-                "tool_choice: a call is forced, so that the answer has no other form",
+                "a call is forced, so that the answer has no other form",
                 hint="set tool_choice to auto, or ask for no form",
-                param="tool_choice",
+                field="tool_choice",
             )
     return ChatRequest(
         model=model,
         messages=messages,
         options=options,
-        tools=tuple(body.tools) if body.tools else (),
+        tools=tuple(chat.tools) if chat.tools else (),
         callable_tools=names,
         call_mode=call_mode,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=chat.parallel_tool_calls is not False,
         template_args=template_args,
-        add_generation_prompt=body.add_generation_prompt is not False and not continued,
-        continue_final=continued,
+        add_generation_prompt=chat.add_generation_prompt and not chat.continue_final,
+        continue_final=chat.continue_final,
     )
 
 

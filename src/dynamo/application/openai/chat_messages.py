@@ -6,6 +6,8 @@ import json
 import logging
 from typing import Any
 
+import msgspec
+
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
 
@@ -27,6 +29,22 @@ _TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
 )
 
 
+class Conversation(msgspec.Struct):
+    """The messages of a chat, and the field of the client's request that each comes from."""
+
+    messages: list[dict[str, Any]] = []
+    fields: list[str] = []
+
+    def add(self, message: dict[str, Any], field: str) -> None:
+        """Append a message."""
+        self.messages.append(message)
+        self.fields.append(field)
+
+    def names(self) -> dict[str, str]:
+        """Return the client's field of each message by its path in a chat."""
+        return {f"messages[{number}]": field for number, field in enumerate(self.fields)}
+
+
 class _ConversationSize:
     """The parts of contents, the tool calls and the values in their arguments so far."""
 
@@ -38,32 +56,32 @@ class _ConversationSize:
         """Raise `InvalidRequest` for the result of a call that no message before it has."""
         if not isinstance(call_id, str):
             raise InvalidRequest(
-                f"{field}: required, but missing",
+                "required, but missing",
                 hint="give the id of the call that the message answers",
-                param=field,
+                field=field,
             )
         if call_id not in self.call_ids:
             raise InvalidRequest(
-                f"{field}: no earlier message has a call with the id {call_id[:64]!r}",
+                f"no earlier message has a call with the id {call_id[:64]!r}",
                 hint="send the assistant message with the tool_calls before the results",
-                param=field,
+                field=field,
             )
 
     def add_parts(self, number: int) -> None:
         """Raise `InvalidRequest` if there are too many parts."""
         self._parts += number
-        check_size("messages: parts of all contents", self._parts, MAX_PARTS, param="messages")
+        check_size("messages", self._parts, MAX_PARTS, what="parts of all contents")
 
     def add_calls(self, number: int) -> None:
         """Raise `InvalidRequest` if there are too many tool calls."""
         self._calls += number
-        check_size("messages: tool calls of all", self._calls, MAX_CALLS, param="messages")
+        check_size("messages", self._calls, MAX_CALLS, what="tool calls of all")
 
     def add_arguments(self, text: str) -> None:
         """Raise `InvalidRequest` if JSON arguments have too many values."""
         self._values += sum(map(text.count, "[{,"))
-        field = "messages: values in all tool arguments"
-        check_size(field, self._values, MAX_ARGUMENT_VALUES, param="messages")
+        what = "values in all tool arguments"
+        check_size("messages", self._values, MAX_ARGUMENT_VALUES, what=what)
 
 
 def normalise_messages(
@@ -76,7 +94,7 @@ def normalise_messages(
     `InvalidRequest` with the message and field.
     """
     if not messages:
-        raise InvalidRequest("messages: at least one is required", param="messages")
+        raise InvalidRequest("at least one is required", field="messages")
     check_size("messages", len(messages), MAX_MESSAGES)
     normalised, size = [], None
     for index, message in enumerate(messages):
@@ -91,21 +109,19 @@ def normalise_messages(
         else:
             _handle_unknown_role(role, index, unknown_roles)
     if not normalised:
-        raise InvalidRequest("messages: none has a known role", param="messages")
+        raise InvalidRequest("none has a known role", field="messages")
     return tuple(normalised)
 
 
 def _handle_unknown_role(role: Any, index: int, unknown_roles: str) -> None:
     field = f"messages[{index}].role"
     if role is None:
-        raise InvalidRequest(f"{field}: required, but missing", param=field)
+        raise InvalidRequest("required, but missing", field=field)
     if not isinstance(role, str):
-        raise InvalidRequest(f"{field}: expected str", param=field)
+        raise InvalidRequest("expected str", field=field)
     known = ", ".join(KNOWN_ROLES)
     if unknown_roles != "warn":
-        raise InvalidRequest(
-            f"{field}: unknown role {role[:64]!r}", hint=f"known: {known}", param=field
-        )
+        raise InvalidRequest(f"unknown role {role[:64]!r}", hint=f"known: {known}", field=field)
     log.warning("message dropped: unknown role", extra={"fields": {"role": role[:64]}})
 
 
@@ -126,14 +142,14 @@ def _normalise_message(
     if content is None:
         content = message.get("refusal") or ("" if isinstance(reasoning, str) else None)
         if content is None and not calls:
-            raise InvalidRequest(f"{field}: required, but missing", param=field)
+            raise InvalidRequest("required, but missing", field=field)
     elif isinstance(content, list):
         size.add_parts(len(content))
         read = _result_part_text if message["role"] == "tool" else _part_text
         texts = [read(part, f"{field}[{number}]") for number, part in enumerate(content)]
         content = [{"type": "text", "text": text} for text in texts]
     elif not isinstance(content, str):
-        raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
+        raise InvalidRequest("expected str or a list of parts", field=field)
     message["content"] = content
     return message
 
@@ -142,20 +158,20 @@ def _part_text(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise InvalidRequest(f"{field}: expected an object", param=field)
+        raise InvalidRequest("expected an object", field=field)
     kind = part.get("type")
     if not isinstance(kind, str):
-        raise InvalidRequest(f"{field}.type: expected str", param=f"{field}.type")
+        raise InvalidRequest("expected str", field=f"{field}.type")
     key = _TEXT_PART_FIELDS.get(kind)
     if key is None:
         raise Unsupported(
-            f"{field}: parts of type {kind[:64]!r} are not supported yet",
+            f"parts of type {kind[:64]!r} are not supported yet",
             hint="send parts of type text",
-            param=f"{field}.type",
+            field=f"{field}.type",
         )
     text = part.get(key)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{field}.{key}: expected str", param=f"{field}.{key}")
+        raise InvalidRequest("expected str", field=f"{field}.{key}")
     return text
 
 
@@ -179,15 +195,14 @@ def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[d
     """Return tool calls without null fields, their arguments as text. The text need not be JSON:
     an answer that was cut has such calls."""
     if not isinstance(calls, list):
-        raise InvalidRequest(f"{field}: expected a list", param=field)
+        raise InvalidRequest("expected a list", field=field)
     size.add_calls(len(calls))
     checked = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidRequest(
-                f"{field}[{number}].function: expected an object with a name",
-                param=f"{field}[{number}].function",
+                "expected an object with a name", field=f"{field}[{number}].function"
             )
         if isinstance(call.get("id"), str):
             size.call_ids.add(call["id"])

@@ -62,18 +62,18 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     entries = len(options.stop_token_ids) + len(options.sampling.logit_bias or ())
     if len(prompts) * entries > MAX_TOTAL_ENTRIES:
         raise TooLarge(
-            f"prompt: {len(prompts):,} prompts times {entries:,} entries of stop_token_ids and "
+            f"{len(prompts):,} prompts times {entries:,} entries of stop_token_ids and "
             f"logit_bias, limit {MAX_TOTAL_ENTRIES:,}",
             hint="send fewer prompts in a request",
-            param="prompt",
+            field="prompt",
         )
     echo = bool(body.echo)
     if echo and body.logprobs is not None:
         if body.stream:
             raise Unsupported(
-                "echo: logprobs of the prompt are not sent in a stream",
+                "logprobs of the prompt are not sent in a stream",
                 hint="leave stream, echo or logprobs out",
-                param="echo",
+                field="echo",
             )
         top = max(body.logprobs, body.prompt_logprobs or 0)
         options = replace(options, prompt_logprobs=top)
@@ -82,7 +82,7 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
 
 def _too_many_prompts(prompts: int, choices: int) -> InvalidRequest:
     return InvalidRequest(
-        f"prompt: {prompts} prompts times n {choices} exceed {MAX_TOTAL_CHOICES}", param="prompt"
+        f"{prompts} prompts times n {choices} exceed {MAX_TOTAL_CHOICES}", field="prompt"
     )
 
 
@@ -90,11 +90,11 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt: at least one is required", param="prompt")
+        raise InvalidRequest("at least one is required", field="prompt")
     first, *others = set(map(type, prompt))
     if others:
         raise InvalidRequest(
-            "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
+            "expected str, a list of str, token ids, or lists of token ids", field="prompt"
         )
     if first is int:
         return [pack_ids(prompt)]
@@ -103,7 +103,7 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
     if first is str:
         return prompt
     if [] in prompt:
-        raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
+        raise InvalidRequest("an empty list of token ids", field="prompt")
     return [pack_ids(ids) for ids in prompt]
 
 

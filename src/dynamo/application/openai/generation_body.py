@@ -262,14 +262,12 @@ def _converted(body: GenerationBody, field: str, value: Any, name: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{name}: {error}", param="nvext") from None
+        raise InvalidRequest(str(error), field=name, param="nvext") from None
 
 
 def _prompt_logprobs(body: GenerationBody) -> int | None:
     if body.stream:
-        raise Unsupported(
-            "prompt_logprobs: not in a stream", hint="leave stream out", param="prompt_logprobs"
-        )
+        raise Unsupported("not in a stream", hint="leave stream out", field="prompt_logprobs")
     return body.prompt_logprobs
 
 
@@ -303,19 +301,18 @@ def _token_biases(biases: Mapping[int | str, float]) -> dict[int, float]:
     others = [key[:64] for key in keys if not _TOKEN_ID.fullmatch(key)]
     if others:
         raise InvalidRequest(
-            f"logit_bias: expected token ids as keys, got {', '.join(map(repr, others[:10]))}",
+            f"expected token ids as keys, got {', '.join(map(repr, others[:10]))}",
             hint="/tokenize returns the ids of a text",
-            param="logit_bias",
+            field="logit_bias",
         )
     return dict(zip(map(int, keys), biases.values(), strict=True))
 
 
-def check_size(
-    field: str, size: int, limit: int, unit: str = "entries", *, param: str = ""
-) -> None:
-    """Raise `InvalidRequest` if a field has more `unit` than its limit."""
+def check_size(field: str, size: int, limit: int, unit: str = "entries", *, what: str = "") -> None:
+    """Raise `InvalidRequest` if a field has more `unit` than its limit, or `what` it contains."""
     if size > limit:
-        raise InvalidRequest(f"{field}: {size:,} {unit}, limit {limit:,}", param=param or field)
+        counted = f"{what}: " if what else ""
+        raise InvalidRequest(f"{counted}{size:,} {unit}, limit {limit:,}", field=field)
 
 
 def _check_sizes(body: GenerationBody) -> None:
@@ -332,10 +329,10 @@ def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     for string in stops:
         check_size("stop", len(string), MAX_STOP_CHARS, "characters in a string")
     if "" in stops:
-        raise InvalidRequest("stop: an empty string would end every answer at once", param="stop")
+        raise InvalidRequest("an empty string would end every answer at once", field="stop")
     return stops
 
 
 def _check_stream_options(body: GenerationBody) -> None:
     if not body.stream:
-        raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+        raise InvalidRequest("only with stream: true", field="stream_options")

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.application.openai.answer_parts import AnswerParts
 from dynamo.application.openai.body import invalid_field_error
-from dynamo.application.openai.chat import ChatBody, chat_request
+from dynamo.application.openai.chat import ChatBody, chat_parts, chat_request
 from dynamo.application.openai.response_encoder import (
     REASONING_FIELDS,
     event_delta,
@@ -70,7 +70,7 @@ def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRe
         raise invalid_field_error(str(error)) from None
     if body.logprobs or body.prompt_logprobs is not None:
         raise Unsupported("logprobs are not passed between services yet", param="logprobs")
-    return chat_request(body, model, unknown_roles)
+    return chat_request(chat_parts(body), model, unknown_roles)
 
 
 class ChatChunkReply(TextReply):

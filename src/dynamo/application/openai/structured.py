@@ -19,15 +19,17 @@ MAX_CHOICES = 1024
 def read_structured_output(fields: Mapping[str, Any]) -> tuple[StructuredOutput | None, str]:
     """Return the form that these fields of a body prescribe, and the name of its field; None for
     any text. Raises `InvalidRequest` for a wrong value and for more than one form."""
-    forms = [
-        (name, structured)
-        for name, value in fields.items()
-        if value is not None
-        for structured in _read_field(name, value)
-    ]
+    forms: list[tuple[str, StructuredOutput]] = []
+    for name, value in fields.items():
+        try:
+            forms += [(name, form) for form in _read_field(name, value)]
+        except InvalidRequest as error:
+            error.param = name
+            raise
     if len(forms) > 1:
-        names = " and ".join(name for name, _ in forms)
-        raise InvalidRequest(f"{names}: an answer has one form", param=forms[1][0])
+        raise InvalidRequest(
+            f"an answer has one form, not also that of {forms[0][0]}", field=forms[1][0]
+        )
     return (forms[0][1], forms[0][0]) if forms else (None, "")
 
 
@@ -49,11 +51,13 @@ def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
+    if value is None:
+        return
     if name == "response_format":
         yield from _read_response_format(value)
     elif name == "structured_outputs":
         if not isinstance(value, Mapping):
-            raise InvalidRequest("structured_outputs: expected an object", param=name)
+            raise InvalidRequest("expected an object", field="structured_outputs")
         white = value.get("whitespace_pattern")
         if white is not None:
             _text(white, "structured_outputs.whitespace_pattern")
@@ -62,9 +66,7 @@ def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
                 continue
             if key not in _FORMS:
                 hint = nearest_name_hint(str(key), _FORMS)
-                raise InvalidRequest(
-                    f"structured_outputs.{key}: no such form", hint=hint, param=name
-                )
+                raise InvalidRequest("no such form", hint=hint, field=f"structured_outputs.{key}")
             structured = _structured(key, form, f"structured_outputs.{key}")
             yield replace(structured, whitespace_pattern=white) if white else structured
     else:
@@ -85,14 +87,12 @@ def _read_response_format(value: Any) -> Iterator[StructuredOutput]:
         schema = value.get("json_schema")
         if not isinstance(schema, Mapping) or "schema" not in schema:
             raise InvalidRequest(
-                "response_format.json_schema: expected an object with `schema`",
-                param="response_format",
+                "expected an object with `schema`", field="response_format.json_schema"
             )
         yield _structured("json", schema["schema"], "response_format.json_schema.schema")
     else:
         raise InvalidRequest(
-            "response_format.type: expected text, json_object or json_schema",
-            param="response_format",
+            "expected text, json_object or json_schema", field="response_format.type"
         )
 
 
@@ -101,7 +101,7 @@ def _structured(form: str, value: Any, field: str) -> StructuredOutput:
     text = check(value, field)
     if len(text.encode()) > MAX_STRUCTURE_BYTES:
         size = f"{len(text.encode()):,} bytes, limit {MAX_STRUCTURE_BYTES:,}"
-        raise InvalidRequest(f"{field}: {size}", param=field.partition(".")[0])
+        raise InvalidRequest(size, field=field)
     return StructuredOutput(kind, text)
 
 
@@ -110,30 +110,28 @@ def _schema(value: Any, field: str) -> str:
         try:
             value = msgspec.json.decode(value)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{field}: {error}", param=field.partition(".")[0]) from None
+            raise InvalidRequest(str(error), field=field) from None
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{field}: expected a JSON schema", param=field.partition(".")[0])
+        raise InvalidRequest("expected a JSON schema", field=field)
     return msgspec.json.encode(value).decode()
 
 
 def _text(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{field}: expected a text", param=field.partition(".")[0])
+        raise InvalidRequest("expected a text", field=field)
     return value
 
 
 def _choices(value: Any, field: str) -> str:
     texts = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
     if not texts or not 1 <= len(value) <= MAX_CHOICES:
-        raise InvalidRequest(
-            f"{field}: expected 1 to {MAX_CHOICES:,} texts", param=field.partition(".")[0]
-        )
+        raise InvalidRequest(f"expected 1 to {MAX_CHOICES:,} texts", field=field)
     return msgspec.json.encode(value).decode()
 
 
 def _any_object(value: Any, field: str) -> str:
     if value is not True:
-        raise InvalidRequest(f"{field}: expected true", param=field.partition(".")[0])
+        raise InvalidRequest("expected true", field=field)
     return ""
 
 

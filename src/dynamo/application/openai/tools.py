@@ -21,7 +21,7 @@ def check_tools(
     and whether calls are forced. Raises `InvalidRequest` and `Unsupported`."""
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
+            raise InvalidRequest("only with tools", field="tool_choice")
         return None, "free"
     check_size("tools", len(tools), MAX_TOOLS)
     names: dict[str, int] = {}
@@ -29,9 +29,9 @@ def check_tools(
         name = _function_name(tool, f"tools[{index}]")
         if name in names:
             raise InvalidRequest(
-                f"tools[{index}].function.name: {name!r} is the name of tools[{names[name]}] too",
+                f"{name!r} is the name of an earlier tool, too",
                 hint="give each tool a name of its own",
-                param=f"tools[{index}].function.name",
+                field=f"tools[{index}].function.name",
             )
         names[name] = index
     callable_names, mode = _read_choice(choice, tuple(names))
@@ -47,32 +47,27 @@ def names_one_function(choice: str | dict[str, Any] | None) -> bool:
 
 def _function_name(tool: Any, field: str) -> str:
     if not isinstance(tool, dict):
-        raise InvalidRequest(f"{field}: expected an object", param=field)
+        raise InvalidRequest("expected an object", field=field)
     kind = tool.get("type", "function")
     if kind != "function":
         raise Unsupported(
-            f"{field}.type: tools of type {str(kind)[:64]!r} are not supported",
+            f"tools of type {str(kind)[:64]!r} are not supported",
             hint="send tools of type function",
-            param=f"{field}.type",
+            field=f"{field}.type",
         )
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
-        raise InvalidRequest(
-            f"{field}.function: expected an object with a name", param=f"{field}.function"
-        )
+        raise InvalidRequest("expected an object with a name", field=f"{field}.function")
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
-            f"{field}.function.name: {name[:144]!r} is not a valid tool name",
+            f"{name[:144]!r} is not a valid tool name",
             hint="1 to 128 letters, digits and _ . -",
-            param=f"{field}.function.name",
+            field=f"{field}.function.name",
         )
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise InvalidRequest(
-            f"{field}.function.parameters: expected a JSON schema",
-            param=f"{field}.function.parameters",
-        )
+        raise InvalidRequest("expected a JSON schema", field=f"{field}.function.parameters")
     return name
 
 
@@ -95,20 +90,20 @@ def _read_choice(
         fields = allowed if isinstance(allowed, dict) else choice
         mode, tools = fields.get("mode", "auto"), fields.get("tools")
         tools = tools if isinstance(tools, list) else ()
-        check_size("tool_choice.tools", len(tools), MAX_TOOLS, param="tool_choice")
+        check_size("tool_choice.tools", len(tools), MAX_TOOLS)
         allowed_names = tuple(map(_choice_name, tools))
         for name in allowed_names:
             _check_known(name, names)
         if mode not in ("auto", "required") or (mode == "required" and not allowed_names):
             raise InvalidRequest(
-                "tool_choice.allowed_tools: expected mode auto or required, and tools",
+                "expected mode auto or required, and tools",
+                field="tool_choice.allowed_tools",
                 param="tool_choice",
             )
         return allowed_names, "required" if mode == "required" else "free"
     raise InvalidRequest(
-        "tool_choice: expected auto, none, required, or an object of type function or "
-        "allowed_tools",
-        param="tool_choice",
+        "expected auto, none, required, or an object of type function or allowed_tools",
+        field="tool_choice",
     )
 
 
@@ -116,14 +111,14 @@ def _choice_name(choice: Any) -> str:
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise InvalidRequest("tool_choice: a function needs a name", param="tool_choice")
+        raise InvalidRequest("a function needs a name", field="tool_choice")
     return name
 
 
 def _check_known(name: str, names: Sequence[str]) -> None:
     if name not in names:
         raise InvalidRequest(
-            f"tool_choice: {name[:64]!r} is not among the tools",
+            f"{name[:64]!r} is not among the tools",
             hint=nearest_name_hint(name, names),
-            param="tool_choice",
+            field="tool_choice",
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from dynamo.application.openai.body import decode_body
-from dynamo.application.openai.chat import ChatBody
+from dynamo.application.openai.chat import ChatParts
+from dynamo.application.openai.field_names import FieldNames
 from dynamo.application.openai.generation_body import (
     STRUCTURE_FIELDS,
     GenerationBody,
@@ -20,7 +20,12 @@ from dynamo.application.openai.generation_body import (
     check_size,
 )
 from dynamo.application.openai.tools import MAX_TOOLS
-from dynamo.application.responses.input_items import PREVIOUS, ChatMessages, Item, check_items
+from dynamo.application.responses.input_items import (
+    PREVIOUS,
+    Item,
+    ItemConversation,
+    check_items,
+)
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 
@@ -82,9 +87,13 @@ log = logging.getLogger(__name__)
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _unsupported = UnsupportedFields(ResponsesBody)
-_SHARED_FIELDS = tuple(
-    name for name in GenerationBody.__struct_fields__ if name not in {"n", "response_format"}
-)
+_OWN_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""The names of fields of a chat here."""
 
 
 def read_responses_body(request: Request) -> ResponsesBody:
@@ -92,9 +101,9 @@ def read_responses_body(request: Request) -> ResponsesBody:
     body = decode_body(_decoder, request)
     _unsupported.check(body)
     if body.input is None:
-        raise InvalidRequest("input: required, but missing", param="input")
+        raise InvalidRequest("required, but missing", field="input")
     if body.input == [] and not body.previous_response_id:
-        raise InvalidRequest("input: at least one item is required", param="input")
+        raise InvalidRequest("at least one item is required", field="input")
     metadata = body.metadata or {}
     check_size("metadata", len(metadata), MAX_METADATA)
     for key, value in metadata.items():
@@ -108,57 +117,66 @@ def read_responses_body(request: Request) -> ResponsesBody:
     return body
 
 
-def chat_messages(
+def read_conversation(
     instructions: str | None, context: Sequence[Item], items: Sequence[Item], *, text: bool
-) -> ChatMessages:
+) -> ItemConversation:
     """Return the messages of a request: instructions, the items of earlier responses, its own.
     `text`: the input is a text, no list. Raises `InvalidRequest` for too many."""
     if context:
         check_items([*context, *items])
-    chat = ChatMessages()
+    conversation = ItemConversation()
     if instructions is not None:
-        chat.add({"role": "system", "content": instructions}, "instructions")
-    own = ("input" if text else f"input[{index}]" for index in range(len(items)))
-    fields = [*repeat(PREVIOUS, len(context)), *own]
-    chat.add_items([*context, *items], iter(fields))
-    return chat
+        conversation.add({"role": "system", "content": instructions}, "instructions")
+    own = ["input"] if text else [f"input[{index}]" for index in range(len(items))]
+    conversation.add_items([*context, *items], [PREVIOUS] * len(context) + own)
+    return conversation
 
 
-def chat_body(body: ResponsesBody, chat: ChatMessages) -> ChatBody:
-    """Return the chat request with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
-    tools = [*(body.tools or ()), *chat.tools.values()]
+def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts:
+    """Return the chat with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
+    tools = [(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
+    tools += conversation.tools.values()
     check_size("tools", len(tools), MAX_TOOLS)
-    shared = {name: getattr(body, name) for name in _SHARED_FIELDS}
-    logprobs = bool(body.include and LOGPROBS in body.include) or bool(body.top_logprobs)
-    return ChatBody(
-        **shared,
-        response_format=_response_format(body),
-        messages=chat.messages,
-        max_completion_tokens=body.max_output_tokens,
-        logprobs=logprobs,
-        top_logprobs=body.top_logprobs if logprobs else None,
-        tools=[_chat_tool(tool) for tool in tools if _is_function(tool)] or None,
+    tools = [(tool, place) for tool, place in tools if _is_function(tool)]
+    logprobs = (body.include and LOGPROBS in body.include) or body.top_logprobs
+    form = _apply_format(body)
+    return ChatParts(
+        fields=body,
+        messages=conversation.messages,
+        max_tokens=body.max_output_tokens,
+        top_logprobs=(body.top_logprobs or 0) if logprobs else None,
+        tools=[_chat_tool(tool) for tool, _ in tools],
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        chat_template_kwargs=body.chat_template_kwargs,
+        template_args=body.chat_template_kwargs,
+        names=FieldNames(
+            lambda: (
+                form
+                | _OWN_NAMES
+                | conversation.names()
+                | {f"tools[{number}].function": place for number, (_, place) in enumerate(tools)}
+            )
+        ),
     )
 
 
-def _response_format(body: ResponsesBody) -> Any:
+def _apply_format(body: ResponsesBody) -> dict[str, str]:
+    """Move `text.format` to `response_format`. Returns the client's names of that."""
     if body.text is None or body.text.format is None:
-        return body.response_format
+        return {}
     if any(getattr(body, name) is not None for name in STRUCTURE_FIELDS):
         raise InvalidRequest(
-            "text.format: an answer has one form",
+            "an answer has one form",
             hint="leave out response_format, structured_outputs and guided_...",
-            param="text.format",
+            field="text.format",
         )
     text_format = body.text.format
-    if text_format.get("type") != "json_schema":
-        return text_format
-    schema = {name: value for name, value in text_format.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
+    body.response_format = text_format
+    if text_format.get("type") == "json_schema":
+        schema = {name: value for name, value in text_format.items() if name != "type"}
+        body.response_format = {"type": "json_schema", "json_schema": schema}
+    return dict.fromkeys(("response_format", "response_format.json_schema"), "text.format")
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:
@@ -186,15 +204,15 @@ def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if kind == "allowed_tools":
         tools = choice.get("tools")
         if not isinstance(tools, list):
-            raise InvalidRequest("tool_choice.tools: expected a list", param="tool_choice.tools")
+            raise InvalidRequest("expected a list", field="tool_choice.tools")
         check_size("tool_choice.tools", len(tools), MAX_TOOLS)
         named = [_named(tool) for tool in tools if not isinstance(tool, dict) or _is_function(tool)]
         allowed = {"mode": choice.get("mode", "auto"), "tools": named}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     raise Unsupported(
-        f"tool_choice.type: {str(kind)[:64]!r} is not supported",
+        f"{str(kind)[:64]!r} is not supported",
         hint="send auto, none, required, or an object of type function or allowed_tools",
-        param="tool_choice.type",
+        field="tool_choice.type",
     )
 
 

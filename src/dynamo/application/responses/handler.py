@@ -13,7 +13,11 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.responses.background import BackgroundResponses
-from dynamo.application.responses.body import chat_body, chat_messages, read_responses_body
+from dynamo.application.responses.body import (
+    chat_parts,
+    read_conversation,
+    read_responses_body,
+)
 from dynamo.application.responses.event_log import replay
 from dynamo.application.responses.input_items import Item, read_input
 from dynamo.application.responses.response_object import new_response
@@ -71,7 +75,7 @@ class ResponsesHandler:
             await turn.answer(self._generation, exchange, self._store)
             return
         turn.check(self._generation, exchange)
-        if turn.chat.stream:
+        if turn.chat.fields.stream:
             await self._background.stream(turn, exchange)
             return
         await self._background.start(turn, exchange)
@@ -152,14 +156,14 @@ class ResponsesHandler:
         if exchange.request.is_large:
             await exchange.request.pause()
         text = isinstance(body.input, str)
-        messages = chat_messages(body.instructions, context, items, text=text)
+        conversation = read_conversation(body.instructions, context, items, text=text)
         if exchange.request.is_large:
             await exchange.request.pause()
         response = new_response(
             body, f"resp_{key}", model, int(self._clock.wall()), served.sampling
         )
         writer = ResponseItemWriter(response, self._clock.wall)
-        return Turn(owner, items, messages, chat_body(body, messages), writer)
+        return Turn(owner, items, chat_parts(body, conversation), writer)
 
     async def _resolve_references(self, owner: str, items: list[Item]) -> list[Item]:
         """Replace references by the items of stored responses. Raises `NotFound`."""
@@ -168,14 +172,14 @@ class ResponsesHandler:
         if not wanted:
             return items
         if len(wanted) < len(references):
-            raise InvalidRequest("input: an item is referenced more than once", param="input")
+            raise InvalidRequest("an item is referenced more than once", field="input")
         stored = await self._store.find_items(owner, wanted)
         for number, item in enumerate(items):
             if item["type"] == "item_reference" and item["id"] not in stored:
                 raise NotFound(
-                    f"input[{number}].id: there is no stored item {item['id'][:100]!r}",
+                    f"there is no stored item {item['id'][:100]!r}",
                     hint="send the item itself; store: false keeps none",
-                    param=f"input[{number}].id",
+                    field=f"input[{number}].id",
                 )
         return [stored.get(item["id"], item) for item in items]
 
@@ -183,7 +187,7 @@ class ResponsesHandler:
 def _read_starting_after(text: str) -> int:
     digits = text.removeprefix("-")
     if not digits.isascii() or not digits.isdigit() or len(digits) > MAX_DIGITS:
-        raise InvalidRequest("starting_after: expected a number", param="starting_after")
+        raise InvalidRequest("expected a number", field="starting_after")
     return int(text)
 
 
@@ -191,8 +195,8 @@ def _read_page_query(query: dict[str, str]) -> dict[str, Any]:
     """Return the arguments of a page of items, the last ones first unless `order=asc`."""
     order, limit_text = query.get("order", "desc"), query.get("limit", str(DEFAULT_PAGE))
     if order not in {"asc", "desc"}:
-        raise InvalidRequest("order: expected asc or desc", param="order")
+        raise InvalidRequest("expected asc or desc", field="order")
     digits = limit_text if len(limit_text) <= len(str(MAX_PAGE)) else ""
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_PAGE:
-        raise InvalidRequest(f"limit: expected 1 to {MAX_PAGE}", param="limit")
+        raise InvalidRequest(f"expected 1 to {MAX_PAGE}", field="limit")
     return {"ascending": order == "asc", "limit": int(digits), "after": query.get("after")}

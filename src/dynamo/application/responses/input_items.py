@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,11 @@ import msgspec
 from dynamo.application.openai.chat_messages import (
     MAX_MESSAGES,
     MAX_PARTS,
+    Conversation,
     leave_out_of_result,
 )
 from dynamo.application.openai.generation_body import check_size
-from dynamo.core.errors import DynamoError, InvalidRequest, Unsupported
+from dynamo.core.errors import InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,6 @@ BUILT_IN_CALLS = (
 """Items of tools that are no functions, which are stored and shown to no model."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _PART_FIELDS = ("content", "output", "summary", "tools")
-_MESSAGE_FIELD = re.compile(r"messages\[(\d+)\](\.tool_call_id)?")
-_RENAMED_FIELDS = (
-    (re.compile(r"response_format\.json_schema\b|response_format\b"), "text.format"),
-    (re.compile(r"max_completion_tokens\b"), "max_output_tokens"),
-    (re.compile(r"reasoning_effort\b"), "reasoning.effort"),
-    (re.compile(r"(tools\[\d+\])\.function\b"), r"\1"),
-)
 
 
 def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
@@ -59,7 +52,7 @@ def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
 def check_items(items: Sequence[Any]) -> None:
     """Raise `InvalidRequest` for too many items or parts, which are converted without a pause."""
     check_size("input", len(items), MAX_MESSAGES)
-    check_size("input: parts of all items", sum(_part_counts(items)), MAX_PARTS, param="input")
+    check_size("input", sum(_part_counts(items)), MAX_PARTS, what="parts of all items")
 
 
 def _part_counts(items: Iterable[Any]) -> Iterator[int]:
@@ -71,14 +64,14 @@ def _part_counts(items: Iterable[Any]) -> Iterator[int]:
 
 def _read_item(item: Any, field: str, key: str) -> Item:
     if not isinstance(item, dict):
-        raise InvalidRequest(f"{field}: expected an object", param=field)
+        raise InvalidRequest("expected an object", field=field)
     kind = item.get("type") or ("message" if "role" in item else None)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise Unsupported(
-            f"{field}.type: items of type {str(kind)[:64]!r} are not supported",
+            f"items of type {str(kind)[:64]!r} are not supported",
             hint=f"supported: {', '.join(_READERS)}",
-            param=f"{field}.type",
+            field=f"{field}.type",
         )
     return read(item, field, key)
 
@@ -87,9 +80,9 @@ def _read_message(item: Item, field: str, key: str) -> Item:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest(
-            f"{field}.role: unknown role {str(role)[:64]!r}",
+            f"unknown role {str(role)[:64]!r}",
             hint=f"known: {', '.join(ROLES)}",
-            param=f"{field}.role",
+            field=f"{field}.role",
         )
     message = {
         "id": _id(item, field, f"msg_{key}"),
@@ -120,7 +113,7 @@ def _read_built_in_call(item: Item, field: str, key: str) -> Item:
 def _read_tools(item: Item, field: str, key: str) -> Item:
     tools = item.get("tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequest(f"{field}.tools: expected a list of objects", param=f"{field}.tools")
+        raise InvalidRequest("expected a list of objects", field=f"{field}.tools")
     return item | {"id": _id(item, field, f"at_{key}")}
 
 
@@ -184,9 +177,9 @@ def _read_part(part: Any, field: str, role: str) -> Item:
     if role == "tool" and isinstance(kind, str):
         return {"type": "input_text", "text": leave_out_of_result(kind)}
     raise Unsupported(
-        f"{field}.type: parts of type {str(kind)[:64]!r} are not supported: models read text only",
+        f"parts of type {str(kind)[:64]!r} are not supported: models read text only",
         hint="send parts of type input_text",
-        param=f"{field}.type",
+        field=f"{field}.type",
     )
 
 
@@ -197,37 +190,29 @@ def _id(item: Item, field: str, default: str) -> str:
 def _text(item: Any, name: str, field: str) -> str:
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
-        raise InvalidRequest(f"{field}.{name}: expected str", param=f"{field}.{name}")
+        raise InvalidRequest("expected str", field=f"{field}.{name}")
     return value
 
 
 def _list(value: Any, field: str) -> list[Any]:
     if not isinstance(value, list):
-        raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
+        raise InvalidRequest("expected str or a list of parts", field=field)
     return value
 
 
-class ChatMessages(msgspec.Struct):
-    """Chat messages, the field of the request that each comes from, and the tools that items add,
-    by name."""
+class ItemConversation(Conversation):
+    """A conversation of items, with the tools that they add and their fields, by name."""
 
-    messages: list[Item] = []
-    fields: list[str] = []
-    tools: dict[str, Item] = {}
+    tools: dict[str, tuple[Item, str]] = msgspec.field(default_factory=dict)
 
-    def add(self, message: Item, field: str) -> None:
-        """Append a message."""
-        self.messages.append(message)
-        self.fields.append(field)
-
-    def add_items(self, items: Sequence[Item], fields: Iterator[str]) -> None:
+    def add_items(self, items: Sequence[Item], fields: Sequence[str]) -> None:
         """Append the messages of items. Neighbouring reasoning, text and calls of the assistant
         become one message. Reasoning that nothing follows is dropped. So are cut calls without an
         output, and outputs of calls that are left out."""
         answer: Item = {}
         answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
         left_out: set[str] = set()
-        for item, field in zip(items, fields, strict=False):
+        for item, field in zip(items, fields, strict=True):
             kind = item["type"]
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or ()
@@ -236,7 +221,8 @@ class ChatMessages(msgspec.Struct):
                 if item.get("status") != "incomplete" or item["call_id"] in answered:
                     self._add_call(answer, item, field)
             elif kind == ADDITIONAL_TOOLS:
-                self.tools |= {str(tool.get("name")): tool for tool in item["tools"]}
+                for number, tool in enumerate(item["tools"]):
+                    self.tools[str(tool.get("name"))] = tool, f"{field}.tools[{number}]"
             elif kind in BUILT_IN_CALLS or item.get("call_id") in left_out:
                 left_out.add(str(item.get("call_id")))
                 log.info("item left out", extra={"fields": {"type": kind}})
@@ -255,22 +241,12 @@ class ChatMessages(msgspec.Struct):
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls.append({"id": item["call_id"], "type": "function", "function": function})
 
-    def rename_fields(self, error: DynamoError) -> None:
-        """Name the fields of a Responses request in an error about the chat request."""
-        error.message = self._rename(error.message)
-        error.param = self._rename(error.param) if error.param else error.param
-
-    def _rename(self, text: str) -> str:
-        text = _MESSAGE_FIELD.sub(self._field, text)
-        for pattern, name in _RENAMED_FIELDS:
-            text = pattern.sub(name, text)
-        return text
-
-    def _field(self, match: re.Match[str]) -> str:
-        number = int(match[1])
-        if number >= len(self.fields):
-            return match[0]
-        return self.fields[number] + (".call_id" if match[2] else "")
+    def names(self) -> dict[str, str]:
+        calls = (
+            (f"messages[{number}].tool_call_id", f"{field}.call_id")
+            for number, field in enumerate(self.fields)
+        )
+        return super().names() | dict(calls)
 
 
 def _message(item: Item) -> Item:

@@ -36,7 +36,7 @@ def read_page(
     ordered = reversed(list(turns)) if ascending else turns
     items = (item for turn in ordered for item in _items_of(*turn, ascending=ascending))
     if after is not None and not any(_id_of(item) == after for item in items):
-        raise InvalidRequest(f"after: there is no item {after[:100]!r}", param="after")
+        raise InvalidRequest(f"there is no item {after[:100]!r}", field="after")
     page = list(islice(items, limit + 1))
     shown = page[:limit]
     return ItemPage(shown, [_id_of(item) for item in shown], len(page) > limit)

@@ -344,9 +344,9 @@ class ResponseStore:
             size += turn_bytes
             if size > MAX_CONTEXT_BYTES:
                 raise TooLarge(
-                    f"{PREVIOUS}: the conversation has more than {MAX_CONTEXT_BYTES:,} bytes",
+                    f"the conversation has more than {MAX_CONTEXT_BYTES:,} bytes",
                     hint="start a new one",
-                    param=PREVIOUS,
+                    field=PREVIOUS,
                 )
             yield blob, response
             previous = response[PREVIOUS]
@@ -358,9 +358,9 @@ class ResponseStore:
             raise PreviousResponseNotFound(error.message, hint=error.hint, param=PREVIOUS) from None
         if turn[1]["status"] in RUNNING_STATUSES:
             raise InvalidRequest(
-                f"{PREVIOUS}: {response_id!r} is still in progress",
+                f"{response_id!r} is still in progress",
                 hint="wait until it has ended",
-                param=PREVIOUS,
+                field=PREVIOUS,
             )
         return turn
 
@@ -384,9 +384,9 @@ class ResponseStore:
                 size += item_bytes
                 if size > MAX_CONTEXT_BYTES:
                     raise TooLarge(
-                        f"input: the responses of the items have over {MAX_CONTEXT_BYTES:,} bytes",
+                        f"the responses of the items have over {MAX_CONTEXT_BYTES:,} bytes",
                         hint="send the items themselves",
-                        param="input",
+                        field="input",
                     )
                 stored |= {item["id"]: item for item in (*decode(blob), *response["output"])}
         return {item_id: stored[item_id] for item_id in item_ids if item_id in stored}

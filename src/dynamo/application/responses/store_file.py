@@ -97,9 +97,9 @@ def read_events(rows: sqlite3.Connection, response: Item, after: int) -> StreamP
     ).fetchone()
     if newest is None:
         raise Unsupported(
-            "stream: this response was not created with background: true and stream: true",
+            "this response was not created with background: true and stream: true",
             hint="retrieve it without stream",
-            param="stream",
+            field="stream",
         )
     events: list[bytes] = []
     size, last = 0, after

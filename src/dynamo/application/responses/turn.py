@@ -10,9 +10,9 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
-from dynamo.application.openai.chat import ChatBody
+from dynamo.application.openai.chat import ChatParts
 from dynamo.application.openai.usage import UsageCounter
-from dynamo.application.responses.input_items import ChatMessages, Item
+from dynamo.application.responses.input_items import Item
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.writer import HeldReply, HeldStreamReply, ResponseItemWriter
 from dynamo.core.errors import DynamoError, StoreUnavailable
@@ -40,36 +40,26 @@ class Turn(msgspec.Struct):
 
     owner: str
     items: list[Item]
-    messages: ChatMessages
-    chat: ChatBody
+    chat: ChatParts
     writer: ResponseItemWriter
     reply: HeldReply | None = None
 
     def check(self, generation: GenerationHandler, exchange: Exchange) -> None:
         """Raise what `generate` would raise for the fields of the request."""
-        try:
+        with self.chat.names:
             generation.read_chat_request(exchange, self.chat)
-        except DynamoError as error:
-            self.messages.rename_fields(error)
-            raise
 
     async def count_tokens(self, generation: GenerationHandler, exchange: Exchange) -> int:
         """Return the tokens of the prompt. Raises as `generate`."""
-        try:
+        with self.chat.names:
             return await generation.count_tokens(exchange, self.chat)
-        except DynamoError as error:
-            self.messages.rename_fields(error)
-            raise
 
     async def generate(self, generation: GenerationHandler, exchange: Exchange) -> bool:
         """Generate the response. Returns False if the client left before the end. Raises the errors
         of `GenerationHandler.answer_chat`, with the names of the fields of a response."""
         exchange.use_error_format(ResponseErrors(self.writer))
-        try:
+        with self.chat.names:
             await generation.answer_chat(exchange, self.chat, self._make_reply)
-        except DynamoError as error:
-            self.messages.rename_fields(error)
-            raise
         return self.writer.end is not None
 
     def _make_reply(

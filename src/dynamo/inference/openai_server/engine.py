@@ -177,7 +177,7 @@ class OpenAIServerEngine(Engine):
             answer.end()
         except DynamoError as error:
             where = f"{self._http.url}: " if isinstance(error, UpstreamFailed) else ""
-            error.message = redact(where + error.message, context.api_key)
+            error.reason = redact(where + error.reason, context.api_key)
             if isinstance(error, Unauthorized | Forbidden):
                 raise self._refused_key(error, context) from None
             raise

@@ -155,9 +155,7 @@ def _parameters(
         if row is None:
             parameters[name] = value
         elif row is _MISSING:
-            raise Unsupported(
-                f"{name}: {TITLE} does not know it", hint=f"leave {name} out", param=name
-            )
+            raise Unsupported(f"{TITLE} does not know it", hint=f"leave {name} out", field=name)
         else:
             parameters[row.name] = value if row.convert is None else row.convert(value)
     return parameters

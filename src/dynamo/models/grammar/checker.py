@@ -80,13 +80,13 @@ def _refusal(structured: StructuredOutput, verdict: Verdict, field: str) -> Dyna
     if verdict.too_complex:
         kind = "grammar of their calls" if structured.kind == "calls" else structured.kind
         return SchemaTooComplex(
-            f"{field}: the {kind} is too complex: {verdict.error.partition(chr(10))[0]}",
+            f"the {kind} is too complex: {verdict.error.partition(chr(10))[0]}",
             hint="use fewer properties, shorter repetitions or a simpler pattern",
-            param=field,
+            field=field,
         )
     if structured.kind == "json_schema":
         return schema_refusal(structured.value, verdict.error, field)
     if structured.kind in ("grammar", "regex"):
         return grammar_refusal(structured.kind, verdict.error, field)
     text = verdict.error.partition("\n")[0]
-    return InvalidRequest(f"{field}: the form cannot be enforced: {text}", param=field)
+    return InvalidRequest(f"the form cannot be enforced: {text}", field=field)

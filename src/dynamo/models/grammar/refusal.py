@@ -37,12 +37,12 @@ def schema_refusal(schema: str, reason: str, field: str) -> InvalidRequest:
     document = msgspec.json.decode(schema)
     text = reason.partition("\n")[0] if keyword != "pattern" else reason.rpartition("error: ")[2]
     if not keyword:
-        return InvalidRequest(f"{field}: the schema cannot be enforced: {text}", param=field)
+        return InvalidRequest(f"the schema cannot be enforced: {text}", field=field)
     pointer = find_keyword(document, keyword, value)
     return InvalidRequest(
-        f"{field}: the schema cannot be enforced: {keyword!r} at {pointer or '/'}: {text.strip()}",
+        f"the schema cannot be enforced: {keyword!r} at {pointer or '/'}: {text.strip()}",
         hint="leave the keyword out, or check the answer yourself",
-        param=field,
+        field=field,
     )
 
 
@@ -53,12 +53,12 @@ def grammar_refusal(kind: str, reason: str, field: str) -> InvalidRequest:
     text = lines[-1].removeprefix("error: ") if kind == "regex" and len(lines) > 1 else lines[0]
     if kind == "regex":
         text = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
-        return InvalidRequest(f"{field}: the regex cannot be enforced: {text}", param=field)
+        return InvalidRequest(f"the regex cannot be enforced: {text}", field=field)
     place = f"line {match[1] or match[2]}" if match else "its rules"
     if match and match[3]:
         place += f", column {match[3]}"
         text = text[match.end() :]
-    return InvalidRequest(f"{field}: the {kind} has an error at {place}: {text}", param=field)
+    return InvalidRequest(f"the {kind} has an error at {place}: {text}", field=field)
 
 
 def find_keyword(schema: Any, keyword: str, value: str = "") -> str:

@@ -102,9 +102,9 @@ class AnswerParsing:
                 schema = msgspec.json.encode(closed(function.get("parameters"))).decode()
                 if len(schema) > MAX_PARAMETERS_CHARS:
                     raise InvalidRequest(
-                        f"{field}: {len(schema):,} characters, limit {MAX_PARAMETERS_CHARS:,} "
+                        f"{len(schema):,} characters, limit {MAX_PARAMETERS_CHARS:,} "
                         "where calls are forced or strict",
-                        param=field,
+                        field=field,
                     )
                 yield StructuredOutput("json_schema", schema), field
 
@@ -148,8 +148,7 @@ class AnswerParsing:
                 )
         if inside and form.kind != "text":
             raise Unsupported(
-                "response_format: the model's reasoning does not end in a token of its own",
-                param="response_format",
+                "the model's reasoning does not end in a token of its own", field="response_format"
             )
         return form
 
@@ -164,8 +163,8 @@ class AnswerParsing:
             return None
         if write_calls is None:
             raise Unsupported(
-                f"tool_choice: no grammar of calls is known for the format {self._family.name!r}",
-                param="tool_choice",
+                f"no grammar of calls is known for the format {self._family.name!r}",
+                field="tool_choice",
             )
         grammar = CallGrammar(self._format.alphabet, self._template)
         layout = write_calls(grammar)
@@ -182,10 +181,10 @@ class AnswerParsing:
         written = grammar.write(start)
         if len(written) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
-                f"tools: the grammar of their calls has {len(written):,} characters, limit "
+                f"the grammar of their calls has {len(written):,} characters, limit "
                 f"{MAX_GRAMMAR_CHARS:,}",
                 hint="offer fewer functions, or shorter schemas",
-                param="tools",
+                field="tools",
             )
         return StructuredOutput("calls", written, optional=optional)
 
@@ -214,9 +213,9 @@ def _without_limit(form: StructuredOutput) -> StructuredOutput:
     """Return a form without a limit of reasoning. Raises `Unsupported` for one that must hold."""
     if form.reasoning_limit is not None and not form.soft_limit:
         raise Unsupported(
-            "thinking_token_budget: this model has no tokens that begin and end its reasoning",
+            "this model has no tokens that begin and end its reasoning",
             hint="leave thinking_token_budget out, and bound the answer by max_tokens",
-            param="thinking_token_budget",
+            field="thinking_token_budget",
         )
     return replace(form, reasoning_limit=None)
 
@@ -230,8 +229,9 @@ def _form_expression(grammar: CallGrammar, form: StructuredOutput) -> str:
     """Return the expression of a form that an answer may have instead of calls."""
     if form.whitespace_pattern:
         raise Unsupported(
-            "structured_outputs.whitespace_pattern: not together with tools",
+            "not together with tools",
             hint='set tool_choice to "none", or leave the pattern out',
+            field="structured_outputs.whitespace_pattern",
             param="structured_outputs",
         )
     if form.kind in ("json_schema", "json_object"):
@@ -239,7 +239,8 @@ def _form_expression(grammar: CallGrammar, form: StructuredOutput) -> str:
     if form.kind == "choice":
         return " | ".join(map(grammar.literal, msgspec.json.decode(form.value)))
     raise Unsupported(
-        f"structured_outputs.{form.kind}: not together with tools",
+        "not together with tools",
         hint='set tool_choice to "none", or use a JSON schema',
+        field=f"structured_outputs.{form.kind}",
         param="structured_outputs",
     )

@@ -20,10 +20,9 @@ def check_prompt_logprobs(prompt_tokens: int, top: int) -> None:
     count = prompt_tokens * (1 + top)
     if count > MAX_PROMPT_LOGPROBS:
         raise TooLarge(
-            f"prompt_logprobs: {prompt_tokens:,} tokens have {count:,} logprobs, limit "
-            f"{MAX_PROMPT_LOGPROBS:,}",
+            f"{prompt_tokens:,} tokens have {count:,} logprobs, limit {MAX_PROMPT_LOGPROBS:,}",
             hint="send a shorter prompt or ask for fewer logprobs of each token",
-            param="prompt_logprobs",
+            field="prompt_logprobs",
         )
 
 

@@ -76,9 +76,8 @@ def _unsupported(instances: Iterable[Instance], required: Sequence[str]) -> Unsu
     that no engine has, or all if only their combination is missing."""
     known = {feature for instance in instances for feature in instance_features(instance)}
     missing = [feature for feature in required if feature not in known] or required
-    names, param = ", ".join(missing), PARAMETERS.get(missing[0], "model")
     return Unsupported(
-        f"no worker of this model supports: {names}",
-        hint=f"leave {param} out, or start a worker whose engine supports it",
-        param=param,
+        f"no worker of this model supports: {', '.join(missing)}",
+        hint="leave it out, or start a worker whose engine supports it",
+        field=PARAMETERS.get(missing[0], "model"),
     )

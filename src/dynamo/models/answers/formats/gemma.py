@@ -141,9 +141,9 @@ def _value(grammar: CallGrammar, schema: Any) -> str:
     if kind in ("integer", "number", "boolean", "null"):
         return grammar.json(schema)
     raise InvalidRequest(
-        "tools: calls in the format gemma4 can only be forced for parameters with a plain type",
+        "calls in the format gemma4 can only be forced for parameters with a plain type",
         hint="give each parameter and item a `type` instead of $ref, anyOf or a list of types",
-        param="tools",
+        field="tools",
     )
 
 

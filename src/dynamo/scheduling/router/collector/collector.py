@@ -135,9 +135,9 @@ class RoutingMetricsCollector:
             start, end = map(float, time_range or (0.0, inf))
         except (TypeError, ValueError):
             raise InvalidRequest(
-                f"time_range: {time_range!r} is no range of time",
+                f"{time_range!r} is no range of time",
                 hint="pass seconds, such as 3600, or (start, end) as Unix times",
-                param="time_range",
+                field="time_range",
             ) from None
         records = self.records_between(start, end)
         first = records[0].timestamp if records else now
