@@ -104,14 +104,14 @@ def read_responses_body(request: Request) -> ResponsesBody:
         raise InvalidRequest("required, but missing", field="input")
     if body.input == [] and not body.previous_response_id:
         raise InvalidRequest("at least one item is required", field="input")
-    metadata = body.metadata or {}
-    check_size("metadata", len(metadata), MAX_METADATA)
-    for key, value in metadata.items():
-        check_size("metadata", len(key), MAX_METADATA_KEY, "characters in a key")
-        check_size("metadata", len(value), MAX_METADATA_VALUE, "characters in a value")
+    if body.metadata:
+        check_size("metadata", len(body.metadata), MAX_METADATA)
+        for key, value in body.metadata.items():
+            check_size("metadata", len(key), MAX_METADATA_KEY, "characters in a key")
+            check_size("metadata", len(value), MAX_METADATA_VALUE, "characters in a value")
     for name in ("prompt_cache_key", "safety_identifier", "previous_response_id"):
-        text = getattr(body, name) or ""
-        check_size(name, len(text), MAX_ECHOED_CHARS, "characters")
+        if text := getattr(body, name):
+            check_size(name, len(text), MAX_ECHOED_CHARS, "characters")
     if body.background and body.store is False:
         raise InvalidRequest("background can only be used when `store` is true", param="background")
     return body
@@ -134,10 +134,7 @@ def read_conversation(
 
 def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts:
     """Return the chat with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
-    tools = [(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
-    tools += conversation.tools.values()
-    check_size("tools", len(tools), MAX_TOOLS)
-    tools = [(tool, place) for tool, place in tools if _is_function(tool)]
+    tools = _function_tools(body, conversation) if body.tools or conversation.tools else []
     logprobs = (body.include and LOGPROBS in body.include) or body.top_logprobs
     form = _apply_format(body)
     return ChatParts(
@@ -145,7 +142,7 @@ def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts
         messages=conversation.messages,
         max_tokens=body.max_output_tokens,
         top_logprobs=(body.top_logprobs or 0) if logprobs else None,
-        tools=[_chat_tool(tool) for tool, _ in tools],
+        tools=[_chat_tool(tool) for tool, _ in tools] if tools else None,
         tool_choice=_chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
@@ -177,6 +174,14 @@ def _apply_format(body: ResponsesBody) -> dict[str, str]:
         schema = {name: value for name, value in text_format.items() if name != "type"}
         body.response_format = {"type": "json_schema", "json_schema": schema}
     return dict.fromkeys(("response_format", "response_format.json_schema"), "text.format")
+
+
+def _function_tools(body: ResponsesBody, conversation: ItemConversation) -> list[tuple[Item, str]]:
+    """Return the functions among the tools, with their places. Raises `InvalidRequest`."""
+    tools = [(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())]
+    tools += conversation.tools.values()
+    check_size("tools", len(tools), MAX_TOOLS)
+    return [(tool, place) for tool, place in tools if _is_function(tool)]
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:

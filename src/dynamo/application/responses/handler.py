@@ -149,13 +149,15 @@ class ResponsesHandler:
         model, served = self._gateway.find(body.model)
         owner = self._owner(exchange.request)
         key = os.urandom(24).hex()
-        items = await self._resolve_references(owner, read_input(body.input or "", key))
+        text = isinstance(body.input, str)
+        items = read_input(body.input or "", key)
+        if not text:
+            items = await self._resolve_references(owner, items)
         context: list[Item] = []
         if body.previous_response_id:
             context = await self._store.load_context(owner, body.previous_response_id)
         if exchange.request.is_large:
             await exchange.request.pause()
-        text = isinstance(body.input, str)
         conversation = read_conversation(body.instructions, context, items, text=text)
         if exchange.request.is_large:
             await exchange.request.pause()

@@ -41,7 +41,9 @@ def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
     """Return the input as items with ids. `response_key` makes the ids unique. Raises
     `InvalidRequest` and `Unsupported` with the item and field."""
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
+        content = [{"type": "input_text", "text": value}]
+        head = {"id": f"msg_{response_key}_i0", "type": "message", "role": "user"}
+        return [head | {"status": "completed", "content": content}]
     check_items(value)
     return [
         _read_item(item, f"input[{index}]", f"{response_key}_i{index}")

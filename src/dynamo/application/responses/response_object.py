@@ -59,8 +59,12 @@ def new_response(
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": _given(body.presence_penalty, sampling.presence_penalty),
-        "frequency_penalty": _given(body.frequency_penalty, sampling.frequency_penalty),
+        "presence_penalty": sampling.presence_penalty
+        if body.presence_penalty is None
+        else body.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty
+        if body.frequency_penalty is None
+        else body.frequency_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
@@ -70,21 +74,17 @@ def new_response(
         "safety_identifier": body.safety_identifier,
         "service_tier": body.service_tier if body.service_tier in TIER_PRIORITIES else "default",
         "store": body.store is not False,
-        "temperature": _given(body.temperature, sampling.temperature),
+        "temperature": sampling.temperature if body.temperature is None else body.temperature,
         "text": text_fields,
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": _given(body.top_p, sampling.top_p),
+        "top_p": sampling.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
         **_UNSUPPORTED_FIELDS,
     }
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _tool(tool: Item) -> Item:
@@ -153,6 +153,8 @@ def content_part(item: AnswerItem) -> Item:
 
 def logprob_fields(logprobs: Sequence[DecodedTokenLogprob]) -> list[dict[str, Any]]:
     """Return logprobs as the Responses API writes them."""
+    if not logprobs:
+        return []
     return [
         _logprob(token.token, token.raw, token.logprob)
         | {"top_logprobs": [_logprob(*best) for best in token.top]}

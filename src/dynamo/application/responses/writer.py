@@ -64,9 +64,10 @@ class ResponseItemWriter(ItemWriter):
         self, item: AnswerItem, delta: str, logprobs: Sequence[DecodedTokenLogprob]
     ) -> bytes:
         before, after = self._delta_parts
-        end = b"%d}\n\n" % self._next_number()
         if item.kind == "text":
             after = b',"logprobs":%b' % encode_json(logprob_fields(logprobs)) + after
+        end = b"%d}\n\n" % self._sequence
+        self._sequence += 1
         return before + encode_json(delta) + after + end
 
     def encode_item_ended(self, item: AnswerItem) -> bytes:
@@ -131,13 +132,9 @@ class ResponseItemWriter(ItemWriter):
         return encode_json(self.response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._next_number(), **fields}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(data))
-
-    def _next_number(self) -> int:
-        number = self._sequence
+        data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return number
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(data))
 
 
 class HeldReply(ItemReply):
