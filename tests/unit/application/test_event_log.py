@@ -25,8 +25,7 @@ async def test_a_slow_client_is_left_behind() -> None:
     serving = asyncio.create_task(log.serve(exchange, b"data: start\n\n"))
     await asyncio.sleep(0)
     for number in range(3):
-        log.pending_events.append(b"data: number %d\n\n" % number)
-        log.merge_events()
+        log.write(b"data: number %d\n\n" % number)
     log.end(b"data: end\n\n")
     with pytest.raises(SlowReader):
         await serving
@@ -38,11 +37,11 @@ async def test_a_slow_client_is_left_behind() -> None:
 
 def test_events_wait_for_a_store_that_cannot_be_used(monkeypatch: Any) -> None:
     log = EventLog()
-    log.pending_events.append(b"a\n\nb\n\n")
+    log.write(b"a\n\nb\n\n")
     batch = log.take_batch()
     assert batch == StreamEvents(1, b"a\n\nb\n\n")
     log.put_back(batch)
-    log.pending_events.append(b"c\n\n")
+    log.write(b"c\n\n")
     whole = log.take_batch(b"d\n\n")
     assert whole == StreamEvents(3, b"a\n\nb\n\nc\n\nd\n\n")
     monkeypatch.setattr(event_log, "MAX_UNSAVED_BYTES", 10)

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from dynamo.application.exchange import Exchange, worker_headers
-from dynamo.application.generation.replies import HttpReply, TokenLogprobs
+from dynamo.application.generation.replies import EventOutput, HttpReply, TokenLogprobs
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import ProtocolError
@@ -84,7 +84,8 @@ class ItemWriter(ABC):
 
 
 class ItemReply(HttpReply):
-    """Collects the `items` of one choice, and sends the whole answer when the choice has ended."""
+    """Collects the `items` of one choice, and sends the whole answer when the choice has ended.
+    `output`: receives the events of a stream instead of the exchange's response."""
 
     __slots__ = ("_calls", "_current", "_exchange", "_timing", "_writer", "items")
 
@@ -94,8 +95,9 @@ class ItemReply(HttpReply):
         writer: ItemWriter,
         usage_counter: UsageCounter,
         timing: TokenTiming,
+        output: EventOutput | None = None,
     ) -> None:
-        super().__init__(exchange.response, usage_counter, choices=1)
+        super().__init__(output or exchange.response, usage_counter, choices=1)
         self._exchange = exchange
         self._writer = writer
         self._timing = timing
@@ -192,12 +194,13 @@ class ItemStreamReply(ItemReply):
         writer: ItemWriter,
         usage_counter: UsageCounter,
         timing: TokenTiming,
+        output: EventOutput | None = None,
     ) -> None:
-        super().__init__(exchange, writer, usage_counter, timing)
+        super().__init__(exchange, writer, usage_counter, timing, output)
         self._pending: list[str] = []
         self._pending_logprobs: list[DecodedTokenLogprob] = []
         self._pending_bytes = 0
-        exchange.response.on_silence = self.break_silence
+        self._response.on_silence = self.break_silence
 
     def restart(self, choice: int) -> bool:
         del choice

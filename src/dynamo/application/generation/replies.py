@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -14,7 +14,7 @@ from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.answer_parts import AnswerParts
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
-from dynamo.communication.http import BodyHold, Response
+from dynamo.communication.http import BodyHold
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
@@ -55,6 +55,28 @@ class PendingText(msgspec.Struct):
     logprobs: list[DecodedTokenLogprob] = []
 
 
+class EventOutput(Protocol):
+    """Where a reply writes the events of a stream, e.g. a `Response`, which describes the names."""
+
+    open: bool
+    started: bool
+    overrun: bool
+    congested: bool
+    backlog_limit: int
+    on_writable: Callable[[], None] | None
+    on_silence: Callable[[float], None] | None
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were written and not yet taken."""
+
+    def write(self, data: bytes) -> bool:
+        """Write one event. False: nobody will read it."""
+
+    def end(self, tail: bytes = b"") -> None:
+        """Complete the stream with an optional last event."""
+
+
 class HttpReply(TextReply):
     """The common part of replies to one HTTP request; `remaining_choices` have not ended.
 
@@ -75,7 +97,7 @@ class HttpReply(TextReply):
         "remaining_choices",
     )
 
-    def __init__(self, response: Response, usage_counter: UsageCounter, choices: int) -> None:
+    def __init__(self, response: EventOutput, usage_counter: UsageCounter, choices: int) -> None:
         self.accepted, self.hold_s = False, 0.0
         self._response = response
         self._usage_counter = usage_counter
@@ -144,7 +166,7 @@ class HttpReply(TextReply):
         self._response.on_silence = None
 
 
-def write_keep_alive(response: Response, silent_s: float) -> None:
+def write_keep_alive(response: EventOutput, silent_s: float) -> None:
     """Write a comment line into a stream that has been silent for long."""
     if silent_s >= KEEP_ALIVE_S:
         response.write(KEEP_ALIVE)
@@ -209,7 +231,8 @@ class StreamReply(HttpReply):
             return None
         token_log = array("I") if token_log is None else token_log
         template = EventTemplate(prefix, self._json_strings, self._suffix)
-        return StreamFastPath(choice, self._response, template, self._timing, text_table, token_log)
+        response = self._exchange.response
+        return StreamFastPath(choice, response, template, self._timing, text_table, token_log)
 
     def event(self, choice: int, event: AnswerEvent) -> bool:
         chunk = self._encoder.encode_event_chunk(choice, event)

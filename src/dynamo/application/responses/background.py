@@ -15,8 +15,6 @@ from dynamo.application.responses.event_log import EventLog
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.store_file import StreamEvents
 from dynamo.application.responses.turn import Turn
-from dynamo.communication.http import Response
-from dynamo.communication.http.response import ResponseConnection
 from dynamo.core.clock import Clock
 from dynamo.core.errors import (
     DynamoError,
@@ -36,31 +34,11 @@ RENEWAL_S = 1.0
 """So often this process renews its responses, and looks which ones were cancelled elsewhere."""
 
 
-class DetachedConnection:
-    """The connection of a response without a client. Nothing is written to it."""
-
-    chunked = False
-
-    def __init__(self) -> None:
-        self.output: list[bytes] = []
-        self.pending_events: list[bytes] = []
-
-    def schedule_flush(self) -> None:
-        """Do nothing."""
-
-    def merge_events(self) -> None:
-        """Do nothing."""
-
-    def unsent_bytes(self) -> int:
-        """Return 0."""
-        return 0
-
-
 class RunningResponse(msgspec.Struct):
-    """A response that is generated, and the log of its events if it is streamed."""
+    """A response that is generated, and the log of its events, empty unless it is streamed."""
 
     task: asyncio.Task[None]
-    log: EventLog | None
+    log: EventLog
 
 
 class BackgroundResponses:
@@ -86,38 +64,27 @@ class BackgroundResponses:
 
     async def start(self, turn: Turn, exchange: Exchange) -> None:
         """Store the response and begin to generate it. Raises `StoreUnavailable`, `Overloaded`."""
-        connection = DetachedConnection()
-        await self._start(turn, self._detach(exchange, connection), None, None)
+        await self._start(turn, exchange, EventLog())
 
     async def stream(self, turn: Turn, exchange: Exchange) -> None:
         """Do the same, and stream the response to its client. Raises `SlowReader`, too."""
         log = EventLog()
-        detached = self._detach(exchange, log)
-        detached.start_stream("")
         start = turn.writer.encode_start(UsageCounter(1))
-        detached.response.write(start)
-        await self._start(turn, detached, log, log.take_batch())
-        exchange.streaming = True
+        log.write(start)
+        await self._start(turn, exchange, log)
         await log.serve(exchange, start)
 
-    def _detach(self, exchange: Exchange, connection: ResponseConnection) -> Exchange:
-        """Return the exchange of a response that does not need its client."""
-        response = Response(connection, "POST", "1.1", keep_alive=False, backlog_limit=1)
-        request_id, client_id = exchange.request_id, exchange.client_request_id
-        return Exchange(exchange.request, response, request_id, client_id, ())
-
-    async def _start(
-        self, turn: Turn, detached: Exchange, log: EventLog | None, events: StreamEvents | None
-    ) -> None:
-        response = turn.writer.response
+    async def _start(self, turn: Turn, exchange: Exchange, log: EventLog) -> None:
+        response, turn.output = turn.writer.response, log
         self._take_place(turn.owner)
         try:
+            events = log.take_batch()
             await self._store.add(turn.owner, response, turn.items, running=True, events=events)
         except BaseException:
             self._release_place(turn.owner)
             raise
-        detached.request.release_body()
-        task = self._tasks.start(self._generate(turn, detached, log), response["id"])
+        exchange.request.release_body()
+        task = self._tasks.start(self._generate(turn, exchange, log), response["id"])
         self._running[response["id"]] = RunningResponse(task, log)
         if self._renewal is None or self._renewal.done():
             self._renewal = self._tasks.start(self._renew(), "renew responses")
@@ -150,7 +117,7 @@ class BackgroundResponses:
         await wait_at_most(self._tasks.join(), drain_s)
         await self._tasks.close()
 
-    async def _generate(self, turn: Turn, exchange: Exchange, log: EventLog | None) -> None:
+    async def _generate(self, turn: Turn, exchange: Exchange, log: EventLog) -> None:
         writer = turn.writer
         try:
             await turn.generate(self._generation, exchange)
@@ -166,14 +133,12 @@ class BackgroundResponses:
             writer.fail(InternalError("internal error", hint="see the server's log"))
         self._running.pop(writer.response["id"], None)
         self._release_place(turn.owner)
-        tail = b"" if log is None else writer.encode_last_event()
+        tail = writer.encode_last_event() if turn.chat.fields.stream else b""
         try:
-            events = None if log is None else log.take_batch(tail)
-            await self._store.finish(writer.response, events)
+            await self._store.finish(writer.response, log.take_batch(tail))
         except StoreUnavailable as error:
             logger.warning("response not stored", extra={"fields": {"error": error.message}})
-        if log is not None:
-            log.end(tail)
+        log.end(tail)
 
     async def _renew(self) -> None:
         """Renew the running responses until there are none."""
@@ -185,7 +150,7 @@ class BackgroundResponses:
             except StoreUnavailable as error:
                 logger.warning("responses not renewed", extra={"fields": {"error": error.message}})
                 for response_id, batch in events:
-                    if (run := self._running.get(response_id)) is not None and run.log is not None:
+                    if (run := self._running.get(response_id)) is not None:
                         run.log.put_back(batch)
             else:
                 for response_id in set(running) - going_on:
@@ -195,6 +160,6 @@ class BackgroundResponses:
     def _take_events(self) -> list[tuple[str, StreamEvents]]:
         events = list[tuple[str, StreamEvents]]()
         for response_id, run in self._running.items():
-            if run.log is not None and (batch := run.log.take_batch()) is not None:
+            if (batch := run.log.take_batch()) is not None:
                 events.append((response_id, batch))
         return events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from dynamo.application.exchange import Exchange
@@ -19,47 +20,34 @@ POLL_S = 0.5
 
 
 class EventLog:
-    """The connection of a response in the background that is streamed. Its events go to a client
-    while that reads, and wait to be stored: `take_batch`."""
-
-    chunked = False
+    """The output of a response in the background. The events of a stream go to a client while that
+    reads, and wait to be stored: `take_batch`."""
 
     def __init__(self) -> None:
-        self.output: list[bytes] = []
-        self.pending_events: list[bytes] = []
+        self.open = self.started = True
+        self.overrun = self.congested = False
+        self.backlog_limit = self.backlog_bytes = 0
+        self.on_writable: Callable[[], None] | None = None
+        self.on_silence: Callable[[float], None] | None = None
         self._client: Response | None = None
         self._client_done = asyncio.Event()
         self._unsaved: list[bytes] = []
         self._events = 0
 
-    def schedule_flush(self) -> None:
-        """Pass the events on after this loop iteration."""
-        asyncio.get_running_loop().call_soon(self.merge_events)
-
-    def merge_events(self) -> None:
-        """Pass the events on now."""
-        self.output.clear()  # the head
-        data = b"".join(self.pending_events)
-        self.pending_events.clear()
-        if not data:
-            return
+    def write(self, data: bytes) -> bool:
+        """Take an event, and give it to the client. Returns True: the log needs no reader."""
         self._append(data)
         client = self._client
-        if client is None:
-            return
-        if client.backlog_bytes > client.backlog_limit:
-            client.overrun, client.open = True, False
-        if not client.write(data):
-            self._release_client()
-
-    def unsent_bytes(self) -> int:
-        """Return 0."""
-        return 0
+        if client is not None:
+            if client.backlog_bytes > client.backlog_limit:
+                client.overrun, client.open = True, False
+            if not client.write(data):
+                self._release_client()
+        return True
 
     def take_batch(self, tail: bytes = b"") -> StreamEvents | None:
         """Return the events that are not stored yet, and a last one, which `end` gives the
         client."""
-        self.merge_events()
         if tail:
             self._append(tail)
         data = b"".join(self._unsaved)
@@ -84,7 +72,7 @@ class EventLog:
             self._release_client()
         check_reader(client)
 
-    def end(self, tail: bytes) -> None:
+    def end(self, tail: bytes = b"") -> None:
         """Give the client the last event."""
         if self._client is not None:
             self._client.end(tail)

@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.generation.replies import EventOutput
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
 from dynamo.application.openai.chat import ChatParts
@@ -36,13 +37,15 @@ class ResponseErrors(ErrorFormat):
 
 
 class Turn(msgspec.Struct):
-    """A response that is generated for an `owner` of `items`, its own input."""
+    """A response that is generated for an `owner` of `items`, its own input. `output`: where its
+    events go instead of to the client."""
 
     owner: str
     items: list[Item]
     chat: ChatParts
     writer: ResponseItemWriter
     reply: HeldReply | None = None
+    output: EventOutput | None = None
 
     def check(self, generation: GenerationHandler, exchange: Exchange) -> None:
         """Raise what `generate` would raise for the fields of the request."""
@@ -57,7 +60,6 @@ class Turn(msgspec.Struct):
     async def generate(self, generation: GenerationHandler, exchange: Exchange) -> bool:
         """Generate the response. Returns False if the client left before the end. Raises the errors
         of `GenerationHandler.answer_chat`, with the names of the fields of a response."""
-        exchange.use_error_format(ResponseErrors(self.writer))
         with self.chat.names:
             await generation.answer_chat(exchange, self.chat, self._make_reply)
         return self.writer.end is not None
@@ -66,7 +68,7 @@ class Turn(msgspec.Struct):
         self, exchange: Exchange, _model: str, usage_counter: UsageCounter, timing: TokenTiming
     ) -> HeldReply:
         make = HeldStreamReply if exchange.streaming else HeldReply
-        self.reply = make(exchange, self.writer, usage_counter, timing)
+        self.reply = make(exchange, self.writer, usage_counter, timing, self.output)
         self.writer.items = self.reply.items
         return self.reply
 
@@ -75,6 +77,7 @@ class Turn(msgspec.Struct):
     ) -> None:
         """Generate the response, store it unless the client wants that not, then send its end. A
         stream that has begun is stored if it fails, too."""
+        exchange.use_error_format(ResponseErrors(self.writer))
         try:
             if not await self.generate(generation, exchange) or self.reply is None:
                 return
