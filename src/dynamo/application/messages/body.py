@@ -11,11 +11,10 @@ from msgspec import Meta
 
 from dynamo.application.messages.conversation import (
     add_messages,
-    check_conversation,
     join_text,
 )
 from dynamo.application.openai.chat import ChatParts
-from dynamo.application.openai.chat_messages import Conversation
+from dynamo.application.openai.chat_messages import Conversation, check_parts
 from dynamo.application.openai.field_names import FieldNames
 from dynamo.application.openai.generation_body import (
     GenerationBody,
@@ -84,9 +83,9 @@ found behind it. Gateways put their own text before it."""
 def prompt_parts(body: TokenCountBody) -> ChatParts:
     """Return the chat whose prompt the body describes. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
-    check_conversation(body.messages, body.system)
-    conversation = Conversation()
+    conversation = Conversation("tool_use_id")
     if body.system is not None:
+        check_parts([body.system], "system")
         system = _BILLING_LINE.sub("", join_text(body.system, "system"))
         if system:
             conversation.add({"role": "system", "content": system}, "system")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dynamo.application.openai.chat_messages import (
     MAX_MESSAGES,
-    MAX_PARTS,
     Conversation,
+    check_parts,
     leave_out_of_result,
+    read_str,
 )
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
@@ -26,38 +27,15 @@ _SERVER_RESULT = "_tool_result"
 """Blocks of tools that Anthropic's server executes: their types, and how those of results end."""
 
 
-def check_conversation(messages: list[dict[str, Any]], system: Any) -> None:
-    """Raise `InvalidRequest` for too many messages or blocks, which are converted without a
-    pause."""
-    check_size("messages", len(messages), MAX_MESSAGES)
-    blocks = sum(_block_counts([message.get("content") for message in messages]))
-    check_size("messages", blocks, MAX_PARTS, what="blocks of all contents")
-    check_size("system", sum(_block_counts([system])), MAX_PARTS)
-
-
-def _block_counts(contents: list[Any]) -> Iterator[int]:
-    """Yield the lengths of contents and of those in their blocks."""
-    while contents:
-        content = contents.pop()
-        if isinstance(content, list):
-            yield len(content)
-            blocks = [block for block in content if isinstance(block, dict)]
-            sources = [block.get("source") for block in blocks]
-            blocks += [source for source in sources if isinstance(source, dict)]
-            contents += [block["content"] for block in blocks if "content" in block]
-
-
 def add_messages(conversation: Conversation, messages: list[dict[str, Any]]) -> None:
     """Add messages to those of a chat. Raises `InvalidRequest`, and `Unsupported` for blocks that
     are not text, thinking or tools. Tool results come before the text of their message."""
     if not messages:
         raise InvalidRequest("at least one is required", field="messages")
-    call_ids: set[str] = set()
+    check_size("messages", len(messages), MAX_MESSAGES)
+    check_parts(list(messages), "messages", "blocks of all contents")
     for index, message in enumerate(messages):
-        field = f"messages[{index}]"
-        for chat_message in _convert_message(message, field, call_ids):
-            conversation.add(chat_message, field)
-            call_ids.update(call["id"] for call in chat_message.get("tool_calls", ()))
+        _add_message(conversation, message, f"messages[{index}]")
 
 
 def join_text(content: Any, field: str, *, documents: bool = True) -> str:
@@ -70,47 +48,38 @@ def join_text(content: Any, field: str, *, documents: bool = True) -> str:
     )
 
 
-def _convert_message(
-    message: dict[str, Any], field: str, call_ids: Container[str]
-) -> Iterator[dict[str, Any]]:
+def _add_message(conversation: Conversation, message: dict[str, Any], field: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise InvalidRequest(
             f"{str(role)[:64]!r} is none of {', '.join(_ROLES)}", field=f"{field}.role"
         )
-    field = f"{field}.content"
+    place = f"{field}.content"
     if isinstance(content, str):
-        yield {"role": role, "content": content}
+        conversation.add({"role": role, "content": content}, field)
     elif role == "assistant":
-        yield _convert_answer(content, field)
+        conversation.add(_convert_answer(content, place), field)
     elif role == "system":
-        yield {"role": role, "content": join_text(content, field)}
+        conversation.add({"role": role, "content": join_text(content, place)}, field)
     else:
-        yield from _convert_user(content, field, call_ids)
+        _add_user(conversation, content, place)
 
 
-def _convert_user(content: Any, field: str, call_ids: Container[str]) -> Iterator[dict[str, Any]]:
+def _add_user(conversation: Conversation, content: Any, field: str) -> None:
     texts: list[str] = []
     results = False
     for block, where in _blocks(content, field):
         if block["type"] == "tool_result":
             results = True
-            yield _convert_result(block, where, call_ids)
+            conversation.add(_convert_result(block, where), where)
         else:
             texts.append(_block_text(block, where))
     if texts or not results:
-        yield {"role": "user", "content": "\n".join(texts)}
+        conversation.add({"role": "user", "content": "\n".join(texts)}, field)
 
 
-def _convert_result(block: dict[str, Any], field: str, call_ids: Container[str]) -> dict[str, Any]:
-    shown_id = _read_str(block, "tool_use_id", field)
-    call_id = shown_id.removeprefix(CALL_PREFIX)
-    if call_id not in call_ids:
-        raise InvalidRequest(
-            f"no earlier message has a tool_use with the id {shown_id[:64]!r}",
-            hint="send the assistant's message with the tool_use before its result",
-            field=f"{field}.tool_use_id",
-        )
+def _convert_result(block: dict[str, Any], field: str) -> dict[str, Any]:
+    call_id = read_str(block, "tool_use_id", field).removeprefix(CALL_PREFIX)
     content = block.get("content")
     text = "" if content is None else _result_text(content, f"{field}.content")
     if block.get("is_error"):
@@ -126,7 +95,7 @@ def _result_text(content: Any, field: str) -> str:
 
 def _result_block_text(block: dict[str, Any], field: str) -> str:
     if block["type"] == "tool_reference":
-        return _read_str(block, "tool_name", field)
+        return read_str(block, "tool_name", field)
     try:
         return _block_text(block, field)
     except Unsupported:
@@ -140,7 +109,7 @@ def _convert_answer(content: Any, field: str) -> dict[str, Any]:
     for block, where in _blocks(content, field):
         kind = block["type"]
         if kind == "thinking":
-            thoughts.append(_read_str(block, "thinking", where))
+            thoughts.append(read_str(block, "thinking", where))
         elif kind == "tool_use":
             calls.append(_convert_call(block, where))
         elif kind in _SERVER_CALLS or kind.endswith(_SERVER_RESULT):
@@ -160,8 +129,8 @@ def _convert_call(block: dict[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidRequest("expected an object", field=f"{field}.input")
     text = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": _read_str(block, "name", field), "arguments": text}
-    call_id = _read_str(block, "id", field).removeprefix(CALL_PREFIX)
+    function = {"name": read_str(block, "name", field), "arguments": text}
+    call_id = read_str(block, "id", field).removeprefix(CALL_PREFIX)
     return {"id": call_id, "type": "function", "function": function}
 
 
@@ -179,25 +148,18 @@ def _blocks(content: Any, field: str) -> Iterator[tuple[dict[str, Any], str]]:
 def _block_text(block: dict[str, Any], field: str, *, documents: bool = True) -> str:
     kind = block["type"]
     if kind == "text":
-        return _read_str(block, "text", field)
+        return read_str(block, "text", field)
     if kind == "search_result":
-        heads = [_read_str(block, name, field) for name in ("title", "source")]
+        heads = [read_str(block, name, field) for name in ("title", "source")]
         return "\n".join([*heads, join_text(block.get("content"), f"{field}.content")])
     source = block.get("source")
     source_kind = source.get("type") if isinstance(source, dict) else None
     if kind == "document" and documents and isinstance(source, dict):
         if source_kind == "text":
-            return _read_str(source, "data", f"{field}.source")
+            return read_str(source, "data", f"{field}.source")
         if source_kind == "content":
             return join_text(source.get("content"), f"{field}.source.content", documents=False)
     name = f"{kind[:64]} ({str(source_kind)[:64]})" if source_kind else kind[:64]
     raise Unsupported(
         f"blocks of type {name} are not supported by a text model", hint="send text", field=field
     )
-
-
-def _read_str(block: dict[str, Any], key: str, field: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise InvalidRequest("expected str", field=f"{field}.{key}")
-    return value

@@ -24,14 +24,18 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """The names under which chat templates read the reasoning of earlier messages."""
 PLAIN_FIELDS = 2
 """The fields of most messages: role and content."""
+_NESTING_FIELDS = ("content", "output", "source", "summary", "tools")
+"""Fields of a part or an item that have parts."""
 _TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
     ("text", "input_text", "output_text"), "text"
 )
 
 
 class Conversation(msgspec.Struct):
-    """The messages of a chat, and the field of the client's request that each comes from."""
+    """The messages of a chat, and the field of the client's request that each comes from.
+    `call_field`: the name in the results of calls of the calls' ids."""
 
+    call_field: str
     messages: list[dict[str, Any]] = []
     fields: list[str] = []
 
@@ -42,7 +46,33 @@ class Conversation(msgspec.Struct):
 
     def names(self) -> dict[str, str]:
         """Return the client's field of each message by its path in a chat."""
-        return {f"messages[{number}]": field for number, field in enumerate(self.fields)}
+        names: dict[str, str] = {}
+        for number, field in enumerate(self.fields):
+            names[f"messages[{number}]"] = field
+            names[f"messages[{number}].tool_call_id"] = f"{field}.{self.call_field}"
+        return names
+
+
+def check_parts(contents: list[Any], field: str, what: str = "") -> None:
+    """Raise `InvalidRequest` for contents with too many parts, which are converted without a pause:
+    also in parts of parts."""
+    count = 0
+    while contents:
+        content = contents.pop()
+        if isinstance(content, list):
+            count += len(content)
+            contents += [part for part in content if isinstance(part, dict)]
+        elif isinstance(content, dict):
+            contents += [content[key] for key in _NESTING_FIELDS if key in content]
+    check_size(field, count, MAX_PARTS, what=what)
+
+
+def read_str(value: Any, key: str, field: str) -> str:
+    """Return the text `key` of an object. Raises `InvalidRequest`."""
+    text = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise InvalidRequest("expected str", field=f"{field}.{key}")
+    return text
 
 
 class _ConversationSize:
@@ -63,7 +93,7 @@ class _ConversationSize:
         if call_id not in self.call_ids:
             raise InvalidRequest(
                 f"no earlier message has a call with the id {call_id[:64]!r}",
-                hint="send the assistant message with the tool_calls before the results",
+                hint="send the assistant's message with the call before its result",
                 field=field,
             )
 
@@ -169,10 +199,7 @@ def _part_text(part: Any, field: str) -> str:
             hint="send parts of type text",
             field=f"{field}.type",
         )
-    text = part.get(key)
-    if not isinstance(text, str):
-        raise InvalidRequest("expected str", field=f"{field}.{key}")
-    return text
+    return read_str(part, key, field)
 
 
 def _result_part_text(part: Any, field: str) -> str:

@@ -124,7 +124,7 @@ def read_conversation(
     `text`: the input is a text, no list. Raises `InvalidRequest` for too many."""
     if context:
         check_items([*context, *items])
-    conversation = ItemConversation()
+    conversation = ItemConversation("call_id")
     if instructions is not None:
         conversation.add({"role": "system", "content": instructions}, "instructions")
     own = ["input"] if text else [f"input[{index}]" for index in range(len(items))]

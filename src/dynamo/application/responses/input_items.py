@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from dynamo.application.openai.chat_messages import (
     MAX_MESSAGES,
-    MAX_PARTS,
     Conversation,
+    check_parts,
     leave_out_of_result,
+    read_str,
 )
 from dynamo.application.openai.generation_body import check_size
 from dynamo.core.errors import InvalidRequest, Unsupported
@@ -34,7 +35,6 @@ BUILT_IN_CALLS = (
 )
 """Items of tools that are no functions, which are stored and shown to no model."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_PART_FIELDS = ("content", "output", "summary", "tools")
 
 
 def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
@@ -54,14 +54,7 @@ def read_input(value: str | Sequence[Any], response_key: str) -> list[Item]:
 def check_items(items: Sequence[Any]) -> None:
     """Raise `InvalidRequest` for too many items or parts, which are converted without a pause."""
     check_size("input", len(items), MAX_MESSAGES)
-    check_size("input", sum(_part_counts(items)), MAX_PARTS, what="parts of all items")
-
-
-def _part_counts(items: Iterable[Any]) -> Iterator[int]:
-    for item in items:
-        if isinstance(item, dict):
-            parts = (item.get(field) for field in _PART_FIELDS)
-            yield sum(len(value) for value in parts if isinstance(value, list))
+    check_parts(list(items), "input", "parts of all items")
 
 
 def _read_item(item: Any, field: str, key: str) -> Item:
@@ -97,14 +90,14 @@ def _read_message(item: Item, field: str, key: str) -> Item:
 
 
 def _read_call(item: Item, field: str, key: str) -> Item:
-    texts = {name: _text(item, name, field) for name in ("call_id", "name", "arguments")}
+    texts = {name: read_str(item, name, field) for name in ("call_id", "name", "arguments")}
     status = "incomplete" if item.get("status") == "incomplete" else "completed"
     head = {"id": _id(item, field, f"fc_{key}"), "type": "function_call", "status": status}
     return head | texts
 
 
 def _read_custom_call(item: Item, field: str, key: str) -> Item:
-    arguments = json.dumps({"input": _text(item, "input", field)}, ensure_ascii=False)
+    arguments = json.dumps({"input": read_str(item, "input", field)}, ensure_ascii=False)
     return _read_call(item | {"arguments": arguments}, field, key)
 
 
@@ -127,7 +120,7 @@ def _read_call_output(item: Item, field: str, key: str) -> Item:
         "id": _id(item, field, f"fco_{key}"),
         "type": "function_call_output",
         "status": "completed",
-        "call_id": _text(item, "call_id", field),
+        "call_id": read_str(item, "call_id", field),
         "output": output,
     }
 
@@ -135,7 +128,7 @@ def _read_call_output(item: Item, field: str, key: str) -> Item:
 def _read_reasoning(item: Item, field: str, key: str) -> Item:
     parts = {
         name: [
-            {"type": kind, "text": _text(part, "text", f"{field}.{name}[{number}]")}
+            {"type": kind, "text": read_str(part, "text", f"{field}.{name}[{number}]")}
             for number, part in enumerate(_list(item.get(name) or [], f"{field}.{name}"))
         ]
         for name, kind in (("summary", "summary_text"), ("content", "reasoning_text"))
@@ -145,7 +138,7 @@ def _read_reasoning(item: Item, field: str, key: str) -> Item:
 
 
 def _read_reference(item: Item, field: str, _key: str) -> Item:
-    return {"type": "item_reference", "id": _text(item, "id", field)}
+    return {"type": "item_reference", "id": read_str(item, "id", field)}
 
 
 _READERS = {
@@ -170,9 +163,9 @@ def _read_parts(content: Any, field: str, role: str) -> list[Item]:
 def _read_part(part: Any, field: str, role: str) -> Item:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
-        return {"type": "refusal", "refusal": _text(part, "refusal", field)}
+        return {"type": "refusal", "refusal": read_str(part, "refusal", field)}
     if kind in _TEXT_PARTS:
-        text = _text(part, "text", field)
+        text = read_str(part, "text", field)
         if role == "assistant":
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {"type": "input_text", "text": text}
@@ -186,14 +179,7 @@ def _read_part(part: Any, field: str, role: str) -> Item:
 
 
 def _id(item: Item, field: str, default: str) -> str:
-    return _text(item, "id", field) if item.get("id") is not None else default
-
-
-def _text(item: Any, name: str, field: str) -> str:
-    value = item.get(name) if isinstance(item, dict) else None
-    if not isinstance(value, str):
-        raise InvalidRequest("expected str", field=f"{field}.{name}")
-    return value
+    return read_str(item, "id", field) if item.get("id") is not None else default
 
 
 def _list(value: Any, field: str) -> list[Any]:
@@ -242,13 +228,6 @@ class ItemConversation(Conversation):
         calls = answer.setdefault("tool_calls", [])
         function = {"name": item["name"], "arguments": item["arguments"]}
         calls.append({"id": item["call_id"], "type": "function", "function": function})
-
-    def names(self) -> dict[str, str]:
-        calls = (
-            (f"messages[{number}].tool_call_id", f"{field}.call_id")
-            for number, field in enumerate(self.fields)
-        )
-        return super().names() | dict(calls)
 
 
 def _message(item: Item) -> Item:
