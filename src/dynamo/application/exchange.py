@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from itertools import count
+from typing import Protocol
 
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
 from dynamo.application.openai.response_encoder import SSE_HEADERS as STREAM_HEADERS
@@ -37,6 +39,28 @@ def sanitise_request_id(client_id: str | None) -> str:
 
 
 JSON_CONTENT_TYPE = ("content-type", "application/json")
+
+
+class EventOutput(Protocol):
+    """Where a reply writes the events of a stream, e.g. a `Response`, which describes the names."""
+
+    open: bool
+    started: bool
+    overrun: bool
+    congested: bool
+    backlog_limit: int
+    on_writable: Callable[[], None] | None
+    on_silence: Callable[[float], None] | None
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were written and not yet taken."""
+
+    def write(self, data: bytes) -> bool:
+        """Write one event. False: nobody will read it."""
+
+    def end(self, tail: bytes = b"") -> None:
+        """Complete the stream with an optional last event."""
 
 
 class Exchange:

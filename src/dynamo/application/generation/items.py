@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from dynamo.application.exchange import Exchange, worker_headers
-from dynamo.application.generation.replies import EventOutput, HttpReply, TokenLogprobs
+from dynamo.application.exchange import EventOutput, Exchange, worker_headers
+from dynamo.application.generation.replies import HttpReply, TokenLogprobs
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import ProtocolError

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from dynamo.application.exchange import Exchange, worker_headers
+from dynamo.application.exchange import EventOutput, Exchange, worker_headers
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.answer_parts import AnswerParts
@@ -53,28 +53,6 @@ class PendingText(msgspec.Struct):
     size: int = 0
     texts: list[str] = []
     logprobs: list[DecodedTokenLogprob] = []
-
-
-class EventOutput(Protocol):
-    """Where a reply writes the events of a stream, e.g. a `Response`, which describes the names."""
-
-    open: bool
-    started: bool
-    overrun: bool
-    congested: bool
-    backlog_limit: int
-    on_writable: Callable[[], None] | None
-    on_silence: Callable[[float], None] | None
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that were written and not yet taken."""
-
-    def write(self, data: bytes) -> bool:
-        """Write one event. False: nobody will read it."""
-
-    def end(self, tail: bytes = b"") -> None:
-        """Complete the stream with an optional last event."""
 
 
 class HttpReply(TextReply):

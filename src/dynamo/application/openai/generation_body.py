@@ -197,8 +197,8 @@ def text_options(
     """
     if body.nvext:
         _apply_nvext(body, body.nvext)
-    if body.stream_options is not None:
-        _check_stream_options(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("only with stream: true", field="stream_options")
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
         _check_sizes(body)
     structured, field = None, ""
@@ -331,8 +331,3 @@ def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     if "" in stops:
         raise InvalidRequest("an empty string would end every answer at once", field="stop")
     return stops
-
-
-def _check_stream_options(body: GenerationBody) -> None:
-    if not body.stream:
-        raise InvalidRequest("only with stream: true", field="stream_options")

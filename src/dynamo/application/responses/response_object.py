@@ -33,6 +33,9 @@ _UNSUPPORTED_FIELDS = dict.fromkeys(
 )
 """Fields of OpenAI's object that are always null."""
 
+_OPEN_FIELDS = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
+"""Fields that are null until the response has ended."""
+
 
 def new_response(
     body: ResponsesBody, response_id: str, model: str, created_at: int, sampling: SamplingParams
@@ -47,11 +50,8 @@ def new_response(
         "id": response_id,
         "object": "response",
         "created_at": created_at,
-        "completed_at": None,
         "status": "in_progress",
         "background": bool(body.background),
-        "error": None,
-        "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -81,8 +81,8 @@ def new_response(
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p if body.top_p is None else body.top_p,
         "truncation": "disabled",
-        "usage": None,
         "user": body.user,
+        **_OPEN_FIELDS,
         **_UNSUPPORTED_FIELDS,
     }
 

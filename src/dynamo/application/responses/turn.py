@@ -6,9 +6,8 @@ import logging
 
 import msgspec
 
-from dynamo.application.exchange import Exchange
+from dynamo.application.exchange import EventOutput, Exchange
 from dynamo.application.generation.handler import GenerationHandler
-from dynamo.application.generation.replies import EventOutput
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
 from dynamo.application.openai.chat import ChatParts

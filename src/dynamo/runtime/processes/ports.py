@@ -43,12 +43,11 @@ def add_port_owner(error: PortInUse) -> PortInUse:
     owner = port_owner(error.port)
     record = find_process(error.port, owner)
     if record is not None:
-        error.message += f": deployment {record.deployment} (process {record.pid}) serves there"
+        error.reason += f": deployment {record.deployment} (process {record.pid}) serves there"
         stop = f"`dynamo stop {record.deployment}`"
         error.hint = f"choose another port with --http-port, or stop that deployment: {stop}"
     elif owner is not None:
-        error.message += f": process {owner.pid} ({owner.command}) listens there"
-    error.args = (error.message,)
+        error.reason += f": process {owner.pid} ({owner.command}) listens there"
     return error
 
 
