@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ from dynamo.library.cache_policy import (
     HitPattern,
     LRUCachePolicy,
 )
-from dynamo.library.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers, MoveLock
+from dynamo.library.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers
 from dynamo.library.memory_tiers import (
     DEFAULT_DISK_BYTES,
     CPUMemoryTier,
@@ -45,8 +45,6 @@ from dynamo.library.memory_tiers import (
 from dynamo.library.radix_tree import KVBlock, RadixTree
 
 DEFAULT_BLOCK_TOKENS = 16
-MAKE_ROOM_TRIES = 16
-"""How often blocks are moved down for an allocation while other moves go on."""
 NO_TOKEN = b"\xff" * TOKEN_BYTES
 """Fills the last block of a sequence. No vocabulary has this id, so that the block differs from
 every full one."""
@@ -94,9 +92,7 @@ class KVCacheBlockManager:
         self._clock = SystemClock()
         self._numbers = count()
         self._held: dict[str | int, HeldBlock] = {}
-        self._locks: WeakValueDictionary[int, MoveLock] = WeakValueDictionary()
-        self._allocating = asyncio.Lock()
-        self._promised = 0
+        self._moving = asyncio.Lock()
         self._shape: tuple[int, int] | None = None
         self._opening = asyncio.Lock()
         self._pool: BlockPool
@@ -124,15 +120,15 @@ class KVCacheBlockManager:
         packed = pack_ids(tokens) + NO_TOKEN * (blocks * block_tokens - len(tokens))
         content = TokenContent(packed, block_tokens)
         content.identity = root_identity()
-        async with self._allocating:
+        async with self._moving:
             await self._make_room(blocks)
             allocated = [
-                self._hold(HeldBlock(content, index, block, self._locks), tokens, worker_id)
+                self._hold(HeldBlock(content, index, block), tokens, worker_id)
                 for index, block in enumerate(self._pool.allocate(blocks))
             ]
-        for block in allocated:
-            await self.prefix_tree.register_block(block)
-        await self.cache_policy.on_allocation(allocated)
+            for block in allocated:
+                await self.prefix_tree.register_block(block)
+            await self.cache_policy.on_allocation(allocated)
         return allocated
 
     async def query_cache_hit(
@@ -160,16 +156,10 @@ class KVCacheBlockManager:
         if target is None:
             known = ", ".join(self.memory_tiers)
             raise NotFound(f"there is no tier {target_tier!r}", hint=f"known: {known}")
-        results = await run_all(*(self._try_to_move(block, target) for block in blocks))
-        moved = [result for result in results if isinstance(result, KVBlock)]
-        failed = [
-            (block, result)
-            for block, result in zip(blocks, results, strict=True)
-            if not isinstance(result, KVBlock)
-        ]
-        for block in moved:
-            if block.id in self._held:  # else it was freed while the others moved
-                await self.prefix_tree.update_block_location(block)
+        async with self._moving:
+            errors = await self._move(blocks, target)
+            moved = [self._held[each.id].kv_block for each in blocks if each.id not in errors]
+        failed = [(block, errors[block.id]) for block in blocks if block.id in errors]
         self.migrations["migrated"] += len(moved)
         self.migrations["failed"] += len(failed)
         return MigrationResult(moved, failed)
@@ -183,18 +173,16 @@ class KVCacheBlockManager:
 
     async def free(self, blocks: Iterable[KVBlock]) -> None:
         """Forget blocks on the device. Their copies in lower tiers stay until these evict them."""
-        for block in blocks:
-            held = self._held.pop(block.id, None)
-            if held is None:
-                continue
-            self.cache_policy.on_removal((block,))
-            del self.access_analyzer.access_counts[block.id]
-            await self.prefix_tree.remove_block(block.id)
-            async with held.lock:
+        async with self._moving:
+            for block in blocks:
+                held = self._held.pop(block.id, None)
+                if held is None:
+                    continue
+                self.cache_policy.on_removal((block,))
+                del self.access_analyzer.access_counts[block.id]
+                await self.prefix_tree.remove_block(block.id)
                 self._lower.forget(held)
-                if held.block is not None:
-                    self._pool.release((held.block,))
-                    held.block = None
+                self._release(held)
 
     async def close(self) -> None:
         """Close all tiers."""
@@ -270,76 +258,76 @@ class KVCacheBlockManager:
     async def _make_room(self, blocks: int) -> None:
         """Move the blocks that were unused for longest down, to the first tier that takes them."""
         pool = self._pool
-        if pool.available >= blocks:
-            return
-        self._promised = blocks
-        try:
-            for _ in range(MAKE_ROOM_TRIES):
-                moving = self._moving_locks()
-                for tier in self.memory_tiers.values():
-                    missing = blocks - pool.available
-                    if missing > 0 and tier.tier != "device":
-                        await self.migrate_cache_blocks(self._oldest_on_device(missing), tier.name)
-                moving = self._moving_locks() or moving
-                if pool.available >= blocks or not moving:
-                    break
-                async with moving[0]:  # places are free when other moves have ended
-                    continue
-            if pool.available < blocks:
-                raise Overloaded(
-                    f"the device has room for {pool.available} of {blocks} blocks",
-                    hint="free blocks, or give the manager a larger tier",
-                )
-        finally:
-            self._promised = 0
+        for tier in self.memory_tiers.values():
+            missing = blocks - pool.available
+            if missing > 0 and tier.tier != "device":
+                await self._move(self._oldest_on_device(missing), tier)
+        if pool.available < blocks:
+            raise Overloaded(
+                f"the device has room for {pool.available} of {blocks} blocks",
+                hint="free blocks, or give the manager a larger tier",
+            )
 
     async def _on_moved(self, held: HeldBlock, tier: Tier) -> None:
-        if (block := held.kv_block) is not None and block.id in self._held:
-            await self.prefix_tree.update_block_location(replace(block, tier=tier))
-
-    def _moving_locks(self) -> list[MoveLock]:
-        return [lock for lock in self._locks.values() if lock.users]
+        if tier != "device":
+            self._release(held)
+        held.kv_block = replace(held.kv_block, tier=tier)
+        await self.prefix_tree.update_block_location(held.kv_block)
 
     def _oldest_on_device(self, count: int) -> list[KVBlock]:
         victims = self.cache_policy.select_victims(len(self._held))
         held = self._held
         return [each for each in victims if each.id in held and held[each.id].block][:count]
 
-    async def _try_to_move(self, block: KVBlock, target: LibraryTier) -> KVBlock | DynamoError:
-        freed = NotFound(f"block {block.id} was freed")
-        held = self._held.get(block.id)
-        if held is None:
-            return freed
-        async with held.lock:
-            if block.id not in self._held:
-                return freed
-            try:
-                if target.tier == "device":
-                    await self._load(held)
-                elif held.block is None:
-                    await self._lower.move(held, target.name)
-                else:
-                    await self._lower.store(held, target.name, held.block.id)
-                    self._pool.release((held.block,))
-                    held.block = None
-            except DynamoError as error:
-                return error
-        return replace(block, tier=target.tier)
+    async def _move(
+        self, blocks: Sequence[KVBlock], target: LibraryTier
+    ) -> Mapping[str | int, DynamoError]:
+        """Move blocks in parallel. Returns the errors by block. The caller holds the lock."""
+        errors: dict[str | int, DynamoError] = {}
+        same_content: defaultdict[int, list[HeldBlock]] = defaultdict(list)
+        for block in {each.id: each for each in blocks}.values():
+            if (held := self._held.get(block.id)) is None:
+                errors[block.id] = NotFound(f"block {block.id} was freed")
+            else:
+                same_content[held.hash].append(held)
+        moving = [held for same in same_content.values() for held in same]
+        if target.tier == "device":
+            results = await run_all(*map(self._load, moving))
+            errors |= {
+                held.kv_block.id: error
+                for held, error in zip(moving, results, strict=True)
+                if error is not None
+            }
+        else:
+            refused = await self._lower.store(same_content, target.name)
+            errors |= {
+                held.kv_block.id: refused[held.hash] for held in moving if held.hash in refused
+            }
+        return errors
 
-    async def _load(self, held: HeldBlock) -> None:
-        """Bring a block back to the device. Raises `TransferFailed` and `Overloaded`."""
+    def _release(self, held: HeldBlock) -> None:
         if held.block is not None:
-            return
-        if self._pool.available <= self._promised:
-            raise Overloaded("the device has no free block", hint="free or migrate some first")
+            self._pool.release((held.block,))
+            held.block = None
+
+    async def _load(self, held: HeldBlock) -> DynamoError | None:
+        """Bring a block back to the device. Returns the error."""
+        if held.block is not None:
+            return None
+        if not self._pool.available:
+            return Overloaded("the device has no free block", hint="free or migrate some first")
         (block,) = self._pool.allocate(1)
+        held.block = block
         try:
             await self._lower.load(held, block.id)
-        except BaseException:
-            self._pool.release((block,))
+        except BaseException as error:
+            self._release(held)
+            if isinstance(error, DynamoError):
+                return error
             raise
-        held.block = block
         self._lower.forget(held)
+        await self._on_moved(held, "device")
+        return None
 
     def _is_held(self, block: KVBlock) -> bool:
         held = self._held.get(block.id)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
 from math import inf
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
-from dynamo.core.errors import TransferFailed
+from dynamo.core.errors import DynamoError, TransferFailed
 from dynamo.core.hashing import IDENTITY_BYTES
+from dynamo.core.tasks import run_all
 from dynamo.core.values import Tier
 from dynamo.inference.block import Block
 from dynamo.inference.sequence import TokenContent
@@ -22,116 +24,65 @@ from dynamo.library.radix_tree import KVBlock
 STAGING_SLOTS = 4
 """Slots of the region through which blocks go from one lower tier to another."""
 STORES_AT_ONCE = 64
-"""Blocks on their way into a tier of unknown capacity."""
-
-
-OnMoved = Callable[["HeldBlock", Tier], Awaitable[None]]
-
-
-class MoveLock(asyncio.Lock):
-    """The lock of a block's moves. `users`: how many tasks hold it or wait for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users = 0
-
-    async def __aenter__(self) -> None:
-        self.users += 1
-        try:
-            await self.acquire()
-        except BaseException:
-            self.users -= 1
-            raise
-
-    async def __aexit__(self, *error: object) -> None:
-        self.users -= 1
-        self.release()
+"""Most blocks on their way into a tier."""
 
 
 class HeldBlock:
     """A block of the manager: its place in its chain, and its block on the device if it has one.
-    `kv_block`: the block as the prefix tree has it.
-    A move and `free` hold its `lock`, which blocks of the same content share."""
+    `kv_block`: the block as the prefix tree has it."""
 
-    def __init__(
-        self,
-        content: TokenContent,
-        index: int,
-        block: Block,
-        locks: MutableMapping[int, MoveLock],
-    ) -> None:
+    def __init__(self, content: TokenContent, index: int, block: Block) -> None:
         content.ensure_hashes(index + 1)
         self.hash = content.hashes[index]
         self.parent = content.hashes[index - 1] if index else content.root
         self.identity = content.fingerprint(index).to_bytes(IDENTITY_BYTES)
         self.block: Block | None = block
-        self.kv_block: KVBlock | None = None
-        self.lock = locks.setdefault(self.hash, MoveLock())
+        self.kv_block: KVBlock
 
     def at(self, slot: int, generation: int = 0) -> TierBlock:
         """Return the block as tiers take it, in a slot of the region."""
         return TierBlock(self.hash, self.parent, slot, generation, self.identity)
 
 
+BlocksByHash = Mapping[int, Sequence[HeldBlock]]
+"""Blocks of the same content by its hash. Lower tiers have one copy of each content."""
+OnMoved = Callable[[HeldBlock, Tier], Awaitable[None]]
+
+
 class NeededBlocks(BlockPins):
     """The blocks of the manager that are not on the device, in the tier that keeps them. The tier
-    does not evict them. `blocks` has the held blocks by hash, the oldest first. `arriving`: blocks
-    on their way into the tier, each of which has one of `places`."""
+    does not evict them. `blocks` has the held blocks by hash, the oldest first."""
 
     def __init__(self, capacity_blocks: int, clock: Clock) -> None:
         super().__init__(capacity_blocks, clock)
         self.capacity_blocks = capacity_blocks or inf
         self.blocks: dict[int, list[HeldBlock]] = {}
-        self.arriving = 0
-        self.places = asyncio.Semaphore(max(1, capacity_blocks or STORES_AT_ONCE))
-        self._leaving: set[int] = set()
 
     def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self.blocks or block_hash in self._leaving
+        return block_hash in self.blocks
 
     def __len__(self) -> int:
-        return len(self.blocks) + len(self._leaving)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the blocks on their way find no place but those of needed ones."""
-        return len(self.blocks) + self.arriving > self.capacity_blocks
+        return len(self.blocks)
 
     def need(self, blocks: Iterable[HeldBlock]) -> None:
-        """Keep these blocks."""
+        """Keep these blocks as the newest ones."""
         for held in blocks:
-            self.blocks.setdefault(held.hash, []).append(held)
+            self.blocks[held.hash] = [*self.blocks.pop(held.hash, ()), held]
 
-    def forget(self, held: HeldBlock) -> None:
-        """Keep a block no more, if it was kept."""
-        same = self.blocks.get(held.hash, [])
-        if held in same:
-            same.remove(held)
-            if not same:
-                del self.blocks[held.hash]
-
-    @asynccontextmanager
-    async def oldest(self) -> AsyncIterator[list[HeldBlock]]:
-        """Take the oldest needed blocks of one content that nobody moves, none if all are moved.
-        The blocks keep their place meanwhile."""
-        unused = (same for same in self.blocks.values() if not same[0].lock.users)
-        if not (same := next(unused, [])):
-            yield same
-            return
-        block_hash = same[0].hash
-        async with same[0].lock:  # does not wait
-            del self.blocks[block_hash]
-            self._leaving.add(block_hash)
-            try:
-                yield same
-            finally:
-                self._leaving.discard(block_hash)
+    def forget(self, blocks: Iterable[HeldBlock]) -> None:
+        """Keep these blocks no more, if they were kept."""
+        for held in blocks:
+            same = self.blocks.get(held.hash, [])
+            if held in same:
+                same.remove(held)
+                if not same:
+                    del self.blocks[held.hash]
 
 
 class LowerTiers:
     """Keeps blocks in `tiers`, the fastest first. A full tier gives its oldest needed blocks to the
     tier below; those of the last one are lost. The slots of `region` from `first_staging` on are
-    for moves between tiers."""
+    for moves between tiers. The manager calls one method at a time."""
 
     def __init__(
         self,
@@ -141,7 +92,7 @@ class LowerTiers:
         clock: Clock,
         on_moved: OnMoved,
     ) -> None:
-        """`on_moved` is called with each block that had to leave a full tier."""
+        """`on_moved` is called with each block and its new tier."""
         self._on_moved = on_moved
         self._region = region
         self._staging: asyncio.Queue[int] = asyncio.Queue()
@@ -163,7 +114,7 @@ class LowerTiers:
     def forget(self, held: HeldBlock) -> None:
         """Note that a block is on the device or freed; its copy may be evicted."""
         for needed in self._needed.values():
-            needed.forget(held)
+            needed.forget([held])
 
     async def load(self, held: HeldBlock, slot: int) -> None:
         """Copy a block into a slot of the region. Raises `TransferFailed`."""
@@ -172,67 +123,78 @@ class LowerTiers:
             raise TransferFailed.of("gone", "no tier holds the block any more")
         await source.load([held.at(slot)], lambda _: None)
 
-    async def store(self, held: HeldBlock, target: str, slot: int) -> None:
-        """Copy a block out of a slot of the region into a tier, which keeps it until `forget`.
-        Raises `TransferFailed`. The caller holds the block's lock."""
-        if self._backends[target].holds(held.hash):
-            self._needed[target].need([held])
-            return
-        async with self._place(target):
-            await self._write([held], target, slot)
+    async def store(
+        self, blocks: BlocksByHash, target: str, moving: Iterable[int] = ()
+    ) -> Mapping[int, DynamoError]:
+        """Copy blocks into a tier, which keeps them until `forget`. Returns the errors by hash.
+        `moving`: hashes of further blocks that must stay where they are."""
+        backend, needed = self._backends[target], self._needed[target]
+        errors: dict[int, DynamoError] = {}
+        new = [block_hash for block_hash in blocks if not backend.holds(block_hash)]
+        for block_hash in blocks.keys() - set(new):  # else the new ones might evict these
+            await self._keep(blocks[block_hash], target)
+        at_once = int(min(needed.capacity_blocks, STORES_AT_ONCE))
+        for start in range(0, len(new), at_once):
+            batch = new[start : start + at_once]
+            await self._make_room(target, len(batch), {*new[start:], *moving})
+            for block_hash in batch:
+                needed.need(blocks[block_hash])
+            results = await run_all(*(self._store(blocks[each], target) for each in batch))
+            for block_hash, error in zip(batch, results, strict=True):
+                needed.forget(blocks[block_hash])
+                if error is None:
+                    await self._keep(blocks[block_hash], target)
+                else:
+                    errors[block_hash] = error
+        return errors
 
-    async def move(self, held: HeldBlock, target: str) -> None:
-        """Move a block to another lower tier. Raises `TransferFailed`. The caller holds the block's
-        lock."""
-        others = [needed for name, needed in self._needed.items() if name != target]
-        if self._backends[target].holds(held.hash):
-            self._needed[target].forget(held)
-            self._needed[target].need([held])
-        else:
-            async with self._place(target), self._staged(held) as slot:
-                await self._write([held], target, slot)
-        for needed in others:
-            needed.forget(held)
+    async def _keep(self, same: Sequence[HeldBlock], target: str) -> None:
+        """Note that the tier has the blocks, which no other one need keep."""
+        for needed in self._needed.values():
+            needed.forget(same)
+        self._needed[target].need(same)
+        for held in same:
+            await self._on_moved(held, self._backends[target].name)
 
-    async def _write(self, blocks: Sequence[HeldBlock], target: str, slot: int) -> None:
-        """Copy what `blocks` have in common out of a slot into a tier that has a place for it."""
-        backend, held = self._backends[target], blocks[0]
-        generation = self._region.generations[slot]
-        if not (backend.holds(held.hash) or await backend.store([held.at(slot, generation)])):
-            reason = backend.problem or "it is full"
-            raise TransferFailed.of("refused", f"{target} takes no block: {reason}")
-        self._needed[target].need(blocks)
+    async def _store(self, same: Sequence[HeldBlock], target: str) -> DynamoError | None:
+        """Copy what `same` blocks have in common into a tier. Returns the error."""
+        backend, held = self._backends[target], same[0]
+        on_device = next((each.block.id for each in same if each.block is not None), None)
+        try:
+            async with self._slot_of(held, on_device) as slot:
+                generation = self._region.generations[slot]
+                await backend.store([held.at(slot, generation)])
+        except DynamoError as error:
+            return error
+        if backend.holds(held.hash):
+            return None
+        reason = backend.problem or "it is full"
+        return TransferFailed.of("refused", f"{target} takes no block: {reason}")
 
-    @asynccontextmanager
-    async def _place(self, name: str) -> AsyncIterator[None]:
-        """Reserve a place in a tier. If needed blocks have all, the oldest goes one tier down. The
-        tasks that wait here wait for tiers further down only."""
+    async def _make_room(self, name: str, count: int, moving: set[int]) -> None:
+        """Move the oldest needed blocks that are not `moving` down, until `count` more have room.
+        Each goes to the first tier that takes it; without one, it is lost."""
         needed = self._needed[name]
-        async with needed.places:
-            needed.arriving += 1
-            try:
-                if needed.is_full:
-                    async with needed.oldest() as blocks:
-                        if blocks:
-                            await self._move_down(blocks, name)
-                yield
-            finally:
-                needed.arriving -= 1
-
-    async def _move_down(self, blocks: Sequence[HeldBlock], name: str) -> None:
-        """Copy a block to the first tier below `name` that takes it; without one, it is lost."""
+        surplus = len(needed) + count - needed.capacity_blocks
+        if surplus <= 0:
+            return
+        oldest = (each for each in needed.blocks.items() if each[0] not in moving)
+        leaving: BlocksByHash = {
+            block_hash: tuple(same) for block_hash, same in islice(oldest, int(surplus))
+        }
         names = list(self._backends)
         for below in names[names.index(name) + 1 :]:
-            with suppress(TransferFailed):
-                async with self._place(below), self._staged(blocks[0]) as slot:
-                    await self._write(blocks, below, slot)
-                for held in blocks:
-                    await self._on_moved(held, self._backends[below].name)
-                return
+            errors = await self.store(leaving, below, moving)
+            leaving = {block_hash: leaving[block_hash] for block_hash in errors}
+        for same in leaving.values():
+            needed.forget(same)
 
     @asynccontextmanager
-    async def _staged(self, held: HeldBlock) -> AsyncIterator[int]:
-        """Load a block into a slot for the time of a move."""
+    async def _slot_of(self, held: HeldBlock, on_device: int | None) -> AsyncIterator[int]:
+        """Return the slot of a block, which is loaded into one if it is not on the device."""
+        if on_device is not None:
+            yield on_device
+            return
         slot = await self._staging.get()
         try:
             await self.load(held, slot)
