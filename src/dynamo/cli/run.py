@@ -192,12 +192,33 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
         command = (curl_embeddings_example if embeds else curl_example)(url)
         if settings.server.api_keys:
             command += " -H 'authorization: Bearer KEY'"
-        where, example = f"at {url}/v1", f"try:  {command}\nlook: {url} in a browser\n"
+        example = f"try:  {command}\nlook: {url} in a browser\n{better_model_note(settings)}"
+        where = f"at {url}/v1"
     print(
         f"\n{', '.join(names)} is served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
         file=sys.stderr,
         flush=True,
     )
+
+
+def better_model_note(settings: Settings) -> str:
+    """Return a line on what to expect of the default model, with a better one that fits into the
+    memory. "" for another model."""
+    from dynamo.core.installation import install_command
+    from dynamo.inference.native.engine_sizing import available_memory_bytes
+    from dynamo.models.downloads.hub import BETTER_MODELS, has_hub_library
+    from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
+
+    computes = settings.engine.kind not in {"mock", "echo", "script", "openai"}
+    if settings.model.path not in {"", DEFAULT_MODEL.name} or not computes:
+        return ""
+    text = "note: this model has 135M weights: it shows that serving works, and is often wrong"
+    free = available_memory_bytes(settings.worker_count)
+    name = next((name for name, needed in BETTER_MODELS if free >= needed), "")
+    if not name:
+        return f"{text}\n"
+    install = "" if has_hub_library() else f"{install_command('hub')} && "
+    return f"{text}; a better one, from the hub: {install}dynamo run {name}\n"
 
 
 def log_announcement(names: Sequence[str], url: str) -> None:

@@ -14,7 +14,9 @@ from dynamo.cli.progress_bar import CLEAR_LINE, ProgressBar, format_byte_progres
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.settings.schema import ModelSettings, ServerSettings
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.inference.native import engine_sizing
 from dynamo.inference.vllm.adapters import parse_lora_modules
 
 
@@ -150,6 +152,24 @@ def test_the_announcement_has_an_example_request(capsys: pytest.CaptureFixture[s
     err = capsys.readouterr().err
     assert "-H 'authorization: Bearer KEY'" in err
     assert "secret" not in err
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "better"),
+    [(32e9, "dynamo run Qwen/Qwen3-4B"), (5e9, "dynamo run Qwen/Qwen3-0.6B"), (1e9, "")],
+)
+def test_the_default_model_says_what_it_is_good_for(
+    memory_bytes: float, better: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_sizing, "available_memory_bytes", lambda *_: memory_bytes)
+    note = run.better_model_note(Settings())
+    assert "135M weights" in note
+    assert note.count("\n") == 1
+    assert better in note
+    assert ("Qwen" in note) == bool(better)
+    mocked = Settings(engine=EngineSettings(kind="mock"))
+    own = Settings(model=ModelSettings(path="./mine"))
+    assert [run.better_model_note(settings) for settings in (mocked, own)] == ["", ""]
 
 
 class FakeTerminal(io.StringIO):

@@ -9,6 +9,8 @@ from pathlib import Path
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.installation import install_command
 
+BETTER_MODELS = (("Qwen/Qwen3-4B", 20e9), ("Qwen/Qwen3-1.7B", 9e9), ("Qwen/Qwen3-0.6B", 4e9))
+"""Models that know more than the default one, and the free memory that each needs in float32."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _METADATA_PATTERNS = ["*.json", "*.jinja"]
 _IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
@@ -19,9 +21,14 @@ def is_hub_name(spec: str) -> bool:
     return _HUB_NAME.fullmatch(spec) is not None and not spec.startswith(".")
 
 
+def has_hub_library() -> bool:
+    """Whether the library that fetches models of the hub is installed."""
+    return find_spec("huggingface_hub") is not None
+
+
 def check_hub_library(name: str) -> None:
     """Raise `ModelUnavailable` if the library that fetches the hub model `name` is missing."""
-    if find_spec("huggingface_hub") is None:
+    if not has_hub_library():
         raise ModelUnavailable(
             f"there is no file or folder {name}, and a model of the hub needs the library "
             "huggingface_hub, which is not installed",
