@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-for suite in ("discovery", "requests", "events", "transfer"):
+for suite in ("discovery", "requests", "shared_payloads", "events", "transfer", "engines"):
     pytest.register_assert_rewrite(f"dynamo_conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]
