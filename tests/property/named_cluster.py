@@ -179,8 +179,8 @@ class Frontend:
     def __init__(
         self, cluster: NamedCluster, policy: Policy, ledger: Ledger, limits: SloLimits
     ) -> None:
-        clients = cluster._client, cluster._prefill_client
-        clock = cluster._clock
+        clients = cluster.client, cluster.prefill_client
+        clock = cluster.clock
         self.policy, self.ledger = policy, ledger
         self.counts = TrueCounts(cluster.log.sent_to, cluster._dispatch)
         self.admission = Admission(
@@ -207,66 +207,65 @@ class NamedCluster(ReplayCluster):
     async def open_frontends(self, limits: SloLimits) -> list[Frontend]:
         """Open both. Their routers know the requests of each other in mode kv."""
         self.states: list[Ledger] = []
-        policies, ledgers = [self._policy], [self.ledger]
+        policies, ledgers = [self.policy], [self.ledger]
         if self.remote:
             await self._connect(self.ledger, ROUTER, publish=False)
-            router: Any = DirectRouter(self._policy)
+            router: Any = DirectRouter(self.policy)
             self.router_ledger = self.ledger
             ledgers = [self._open_ledger(), self._open_ledger()]
             policies = [self._open_remote(router) for _ in ledgers]
         else:
             ledgers.append(self._open_ledger())
             policies.append(await self._open_another(ledgers[1]))
-        if self._router_settings.mode == "kv":
+        if self.settings.mode == "kv":
             for ledger, name in zip(ledgers, ("a", "b"), strict=True):
                 await self._connect(ledger, name, apply=not self.remote)
         frontends = [
             Frontend(self, policy, ledger, limits)
             for policy, ledger in zip(policies, ledgers, strict=True)
         ]
-        loads = LoadView(self._clock)
+        loads = LoadView(self.clock)
         for frontend in frontends:
             loads.add_listener(frontend.ledger.on_load_report)
             loads.add_listener(frontend.admission.on_load_report)
-        await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
-        for worker in self._workers_by_id.values():
-            await self._publish_load(worker)
+        await loads.subscribe(self.events, f"{NAMESPACE}.{COMPONENT}")
+        await self.publish_loads()
         return frontends
 
     def _open_ledger(self) -> Ledger:
-        return Ledger(self._clock, self._client, self._prefill_client)
+        return Ledger(self.clock, self.client, self.prefill_client)
 
     async def _open_another(self, ledger: Ledger) -> Policy:
-        view = CacheView(self._clock, block_tokens=BLOCK)
+        view = CacheView(self.clock, block_tokens=BLOCK)
         return await open_policy(
             PolicyInputs(
-                self._router_settings,
-                self._client,
-                self._events,
-                self._clock,
+                self.settings,
+                self.client,
+                self.events,
+                self.clock,
                 ledger,
                 block_tokens=BLOCK,
                 read_prompt=self._read_prompt,
                 view=view,
-                prefill_client=self._prefill_client,
+                prefill_client=self.prefill_client,
             )
         )
 
     async def _connect(
         self, ledger: Ledger, name: str, *, publish: bool = True, apply: bool = True
     ) -> None:
-        sync = ReplicaSync(self._clock, name, ledger, publish=publish, apply=apply)
-        await sync.start(self._events, SUBJECT)
-        self._exit_stack.push_async_callback(sync.close)
+        sync = ReplicaSync(self.clock, name, ledger, publish=publish, apply=apply)
+        await sync.start(self.events, SUBJECT)
+        self.resources.push_async_callback(sync.close)
         if apply:
             self.states.append(ledger)
 
     def _open_remote(self, router: Any) -> Policy:
         return RemotePolicy(
-            self._client,
+            self.client,
             router,
             self._log.prompt_of,
-            self._clock,
+            self.clock,
             block_tokens=BLOCK,
-            prefill_client=self._prefill_client,
+            prefill_client=self.prefill_client,
         )

@@ -23,6 +23,8 @@ from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.pipeline import chain
+from dynamo.scheduling.stages import open_admission, open_router
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.telemetry import Registry
@@ -114,7 +116,7 @@ class AdmissionCluster(ReplayCluster):
 
     async def withdraw_worker(self) -> None:
         """Withdraw the announcement of the first worker."""
-        self._withdrawn = next(iter(self._client.instances.values()))
+        self._withdrawn = next(iter(self.client.instances.values()))
         await self._discovery.delete(instance_key(self._withdrawn))
         await asyncio.sleep(0)
 
@@ -123,18 +125,26 @@ class AdmissionCluster(ReplayCluster):
         await self._discovery.put(instance_key(self._withdrawn), encode_instance(self._withdrawn))
         await asyncio.sleep(0)
 
+    async def add_admission(
+        self, limits: SloLimits, metrics: Registry | None = None
+    ) -> tuple[SendRequest, Admission]:
+        """Return a `send` that passes requests through admission and router, and the admission."""
+        self.limits, self.metrics = limits, metrics or Registry()
+        await open_admission(self)
+        await open_router(self)
+        return chain([self.admission], self.router.send), self.admission
+
     async def add_frontend(self, first: AdmissionTrial, limits: SloLimits) -> AdmissionTrial:
         """Add a second frontend; both receive the load reports after this call."""
-        self.ledger = Ledger(self._clock, self._client, self._prefill_client)
-        send, admission = self.add_admission(limits)
-        for worker in self._workers_by_id.values():
-            await self._publish_load(worker)
-        loads = LoadView(self._clock)
+        self.ledger = Ledger(self.clock, self.client, self.prefill_client)
+        send, admission = await self.add_admission(limits)
+        await self.publish_loads()
+        loads = LoadView(self.clock)
         for each in (first.admission, admission):
             loads.add_listener(each._ledger.on_load_report)
             loads.add_listener(each.on_load_report)
-        await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
-        other = AdmissionTrial(send, self._clock, self._log, admission)
+        await loads.subscribe(self.events, f"{NAMESPACE}.{COMPONENT}")
+        other = AdmissionTrial(send, self.clock, self._log, admission)
         other.rows = 1_000_000
         return other
 
@@ -152,7 +162,7 @@ async def open_trial(
     async with AdmissionCluster(workers, settings, log, clock, Random(1)) as cluster:
         if mode == "kv":
             clock.on_time_advanced(cluster.deliver_computed_tokens)
-        send, admission = cluster.add_admission(limits, metrics)
+        send, admission = await cluster.add_admission(limits, metrics)
         trial = AdmissionTrial(send, clock, log, admission)
         trial.cluster = cluster
         yield trial

@@ -179,6 +179,6 @@ def test_a_lower_target_raises_the_price_of_pauses(clusters: list[ReplayCluster]
     busy = chats(120, per_s=60)
     for target_ms in (8.0, 1_000.0):
         replay_with_target(target_ms, busy)
-    weights = [each._policy.harm_steering.weight for each in clusters]
+    weights = [each.policy.harm_steering.weight for each in clusters]
 
     assert weights[0] > START_WEIGHT > weights[1]

@@ -13,32 +13,34 @@ Operators of entry points stand before, between or after admission and migration
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from typing import NamedTuple
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import OPERATORS
-from dynamo.core.reply import Operator, SendRequest
+from dynamo.core.reply import Operator
 from dynamo.models.card import ModelCard
-from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
+from dynamo.scheduling.admission import SloLimits, WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
-from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs, chain
-from dynamo.scheduling.router import Policy, WorkerRouter
+from dynamo.scheduling.router import Policy
 from dynamo.scheduling.router.factory import KV, PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.roles import decodes, only_prefills
+from dynamo.scheduling.stages import (
+    Stage,
+    StagedPipeline,
+    open_admission,
+    open_ledger,
+    open_loads,
+    open_router,
+)
 from dynamo.scheduling.worker_health import WorkerHealth
-from dynamo.scheduling.workers.ledger import Ledger
-from dynamo.scheduling.workers.load_view import LoadListener, LoadView
 from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.sdk.decorators import spec_of
 from dynamo.services.cache_views import open_cache_view
@@ -49,25 +51,17 @@ from dynamo.services.routing import ModelRouting, ProcessRouting
 WORKER_COMPONENT = "worker"
 
 
-class ModelPipeline:
+class ModelPipeline(StagedPipeline):
     """The open stages of one model; each row of `STAGES` sets the attribute of its name.
 
     `failure_detector` is None in a router's own process, which chooses workers and sends no
     requests (`sends_requests` is False).
     """
 
-    client: Client
-    prefill_client: Client
-    ledger: Ledger
     health: WorkerHealth
-    policy: Policy
     starts: WorkerStarts
-    admission: Admission
-    loads: LoadView
     migration: Migration
     dispatch: Dispatch
-    router: WorkerRouter
-    send: SendRequest
 
     def __init__(
         self,
@@ -76,20 +70,15 @@ class ModelPipeline:
         card: ModelCard,
         failure_detector: FailureDetector | None = None,
     ) -> None:
+        settings = runtime.settings.router
+        limits = SloLimits.from_settings(settings)
+        super().__init__(settings, runtime.clock, runtime.metrics, limits)
         self.runtime = runtime
+        self.events = runtime.events
         self.routing = routing
         self.card = card
         self.failure_detector = failure_detector
         self.sends_requests = failure_detector is not None
-        self.settings = runtime.settings.router
-        self.resources = AsyncExitStack()
-        self.cache_view: CacheView | None = None
-        self.load_listeners: list[LoadListener] = []
-
-    @property
-    def worker_component(self) -> str:
-        """The workers' "namespace.component", under which their events are published."""
-        return self.client.path.rsplit(".", 1)[0]
 
     @property
     def routing_subject(self) -> str:
@@ -99,19 +88,10 @@ class ModelPipeline:
 
     async def open(self, stages: Sequence[Stage]) -> None:
         """Open `stages` in order and register the model for explanations. Raises `ConfigError`."""
-        try:
-            for stage in stages:
-                await stage.open(self)
-        except BaseException:
-            await self.close()
-            raise
+        await super().open(stages)
         self.routing.add_model(
             self.card.name, ModelRouting(self.client, self.policy, self.loads, self.cache_view)
         )
-
-    async def close(self) -> None:
-        """Close all stages, the last one first. Requests in flight are not interrupted."""
-        await self.resources.aclose()
 
 
 async def _open_client(pipeline: ModelPipeline) -> None:
@@ -126,12 +106,6 @@ async def _open_client(pipeline: ModelPipeline) -> None:
         verify=pipeline.sends_requests,
     )
     pipeline.resources.push_async_callback(pipeline.prefill_client.close)
-
-
-async def _open_ledger(pipeline: ModelPipeline) -> None:
-    pipeline.ledger = Ledger(pipeline.runtime.clock, pipeline.client, pipeline.prefill_client)
-    pipeline.resources.callback(pipeline.ledger.close)
-    pipeline.load_listeners.append(pipeline.ledger.on_load_report)
 
 
 async def _open_health(pipeline: ModelPipeline) -> None:
@@ -222,47 +196,13 @@ async def _open_starts(pipeline: ModelPipeline) -> None:
 
 
 async def _open_admission(pipeline: ModelPipeline) -> None:
-    runtime, limits = pipeline.runtime, SloLimits.from_settings(pipeline.settings)
-    pipeline.admission = admission = Admission(
-        pipeline.client,
-        pipeline.ledger,
-        pipeline.policy,
-        runtime.clock,
-        limits,
-        runtime.metrics,
-        pipeline.starts,
-        pipeline.prefill_client,
-    )
-    pipeline.resources.callback(admission.close)
+    await open_admission(pipeline, pipeline.starts)
+    admission = pipeline.admission
     pipeline.resources.callback(
-        runtime.on_settings_change(
+        pipeline.runtime.on_settings_change(
             lambda new: admission.update(SloLimits.from_settings(new.router))
         )
     )
-    pipeline.load_listeners.append(admission.on_load_report)
-
-
-async def _open_loads(pipeline: ModelPipeline) -> None:
-    pipeline.loads = loads = LoadView(pipeline.runtime.clock)
-    for listener in pipeline.load_listeners:
-        loads.add_listener(listener)
-    pipeline.resources.callback(loads.close)
-    for client in (pipeline.client, pipeline.prefill_client):
-        pipeline.resources.callback(_repeat_loads_of_new(client, loads))
-    await loads.subscribe(pipeline.runtime.events, pipeline.worker_component)
-
-
-def _repeat_loads_of_new(client: Client, loads: LoadView) -> Callable[[], None]:
-    """Repeat the last report of each worker that the client begins to use. Returns a function that
-    ends this."""
-    known = client.instances
-
-    def repeat() -> None:
-        nonlocal known
-        before, known = known, client.instances
-        loads.repeat(known.keys() - before.keys())
-
-    return client.on_change(repeat)
 
 
 async def _open_migration(pipeline: ModelPipeline) -> None:
@@ -272,20 +212,13 @@ async def _open_migration(pipeline: ModelPipeline) -> None:
 
 async def _open_dispatch(pipeline: ModelPipeline) -> None:
     pipeline.dispatch = Dispatch(pipeline.client)
+    pipeline.dispatch_to = pipeline.dispatch.send
 
 
 async def _open_router(pipeline: ModelPipeline) -> None:
     routing = pipeline.routing
-    pipeline.router = WorkerRouter(
-        pipeline.policy,
-        pipeline.dispatch.send,
-        pipeline.runtime.metrics,
-        clock=pipeline.runtime.clock,
-        client=pipeline.client,
-        prefill_client=pipeline.prefill_client,
-        observers=[routing.observer] if routing.records_decisions else [],
-        ledger=pipeline.ledger,
-    )
+    pipeline.observers = [routing.observer] if routing.records_decisions else []
+    await open_router(pipeline)
     operators = [
         getattr(pipeline, name) if name in OPERATORS.builtin else await _open_own(pipeline, name)
         for name in operator_order(pipeline.settings.operators)
@@ -314,22 +247,14 @@ async def _open_own(pipeline: ModelPipeline, name: str) -> Operator:
     return operator
 
 
-class Stage(NamedTuple):
-    """A row of `STAGES`: the attribute that `open` sets, and the purpose of the stage."""
-
-    name: str
-    open: Callable[[ModelPipeline], Awaitable[None]]
-    purpose: str
-
-
 STAGES = (
     Stage("client", _open_client, "finds workers that agree with the model's card, and connects"),
-    Stage("ledger", _open_ledger, "writes where each request is: placed, first token, end"),
+    Stage("ledger", open_ledger, "writes where each request is: placed, first token, end"),
     Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
     Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
     Stage("starts", _open_starts, "predicts when a supervisor will have started a lost worker"),
     Stage("admission", _open_admission, "queues or rejects requests by SLO and worker capacity"),
-    Stage("loads", _open_loads, "passes the workers' load reports to policy and admission"),
+    Stage("loads", open_loads, "passes the workers' load reports to policy and admission"),
     Stage("migration", _open_migration, "continues an answer on another worker after a failure"),
     Stage("dispatch", _open_dispatch, "sends one request to one worker and decodes its answer"),
     Stage("router", _open_router, "lets the policy choose and dispatches, again if a worker left"),

@@ -28,6 +28,7 @@ from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
+from dynamo.operations.replay import cluster
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
@@ -35,6 +36,7 @@ from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs
 from dynamo.scheduling.router import WorkerRouter
+from dynamo.scheduling.stages import StagedPipeline
 from dynamo.services.model_pipeline import (
     REQUEST_ORDER,
     ROUTER_PROCESS_STAGES,
@@ -158,6 +160,15 @@ async def test_each_row_opens_the_stage_of_its_name(open_process: Open, card: Mo
         assert stage.name in vars(pipeline)
     assert set(REQUEST_ORDER) < set(STAGE_NAMES)
     await pipeline.close()
+
+
+def test_a_replay_opens_stages_of_the_same_table_in_the_same_order() -> None:
+    serving = {stage.name: stage.open for stage in STAGES}
+    replayed = {stage.name: stage.open for stage in cluster.STAGES}
+    assert list(replayed) == [name for name in STAGE_NAMES if name in replayed]
+    assert {name for name in replayed if replayed[name] is serving[name]} >= {"ledger"}
+    assert issubclass(cluster.ReplayCluster, StagedPipeline)
+    assert issubclass(ModelPipeline, StagedPipeline)
 
 
 async def test_frontends_watch_prefill_workers(open_process: Open, card: ModelCard) -> None:
