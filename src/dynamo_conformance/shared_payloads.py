@@ -46,7 +46,10 @@ def share(payload: bytes = b"common") -> SharedPayload:
 
 
 class SharedPayloadsConformance:
-    """Tests of payloads that several calls share."""
+    """Tests of payloads that several calls share. `connections`: by so many connections a plane may
+    reach one instance at a time; each of them transports a shared payload once."""
+
+    connections = 1
 
     async def test_calls_share_a_payload(self, join: JoinRequests) -> None:
         handler, shared = SharingHandler(), share(bytes(3_000_000))
@@ -62,7 +65,8 @@ class SharedPayloadsConformance:
         assert sorted(payload for payload, _ in handler.seen) == sorted(
             b"%d" % number for number in range(30)
         )
-        assert [received.payload for received in handler.received] == [shared.payload]
+        assert {received.payload for received in handler.received} == {shared.payload}
+        assert len(handler.received) <= self.connections
 
     async def test_a_payload_is_dropped_with_its_last_call(self, join: JoinRequests) -> None:
         handler, shared = SharingHandler(), share()
@@ -94,7 +98,7 @@ class SharedPayloadsConformance:
             handler.go_on.set()
             for call in calls[1:]:
                 await call
-        assert len(handler.received) == 1
+        assert 1 <= len(handler.received) <= self.connections
 
     async def test_calls_with_and_without_a_payload_do_not_mix(self, join: JoinRequests) -> None:
         handler = SharingHandler()

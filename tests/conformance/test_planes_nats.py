@@ -39,6 +39,8 @@ class TestEventsUvloop(EventsConformance):
 
 
 class TestRequests(RequestsConformance):
+    connections = 2  # through NATS, and directly while NATS does not answer
+
     @pytest.fixture
     async def join(self, nats: NatsProcess) -> AsyncIterator[JoinRequests]:
         async for join in join_requests(nats.url):
@@ -46,6 +48,8 @@ class TestRequests(RequestsConformance):
 
 
 class TestRequestsUvloop(RequestsConformance):
+    connections = 2
+
     @pytest.fixture
     async def join(self, nats: NatsProcess) -> AsyncIterator[JoinRequests]:
         async for join in join_requests(nats.url):
