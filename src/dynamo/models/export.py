@@ -103,17 +103,22 @@ def _metadata_files(config: DecoderConfig, metadata: ModelMetadata) -> dict[str,
     }
 
 
+_SCALING_FIELDS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+}
+
+
 def _rope_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None
     described: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        described |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+    if scaling.kind != "linear":
+        described["original_max_position_embeddings"] = scaling.original_context
+    for name in _SCALING_FIELDS.get(scaling.kind, ()):
+        if value := getattr(scaling, name):
+            described[name] = value
     return described
 
 

@@ -107,8 +107,44 @@ def test_read_config_refuses_wrong_types(tmp_path: Path) -> None:
         ("logits_scaling", "x"), ("attention_multiplier", [1]), ("hidden_act", "relu2"),
         ("hidden_size", "64"), ("num_hidden_layers", 1 << 40), ("rope_scaling", {"rope_type": 5}),
         ("rope_scaling", {"rope_type": "yarn", "factor": "4"}), ("head_dim", 7),
+        ("rope_scaling", {"rope_type": "longrope"}),
     ):  # fmt: skip
         path = tmp_path / "config.json"
         path.write_text(json.dumps(CASES["granite"]["given"] | {field: value}))
         with pytest.raises(ModelUnavailable):
             read_config(path, frozenset())
+
+
+def test_gemma_3_of_text_and_images_leaves_its_defaults_out(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "model_type": "gemma3_text", "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    config = read_config(path, frozenset())
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.context_tokens) == (262_208, 131_072)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, ()),
+        ({"use_sliding_window": True}, (0,) * 28 + (16,) * 2),
+        ({"use_sliding_window": True, "max_window_layers": 29}, (0,) * 29 + (16,)),
+    ],
+    ids=["not asked for", "default", "last"],
+)
+def test_the_last_layers_of_qwen_have_windows_if_asked(
+    tmp_path: Path, name: str, fields: dict[str, Any], windows: tuple[int, ...]
+) -> None:
+    given = {key: value for key, value in CASES[name]["given"].items() if "window" not in key}
+    given |= {"sliding_window": 16, "num_hidden_layers": 30} | fields
+    given.pop("layer_types", None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    assert read_config(path, frozenset()).windows == windows

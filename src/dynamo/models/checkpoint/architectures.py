@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.checkpoint.decoder_config import DecoderConfig, layer_parts
+from dynamo.models.checkpoint.decoder_config import DecoderConfig, RopeScaling, layer_parts
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.file_cache import read_json
 
@@ -31,40 +31,43 @@ class Architecture(NamedTuple):
     - `norm_offset`: what the factors of norms in safetensors lack.
     - `gguf_pairs`: GGUF files have rotary pairs side by side.
     - `window_period`: layers with this period attend to all positions, the others to a window.
+    - `windows_last`: windows have to be asked for, and only the last layers have them.
+    - `defaults`: values of a config.json that may leave them out.
     """
 
     fields: Mapping[str, Any] = {}
     norm_offset: float = 0.0
     gguf_pairs: bool = False
     window_period: int = 0
+    windows_last: bool = False
+    defaults: Mapping[str, Any] = {}
 
 
-_QKV_BIASES = ("q_proj", "k_proj", "v_proj")
 _GEMMA = {"norms": "around", "activation": "gelu_tanh", "tied": True}
+_GEMMA3_DEFAULTS = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
+    "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}  # fmt: skip
+"""What the models of text and images leave out."""
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(gguf_pairs=True),
     "mistral": Architecture(gguf_pairs=True),
     "granite": Architecture(gguf_pairs=True),
     "smollm3": Architecture(gguf_pairs=True),
-    "qwen2": Architecture({"biases": _QKV_BIASES}),
-    "qwen3": Architecture({"qk_norm": "head"}),
+    "qwen2": Architecture(windows_last=True),
+    "qwen3": Architecture({"qk_norm": "head"}, windows_last=True),
     "olmo2": Architecture({"qk_norm": "all", "norms": "after"}),
     "phi3": Architecture(),
     "gemma2": Architecture(_GEMMA, norm_offset=1.0, window_period=2),
-    "gemma3": Architecture(_GEMMA | {"qk_norm": "head"}, norm_offset=1.0, window_period=6),
+    "gemma3": Architecture(
+        _GEMMA | {"qk_norm": "head"}, norm_offset=1.0, window_period=6, defaults=_GEMMA3_DEFAULTS
+    ),
 }
 """The architectures by the type in config.json and GGUF files."""
 _LAYER_PART = re.compile(r"(?:model\.layers|blk)\.\d+\.(.+)")
 _FUSED_PARTS = ("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
 _IGNORED_PARTS = ("self_attn.rotary_emb.inv_freq",)
 _TYPE_ALIASES = {"gemma3_text": "gemma3"}
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {
-        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
-    },
-}  # fmt: skip
-"""Values that a published config.json of the type leaves out. Source: transformers."""
 _UNROTATED_PERIOD = 4
 """Every fourth layer of SmolLM3 is not rotated, if the file does not say which are."""
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -129,9 +132,8 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
     if isinstance(raw.get("text_config"), dict):
         raw |= raw["text_config"]
     kind = read_model_type(path)
-    if "rope_parameters" not in raw:  # files of transformers 5 leave nothing out
-        raw = {**_DEFAULTS.get(str(kind), {}), **raw}
-    fields = {**architecture_of(kind).fields}
+    architecture = architecture_of(kind)
+    raw, fields = {**architecture.defaults, **raw}, {**architecture.fields}
     if isinstance(packed := raw.get("quantization_config"), dict) and packed:
         raise ModelUnavailable(
             f"the native engine does not read weights that {packed.get('quant_method')} has packed",
@@ -157,11 +159,11 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
         "vocab_size": raw.get("vocab_size"),
         "context_tokens": raw.get("max_position_embeddings", 2048),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope_theta": raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-        "local_rope_theta": raw.get("rope_local_base_freq") or local_rope.get("rope_theta") or 0.0,
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+        "local_rope_theta": local_rope.get("rope_theta") or raw.get("rope_local_base_freq") or 0.0,
         "rope_scaling": _scaling_from_json(rope, raw),
         "biases": _find_biases(names),
-        "windows": _windows_from_json(raw, kind, layers),
+        "windows": _windows_from_json(raw, architecture, layers),
         "unrotated": _unrotated_layers(kind, layers, raw.get("no_rope_layers")),
     }
     if isinstance(head_dim, int) and share != 1:
@@ -203,10 +205,10 @@ def _scaling_from_json(rope: dict[str, Any], raw: dict[str, Any]) -> dict[str, A
     if kind in {"default", None}:
         return None
     kind = "longrope" if kind == "su" else kind  # Phi-3's name for it in 2024
-    names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast")}
-    names |= {"beta_slow": "beta_slow", "attention_factor": "attention_factor"}
-    names |= {"short_factor": "short_factor", "long_factor": "long_factor"}
-    scaling = {"kind": kind} | {ours: rope[name] for ours, name in names.items() if rope.get(name)}
+    names = RopeScaling.__struct_fields__
+    if kind == "longrope" and not (rope.get("short_factor") and rope.get("long_factor")):
+        raise ValueError("longrope without its factors")
+    scaling = {name: rope[name] for name in names if rope.get(name)} | {"kind": kind}
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         scaling["attention_factor"] = _mscale(rope, "mscale") / _mscale(rope, "mscale_all_dim")
     original = rope.get("original_max_position_embeddings") or raw.get(
@@ -221,19 +223,21 @@ def _mscale(rope: dict[str, Any], name: str) -> float:
     return float(0.1 * rope[name] * math.log(max(rope.get("factor") or 1, 1)) + 1.0)
 
 
-def _windows_from_json(raw: dict[str, Any], kind: Any, layers: Any) -> tuple[int, ...]:
+def _windows_from_json(
+    raw: dict[str, Any], architecture: Architecture, layers: Any
+) -> tuple[int, ...]:
     window = raw.get("sliding_window")
     if not isinstance(window, int) or not isinstance(layers, int):
         return ()
-    if raw.get("use_sliding_window", True) is False or window >= raw.get(
-        "max_position_embeddings", 2048
-    ):
+    if not raw.get("use_sliding_window", not architecture.windows_last):
+        return ()
+    if window >= raw.get("max_position_embeddings", 2048):
         return ()
     types = raw.get("layer_types")
     if isinstance(types, list) and len(types) == layers:
         return tuple(window if name == "sliding_attention" else 0 for name in types)
-    period = raw.get("sliding_window_pattern") or architecture_of(kind).window_period
-    first = raw.get("max_window_layers", 0) if kind == "qwen2" else 0
+    period = raw.get("sliding_window_pattern") or architecture.window_period
+    first = raw.get("max_window_layers", 28) if architecture.windows_last else 0
     return _periodic_windows(layers, window, period, first)
 
 
@@ -257,7 +261,7 @@ def _unrotated_layers(kind: Any, layers: Any, rotated: Any = None) -> tuple[int,
 def _find_biases(names: frozenset[str]) -> tuple[str, ...]:
     """Return the projections of attention that have a bias."""
     biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
-    return tuple(name for name in (*_QKV_BIASES, "o_proj") if name in biased)
+    return tuple(name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if name in biased)
 
 
 def _values_from_gguf(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
@@ -312,7 +316,7 @@ def _values_from_gguf(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
 def _scaling_from_gguf(get: Any, names: frozenset[str]) -> dict[str, Any] | None:
     """Return the scaling of rotary frequencies. Factors for each pair are tensors of the file."""
     kind = get("rope.scaling.type", "none")
-    original = get("rope.scaling.original_context_length")
+    original = get("rope.scaling.original_context_length") or get("context_length")
     scaling = {"original_context": original} if original else {}
     if "rope_factors_long.weight" in names:
         return scaling | {
