@@ -53,40 +53,45 @@ class MessageOrder(msgspec.Struct, frozen=True):
         return _join_neighbours(messages) if self.alternates else messages
 
     def _arrange_system(self, messages: Sequence[Message]) -> list[Message]:
-        first: list[Message] = []
+        leading: list[Message] = []
         rest: list[Message] = []
         for message in messages:
-            if message["role"] not in SYSTEM_ROLES:
+            if message["role"] not in SYSTEM_ROLES or (rest and not self.moves_system):
                 rest.append(message)
-            elif rest and self.moves_system:
+            elif rest:
                 rest.append({**message, "role": "user"})
-            elif not rest and first and self.joins_leading:
-                first[0] = _join(first[0], message)
             else:
-                (rest or first).append(message)
-        return first + rest
+                leading.append(message)
+        if self.joins_leading and leading:
+            leading = [_join(leading)]
+        return leading + rest
 
 
-def _join(message: Message, later: Message) -> Message:
-    """Return a message with the texts of both and the calls of the later one."""
-    texts = (content_text(message["content"]), content_text(later["content"]))
-    return {**later, "role": message["role"], "content": "\n\n".join(filter(None, texts))}
+def _join(messages: Sequence[Message]) -> Message:
+    """Return a message with the texts of all. It has the calls of the last one, or is the result of
+    a call that the first one is."""
+    first, last = messages[0], messages[-1]
+    if first is last:
+        return first
+    texts = (content_text(message["content"]) for message in messages)
+    fields = first if first["role"] == "tool" else last
+    return {**fields, "role": first["role"], "content": "\n\n".join(filter(None, texts))}
 
 
 def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
-    joined: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
-        last = joined[-1] if joined else None
         role = message["role"]
-        if last is None or last.get("tool_calls") or role not in ("user", "assistant"):
-            joined.append(message)
-        elif last["role"] == role:
-            joined[-1] = _join(last, message)
-        elif last["role"] == "tool" and role == "user":
-            joined[-1] = {**last, "content": _join(last, message)["content"]}
+        group = groups[-1] if groups and role in ("user", "assistant") else None
+        if (
+            group is None
+            or group[-1].get("tool_calls")
+            or (group[0]["role"] != role and (group[0]["role"], role) != ("tool", "user"))
+        ):
+            groups.append([message])
         else:
-            joined.append(message)
-    return joined
+            group.append(message)
+    return list(map(_join, groups))
 
 
 def _join_thoughts(message: Message) -> Message:
@@ -94,27 +99,27 @@ def _join_thoughts(message: Message) -> Message:
     if not thoughts or not message["content"] or not message.get("tool_calls"):
         return message
     rest = {name: value for name, value in message.items() if name not in _THOUGHTS}
-    return _join({**rest, "content": thoughts}, rest)
+    return _join([{**rest, "content": thoughts}, rest])
 
 
 def _split_calls(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield a message for each call, its result behind it."""
-    waiting: list[Message] = []
+    waiting: dict[Any, Message] = {}
     for message in messages:
         if message["role"] == "tool" and waiting:
-            ids = [part["tool_calls"][0].get("id") for part in waiting]
             call_id = message.get("tool_call_id")
-            yield waiting.pop(ids.index(call_id) if call_id in ids else 0)
+            yield waiting.pop(call_id if call_id in waiting else next(iter(waiting)))
             yield message
             continue
-        yield from waiting
-        calls = message.get("tool_calls") or []
-        waiting = [{"role": message["role"], "content": None, "tool_calls": [c]} for c in calls]
-        if waiting:
-            waiting[0] = {**message, "tool_calls": [calls[0]]}
-        else:
+        yield from waiting.values()
+        waiting = {}
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            fields = {"role": message["role"], "content": None} if number else message
+            key = number if call.get("id") in waiting else call.get("id")
+            waiting[key] = {**fields, "tool_calls": [call]}
+        if not waiting:
             yield message
-    yield from waiting
+    yield from waiting.values()
 
 
 def find_order(render: Render, forms: MessageForms) -> MessageOrder:

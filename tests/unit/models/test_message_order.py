@@ -6,7 +6,9 @@ import pytest
 from tests.unit.models.test_chat_template import CHATML
 from tests.unit.models.test_template_forms import NAMES, TOOL, read_template
 
+from dynamo.models import message_order
 from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.message_order import MessageOrder
 
 REFUSED_BY_TRANSFORMERS = {"Kimi-K2-Thinking"}
 """Templates that use what the sandbox forbids, there as here."""
@@ -107,3 +109,36 @@ def test_roles_are_probed_with_tools_in_a_template_for_requests_with_tools():
     template = ChatTemplate("plain", needs_tools)
     prompt = template.render([text("developer", "rules"), text("user", "q")], [TOOL])
     assert prompt == "fsystem:rules;user:q;"
+
+
+def test_many_neighbours_are_joined_at_once(monkeypatch):
+    """Joining two at a time copied the texts of the first ones once for each message."""
+    read = []
+
+    def count(content):
+        read.append(content)
+        return content
+
+    monkeypatch.setattr(message_order, "content_text", count)
+    roles = ["system"] * 50 + ["user"] * 50
+    messages = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    order = MessageOrder(joins_leading=True, alternates=True)
+    system, user = order.arrange(messages)
+    assert read == [message["content"] for message in messages]
+    assert (system["content"].count("\n\n"), user["content"].count("\n\n")) == (49, 49)
+
+
+@pytest.mark.parametrize("ids", [("a", "b", "c"), ("a", "a", "a"), (None, None, None)])
+def test_results_in_any_order_follow_their_calls(ids):
+    parts = [{"id": call_id, "function": {"name": str(n)}} for n, call_id in enumerate(ids)]
+    results = [{"role": "tool", "tool_call_id": ids[n], "content": str(n)} for n in (1, 2)]
+    arranged = MessageOrder(splits_calls=True).arrange(
+        [{"role": "assistant", "content": "x", "tool_calls": parts}, *results]
+    )
+    names = [
+        message["content"] if message["role"] == "tool" else message["tool_calls"][0]["function"]
+        for message in arranged
+    ]
+    first = [{"name": "1"}, "1", {"name": "2"}, "2", {"name": "0"}]
+    in_turn = [{"name": "0"}, "1", {"name": "1"}, "2", {"name": "2"}]
+    assert names == (first if len(set(ids)) == 3 else in_turn)
