@@ -45,6 +45,9 @@ COMMANDS = {
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
+    "pull": Command("dynamo.cli.models.files:PULL", "fetch a model from the hub"),
+    "list": Command("dynamo.cli.models.files:LIST", "list the models on this machine"),
+    "rm": Command("dynamo.cli.models.files:REMOVE", "delete a model from this machine"),
     "engines": Command(
         "dynamo.cli.models.engines", "list the engines that serve a model here, and why"
     ),

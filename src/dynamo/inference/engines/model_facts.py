@@ -62,6 +62,12 @@ def read_model_facts(spec: str) -> ModelFacts:
         if location.kind == "wheel":
             return ModelFacts(spec, location.name, is_builtin=True)
         path = hub.fetch_hub_model(location.name, with_weights=False)
+        if not (path / "config.json").is_file():
+            raise ModelUnavailable(
+                f"{location.name} has no config.json on the hub",
+                hint="a repository of GGUF files is served by the name of one of them: "
+                f"dynamo pull {location.name}:Q4_K_M",
+            )
     if path.is_file():
         return _facts_of_file(spec, location.name, path)
     return _facts_of_folder(spec, location.name, path, is_fetched=location.path is not None)

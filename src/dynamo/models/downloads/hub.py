@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.installation import install_command
@@ -36,23 +39,47 @@ def check_hub_library(name: str) -> None:
         )
 
 
+def folder_patterns(*, with_weights: bool) -> list[str]:
+    """Return the patterns of the files of a model folder."""
+    return [*_METADATA_PATTERNS, "*.safetensors"] if with_weights else _METADATA_PATTERNS
+
+
 def fetch_hub_model(name: str, with_weights: bool) -> Path:
-    """Return the folder of a hub model, fetched or from the hub's cache.
+    """Return the folder of a hub model, fetched or cached. Raises as `fetch_files`."""
+    return Path(fetch_files(name, folder_patterns(with_weights=with_weights)))
+
+
+def fetch_files(name: str, patterns: list[str], **options: Any) -> Any:
+    """Return the folder of a repository with the files that `patterns` name.
 
     The client resumes downloads and shows progress bars. Raises `ModelUnavailable`.
     """
     from huggingface_hub import snapshot_download
+
+    options |= {"allow_patterns": patterns, "ignore_patterns": _IGNORED_PATTERNS}
+    with _told_errors(name):
+        return snapshot_download(name, **options)
+
+
+def list_files(name: str) -> list[str]:
+    """Return the names of a repository's files. Raises `ModelUnavailable`."""
+    from huggingface_hub import HfApi
+
+    with _told_errors(name):
+        return HfApi().list_repo_files(name)
+
+
+@contextmanager
+def _told_errors(name: str) -> Iterator[None]:
+    """Raise the errors of the client as `ModelUnavailable`."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
-    patterns = [*_METADATA_PATTERNS, "*.safetensors"] if with_weights else _METADATA_PATTERNS
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED_PATTERNS)
-        )
+        yield
     except GatedRepoError as error:
         raise ModelUnavailable(
             f"{name} is gated", hint="accept its licence on the hub and set HF_TOKEN"

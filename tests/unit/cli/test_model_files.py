@@ -1,0 +1,133 @@
+"""`dynamo pull`, `list` and `rm` with a server that has the hub's API."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fake_hub import FakeHub, running_hub
+
+from dynamo.cli.models.files import LIST, PULL, REMOVE
+from dynamo.core.errors import ModelUnavailable
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import ModelSettings
+from dynamo.inference.engines.choice import choose_engine
+from dynamo.models.location import locate_model
+
+FOLDER, FILES = "org/folder", "org/some-GGUF"
+WEIGHTS = b"w" * 200_000
+REPOSITORIES = {
+    FOLDER: {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors": WEIGHTS,
+        "pytorch_model.bin": b"p" * 10,
+    },
+    FILES: {
+        "some-Q4_K_M.gguf": b"4" * 1000,
+        "some-Q8_0.gguf": b"8" * 2000,
+        "Q2_K/some-Q2_K-00001-of-00002.gguf": b"2" * 500,
+        "Q2_K/some-Q2_K-00002-of-00002.gguf": b"2" * 501,
+    },
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    with running_hub(REPOSITORIES) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            server.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield server
+
+
+@pytest.mark.parametrize("spec", [FOLDER, f"hf.co/{FOLDER}", f"https://huggingface.co/{FOLDER}/"])
+def test_a_folder_is_fetched_listed_and_removed(
+    spec: str, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PULL.run([spec]) == 0
+    printed = capsys.readouterr()
+    assert "3 files, 0 MB; 0 MB to fetch" in printed.err
+    assert f"dynamo run {FOLDER}\n" in printed.out
+    assert not any("pytorch_model" in path for _, path, _ in hub.requests)
+    LIST.run([])
+    assert FOLDER in capsys.readouterr().out
+    REMOVE.run([spec])
+    LIST.run([])
+    assert FOLDER not in capsys.readouterr().out.partition("are free")[2]
+    with pytest.raises(ModelUnavailable, match="no model of the hub"):
+        REMOVE.run([spec])
+
+
+def test_a_gguf_file_is_named_by_its_quantisation(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{FILES}:q4_k_m"
+    with pytest.raises(ModelUnavailable, match="not on this machine") as caught:
+        locate_model(name)
+    assert caught.value.hint == f"dynamo pull {name} fetches it"
+    PULL.run([name])
+    location = locate_model(f"hf.co/{name}")
+    assert (location.kind, location.name) == ("file", name)
+    assert location.path is not None
+    assert location.path.name == "some-Q4_K_M.gguf"
+    assert not any("Q8_0" in path for _, path, _ in hub.requests)
+    PULL.run([f"{FILES}:Q2_K"])
+    parts = locate_model(f"{FILES}:Q2_K").path
+    assert parts is not None
+    assert parts.name == "some-Q2_K-00001-of-00002.gguf"
+    LIST.run([])
+    assert {f"{FILES}:Q4_K_M", f"{FILES}:Q2_K"} <= {*capsys.readouterr().out.split()}
+    REMOVE.run([f"{FILES}:Q2_K"])
+    assert locate_model(name).path == location.path
+    with pytest.raises(ModelUnavailable, match="not on this machine"):
+        locate_model(f"{FILES}:Q2_K")
+
+
+def test_a_download_that_was_ended_goes_on(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
+    hub.cut["model.safetensors"] = 150_000
+    PULL.run([FOLDER])
+    starts = [span for kind, path, span in hub.requests if kind == "GET" and "safetens" in path]
+    assert starts[-1] == "bytes=150000-"
+    path = next(tmp_path.rglob("model.safetensors"))
+    assert path.read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("spec", "message", "hint"),
+    [
+        (f"{FILES}:Q9", "no GGUF file of Q9", f"{FILES}:Q2_K; it has Q2_K, Q4_K_M, Q8_0"),
+        (FILES, "no weights in safetensors", f"{FILES}:Q2_K"),
+        ("org/none", "no file, folder or hub model", "HF_TOKEN"),
+        ("s3://bucket/model", "no name on the hub", "ORGANISATION/NAME"),
+        ("./none", "no name on the hub", "ORGANISATION/NAME"),
+    ],
+)
+def test_wrong_names_are_told_before_anything_is_fetched(
+    spec: str, message: str, hint: str, hub: FakeHub
+) -> None:
+    with pytest.raises(ModelUnavailable, match=message) as caught:
+        PULL.run([spec])
+    assert hint in caught.value.hint
+    assert not any("resolve" in path for _, path, _ in hub.requests)
+
+
+def test_the_engine_of_a_model_on_the_hub_is_chosen_by_its_small_files(hub: FakeHub) -> None:
+    with pytest.raises(ModelUnavailable, match="no engine serves org/folder"):
+        choose_engine(Settings(model=ModelSettings(path=FOLDER)))
+    with pytest.raises(ModelUnavailable, match=r"no config\.json") as caught:
+        choose_engine(Settings(model=ModelSettings(path=FILES)))
+    assert f"dynamo pull {FILES}:" in caught.value.hint
+    assert not any("safetensors" in path or "gguf" in path for _, path, _ in hub.requests)
+
+
+def test_a_path_is_here_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    PULL.run([str(tmp_path)])
+    assert f"dynamo run {tmp_path}" in capsys.readouterr().out
