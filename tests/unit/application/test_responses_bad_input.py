@@ -48,6 +48,11 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": "x"}, ADDED]}, "input[1].tools[1].name", "tool name"),
     ({"tools": [WEATHER] * 129}, "tools", "129"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "x"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": []}},
+        "tool_choice",
+        "tool_choice: expected mode",
+    ),
     ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format", "json_schema"),
     (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from dynamo.application.openai.chat_messages import (
@@ -26,6 +27,9 @@ _SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
 _SERVER_RESULT = "_tool_result"
 """Blocks of tools that Anthropic's server executes: their types, and how those of results end."""
 
+BlockReader = Callable[[dict[str, Any], str], str]
+"""Returns the text of a block, whose field in errors it gets."""
+
 
 def add_messages(conversation: Conversation, messages: list[dict[str, Any]]) -> None:
     """Add messages to those of a chat. Raises `InvalidRequest`, and `Unsupported` for blocks that
@@ -38,14 +42,13 @@ def add_messages(conversation: Conversation, messages: list[dict[str, Any]]) -> 
         _add_message(conversation, message, f"messages[{index}]")
 
 
-def join_text(content: Any, field: str, *, documents: bool = True) -> str:
-    """Return a text, or the text of blocks that are all text, or `documents` of text. Raises as
-    `add_messages`."""
+def join_text(content: Any, field: str, read: BlockReader | None = None) -> str:
+    """Return a text, or the text that `read` returns of each block: by default of text, and of
+    documents and results of text. Raises as `add_messages`."""
     if isinstance(content, str):
         return content
-    return "\n".join(
-        _block_text(block, where, documents=documents) for block, where in _blocks(content, field)
-    )
+    read = read or _block_text
+    return "\n".join(read(block, where) for block, where in _blocks(content, field))
 
 
 def _add_message(conversation: Conversation, message: dict[str, Any], field: str) -> None:
@@ -81,16 +84,10 @@ def _add_user(conversation: Conversation, content: Any, field: str) -> None:
 def _convert_result(block: dict[str, Any], field: str) -> dict[str, Any]:
     call_id = read_str(block, "tool_use_id", field).removeprefix(CALL_PREFIX)
     content = block.get("content")
-    text = "" if content is None else _result_text(content, f"{field}.content")
+    text = join_text("" if content is None else content, f"{field}.content", _result_block_text)
     if block.get("is_error"):
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
-def _result_text(content: Any, field: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_result_block_text(block, where) for block, where in _blocks(content, field))
 
 
 def _result_block_text(block: dict[str, Any], field: str) -> str:
@@ -158,7 +155,8 @@ def _block_text(block: dict[str, Any], field: str, *, documents: bool = True) ->
         if source_kind == "text":
             return read_str(source, "data", f"{field}.source")
         if source_kind == "content":
-            return join_text(source.get("content"), f"{field}.source.content", documents=False)
+            read = partial(_block_text, documents=False)
+            return join_text(source.get("content"), f"{field}.source.content", read)
     name = f"{kind[:64]} ({str(source_kind)[:64]})" if source_kind else kind[:64]
     raise Unsupported(
         f"blocks of type {name} are not supported by a text model", hint="send text", field=field

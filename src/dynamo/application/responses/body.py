@@ -92,6 +92,7 @@ _OWN_NAMES = {
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """The names of fields of a chat here."""
 

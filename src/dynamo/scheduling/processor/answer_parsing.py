@@ -214,7 +214,7 @@ def _without_limit(form: StructuredOutput) -> StructuredOutput:
     if form.reasoning_limit is not None and not form.soft_limit:
         raise Unsupported(
             "this model has no tokens that begin and end its reasoning",
-            hint="leave thinking_token_budget out, and bound the answer by max_tokens",
+            hint="leave it out, and bound the tokens of the answer",
             field="thinking_token_budget",
         )
     return replace(form, reasoning_limit=None)
