@@ -147,14 +147,12 @@ def content_part(item: AnswerItem) -> Item:
     """Return the only part of a message or of reasoning."""
     if item.kind == "reasoning":
         return {"type": "reasoning_text", "text": item.text}
-    logprobs = logprob_fields(item.logprobs)
+    logprobs = logprob_fields(item.logprobs) if item.logprobs else []
     return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": logprobs}
 
 
 def logprob_fields(logprobs: Sequence[DecodedTokenLogprob]) -> list[dict[str, Any]]:
     """Return logprobs as the Responses API writes them."""
-    if not logprobs:
-        return []
     return [
         _logprob(token.token, token.raw, token.logprob)
         | {"top_logprobs": [_logprob(*best) for best in token.top]}

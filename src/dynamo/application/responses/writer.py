@@ -65,7 +65,8 @@ class ResponseItemWriter(ItemWriter):
     ) -> bytes:
         before, after = self._delta_parts
         if item.kind == "text":
-            after = b',"logprobs":%b' % encode_json(logprob_fields(logprobs)) + after
+            fields = encode_json(logprob_fields(logprobs)) if logprobs else b"[]"
+            after = b',"logprobs":%b' % fields + after
         end = b"%d}\n\n" % self._sequence
         self._sequence += 1
         return before + encode_json(delta) + after + end
