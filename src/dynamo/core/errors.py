@@ -6,7 +6,7 @@ Programs test `code`. The message states what happened and why, `hint` what to d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -163,7 +163,16 @@ class TransferFailed(DynamoError, code="transfer_failed", retryable=True):
     broke), "timeout", or "refused" (secret, layout, or the peer is not asked after failures).
     """
 
-    reason: TransferFailure = "gone"
+    reason: TransferFailure
+
+    def __init__(self, message: str, **named: Any) -> None:
+        super().__init__(message, **named)
+        self.reason = "gone"
+
+    @property
+    def message(self) -> str:
+        """The text that the error was made with."""
+        return str(self.args[0])
 
     @classmethod
     def of(cls, reason: TransferFailure, message: str, hint: str = "") -> TransferFailed:

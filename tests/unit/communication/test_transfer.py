@@ -257,3 +257,16 @@ async def test_pulls_that_use_all_threads_leave_some_to_serve(
         for plane, region in zip(planes, regions, strict=True):
             await plane.close()
             region.close()
+
+
+def test_an_error_of_a_transfer_has_its_text_beside_the_reason() -> None:
+    with_reason, without = (
+        TransferFailed.of("refused", "no such slots"),
+        TransferFailed("the peer died"),
+    )
+    assert (with_reason.message, str(with_reason), with_reason.reason) == (
+        "no such slots",
+        "no such slots",
+        "refused",
+    )
+    assert (without.message, without.reason) == ("the peer died", "gone")
