@@ -82,22 +82,6 @@ class KvLayout(msgspec.Struct, frozen=True):
         return flat.reshape(heads, layers, 2, tokens, dim).transpose(1, 2, 0, 3, 4)
 
 
-def convert_blocks(
-    source: KvLayout, blocks: Sequence[Any], target: KvLayout, targets: Sequence[Any]
-) -> None:
-    """Copy the tokens of `blocks`, one part of a sequence, into `targets`, which are allocated.
-
-    Both are consecutive blocks that begin at the same token. Heads that the source part does not
-    have stay as they are: call this for each part that has some. Raises `ValueError`.
-    """
-    if reason := source.refusal(target):
-        raise ValueError(f"the blocks cannot be converted: {reason}")
-    for number, block in enumerate(blocks):
-        for index, *tokens in split_block(number, source.block_tokens, target.block_tokens):
-            if index < len(targets):
-                convert_piece(source, block, target, targets[index], *tokens)
-
-
 def convert_piece(
     source: KvLayout,
     block: Any,
