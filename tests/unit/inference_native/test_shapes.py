@@ -142,9 +142,9 @@ def test_gemma_3_of_text_and_images_leaves_its_defaults_out(tmp_path: Path) -> N
 def test_the_last_layers_of_qwen_have_windows_if_asked(
     tmp_path: Path, name: str, fields: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
-    given = {key: value for key, value in CASES[name]["given"].items() if "window" not in key}
-    given |= {"sliding_window": 16, "num_hidden_layers": 30} | fields
-    given.pop("layer_types", None)
+    config = {key: value for key, value in CASES[name]["given"].items() if "window" not in key}
+    config |= {"sliding_window": 16, "num_hidden_layers": 30} | fields
+    config.pop("layer_types", None)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(config))
     assert read_config(path, frozenset()).windows == windows
