@@ -68,8 +68,8 @@ class MessageOrder(msgspec.Struct, frozen=True):
 
 
 def _join(messages: Sequence[Message]) -> Message:
-    """Return a message with the texts of all. It has the calls of the last one, or is the result of
-    a call that the first one is."""
+    """Return a message with the texts of all and the calls of the last one. If the first one is the
+    result of a call, so is the message."""
     first, last = messages[0], messages[-1]
     if first is last:
         return first

@@ -48,7 +48,7 @@ _GEMMA3_DEFAULTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
     "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
 }  # fmt: skip
-"""What the models of text and images leave out."""
+"""Values that models of text and images leave out."""
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(gguf_pairs=True),
     "mistral": Architecture(gguf_pairs=True),
