@@ -30,8 +30,10 @@ class LibraryTier:
 
     name: str
     tier: Tier
-    size: int = 0
     backend: KvTier | None = None
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
 
     async def open(self, inputs: LibraryTierInputs) -> None:
         """Open the tier. Raises `ConfigError`."""
@@ -45,17 +47,11 @@ class GPUMemoryTier(LibraryTier):
 
     name, tier = "gpu", "device"
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-
 
 class CPUMemoryTier(LibraryTier):
     """Host memory: `size` bytes."""
 
     name, tier = "cpu", "host"
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     async def open(self, inputs: LibraryTierInputs) -> None:
         self.backend = MemoryTier.in_region(
@@ -73,8 +69,8 @@ class SSDMemoryTier(LibraryTier):
     name, tier = "ssd", "disk"
 
     def __init__(self, path: str | os.PathLike[str], size: int = DEFAULT_DISK_BYTES) -> None:
+        super().__init__(size)
         self.path = path
-        self.size = size
 
     async def open(self, inputs: LibraryTierInputs) -> None:
         from dynamo.inference.tiers.disk import DiskTier
@@ -95,6 +91,7 @@ class RemoteMemoryTier(LibraryTier):
     name, tier = "remote", "shared"
 
     def __init__(self, config: Any) -> None:
+        super().__init__()
         self.url: str = (
             config if isinstance(config, str) else str(read_field(config, "url", default=""))
         )
