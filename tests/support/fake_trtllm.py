@@ -26,7 +26,14 @@ class SamplingParams:
         (
             *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
             *("presence_penalty", "frequency_penalty", "repetition_penalty", "end_id"),
-            *("stop_token_ids", "ignore_eos", "detokenize", "logprobs", "guided_decoding"),
+            *(
+                "stop_token_ids",
+                "ignore_eos",
+                "detokenize",
+                "logprobs",
+                "guided_decoding",
+                "top_p_min",
+            ),
         )
     )
 

@@ -130,6 +130,9 @@ async def test_sampling_parameters(start: Start) -> None:
     assert json.loads(params["json_schema"]) == {"enum": ["yes", "no"]}
     assert params["no_stop_trim"] is True
     assert "sampling_seed" not in params
+    for name in ("n", "max_new_tokens", "sampling_seed"):
+        with pytest.raises(InvalidRequest, match=f"{name} is set by dynamo"):
+            await generate_reply(engine, replace(make_request(), extra={name: 1}))
 
 
 async def test_stop_token_is_reported_and_not_sent(start: Start) -> None:

@@ -81,15 +81,27 @@ async def test_sampling_parameters(start: Start) -> None:
     stops = StopConditions(max_tokens=3, min_tokens=2, stop_token_ids=(7,))
     structured = StructuredOutput("json_object")
     request = replace(
-        make_request(), stops=stops, structured=structured, extra={"seed": 5}, sampling=greedy()
+        make_request(),
+        stops=stops,
+        structured=structured,
+        extra={"top_p_min": 0.5},
+        sampling=greedy(),
     )
     await generate_reply(engine, request)
     sent = fake.requests[0]["sampling"]
     assert (sent.top_k, sent.temperature, sent.max_tokens, sent.min_tokens) == (1, None, 3, 2)
-    assert (sent.end_id, sent.stop_token_ids, sent.detokenize, sent.seed) == (2, [7], False, 5)
+    assert (sent.end_id, sent.stop_token_ids, sent.detokenize, sent.top_p_min) == (
+        2,
+        [7],
+        False,
+        0.5,
+    )
     assert sent.guided_decoding.json_object is True
     with pytest.raises(InvalidRequest, match="no_such"):
         await generate_reply(engine, replace(make_request(), extra={"no_such": 1}))
+    for name in ("n", "max_tokens", "end_id"):
+        with pytest.raises(InvalidRequest, match=f"{name} is set by dynamo"):
+            await generate_reply(engine, replace(make_request(), extra={name: 1}))
 
 
 def greedy() -> SamplingParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +79,13 @@ class ParameterTable:
             number = sampling.seed + request.choice + (request.resumed << 20)
             parameters[seed.name] = number % seed.below
         return parameters
+
+
+def check_extra(extra: Mapping[str, Any], *own: Container[str]) -> None:
+    """Raise `InvalidRequest` if a caller sets one of our `own` parameters beside the request."""
+    for name in extra:
+        if any(name in names for names in own):
+            raise InvalidRequest(f"extra: {name} is set by dynamo", param=name)
 
 
 class FormTable(msgspec.Struct, frozen=True):

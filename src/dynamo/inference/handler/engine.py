@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
@@ -134,7 +135,7 @@ class HandlerEngine(Engine):
         call = CompatContext(request_id, context.metadata, trace=context.trace)
         eos = () if request.stops.ignore_eos else self._card.eos_token_ids
         stops = frozenset((*eos, *request.stops.stop_token_ids))
-        reply.begin(Started(prompt_tokens=len(request.token_ids) // 4))
+        reply.begin(Started(prompt_tokens=len(request.token_ids) // TOKEN_BYTES))
         answer = HandlerAnswer(request, reply, self._encode_text, stops)
         self._running += 1
         running = self._tasks.start(self._answer(request, call, answer))

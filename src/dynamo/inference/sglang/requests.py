@@ -14,6 +14,7 @@ from dynamo.inference.engines.parameters import (
     Parameter,
     ParameterTable,
     Seed,
+    check_extra,
     enum_schema,
     minus_one_for_none,
     same,
@@ -32,6 +33,7 @@ _ROWS = (
 )
 PARAMETERS = ParameterTable("SGLang", *_ROWS)
 SEEDED_PARAMETERS = ParameterTable("SGLang", *_ROWS, seed=Seed("sampling_seed", 1 << 31))
+OWN_NAMES = SEEDED_PARAMETERS.names | {"n"}
 FORMS = FormTable(
     "SGLang",
     {
@@ -49,6 +51,7 @@ def sampling_params(request: GenerateRequest, *, seeded: bool) -> dict[str, Any]
     params = (SEEDED_PARAMETERS if seeded else PARAMETERS).translate(request)
     if request.structured is not None:
         params |= FORMS.translate(request.structured)
+    check_extra(request.extra, params, OWN_NAMES)
     return params | request.extra
 
 

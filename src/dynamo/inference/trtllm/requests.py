@@ -14,6 +14,7 @@ from dynamo.inference.engines.parameters import (
     Parameter,
     ParameterTable,
     Seed,
+    check_extra,
     enum_schema,
     same,
     yes,
@@ -31,6 +32,7 @@ PARAMETERS = ParameterTable(
     Parameter("top_logprobs", "logprobs", lambda top: max(top, 1), absent=None),  # 0 means none
     seed=Seed("seed", 1 << 63),
 )
+OWN_NAMES = PARAMETERS.names | {"n", "best_of", "use_beam_search"}
 FORMS = FormTable(
     "TensorRT-LLM",
     {
@@ -62,6 +64,7 @@ class TrtllmTranslator:
         if request.structured is not None:
             guided = import_module("tensorrt_llm.sampling_params").GuidedDecodingParams
             params["guided_decoding"] = guided(**FORMS.translate(request.structured))
+        check_extra(request.extra, params, OWN_NAMES)
         return self._params(**params | request.extra)
 
     def forward(self, result: Any, answer: ForeignAnswer) -> bool:

@@ -15,6 +15,7 @@ from dynamo.inference.engines.parameters import (
     Parameter,
     ParameterTable,
     Seed,
+    check_extra,
     decode_json,
     same,
     yes,
@@ -78,13 +79,12 @@ class RequestTranslator:
     def _extra(self, request: GenerateRequest, own: Container[str]) -> dict[str, Any]:
         """Return further parameters of the caller. A value of a wrong type would stop the engine
         core, which decodes it outside of any request."""
+        check_extra(request.extra, own, OWN_NAMES)
         extra = dict[str, Any]()
         for name, value in request.extra.items():
             if name not in self._extra_types or name.startswith("_"):
                 hint = nearest_name_hint(name, self._extra_types, "see vLLM's SamplingParams")
                 raise InvalidRequest(f"vLLM has no parameter {name!r}", hint=hint, param=name)
-            if name in own or name in OWN_NAMES:
-                raise InvalidRequest(f"extra: {name} is set by dynamo", param=name)
             try:
                 extra[name] = msgspec.convert(value, self._extra_types[name])
             except msgspec.ValidationError as error:
