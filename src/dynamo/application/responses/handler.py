@@ -187,9 +187,8 @@ class ResponsesHandler:
 
 
 def _read_starting_after(text: str) -> int:
-    digits = text.removeprefix("-")
-    if not digits.isascii() or not digits.isdigit() or len(digits) > MAX_DIGITS:
-        raise InvalidRequest("expected a number", field="starting_after")
+    if text != "-1" and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise InvalidRequest("expected a number from -1 on", field="starting_after")
     return int(text)
 
 
