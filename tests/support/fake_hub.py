@@ -15,7 +15,7 @@ COMMIT = "c" * 40
 
 class FakeHub(ThreadingHTTPServer):
     """Serves `repositories`: name -> file -> content. `requests` are those that it got. The answers
-    of `cut` end after so many bytes of the file."""
+    of `cut` end after so many bytes of the file; a `broken` server refuses all."""
 
     daemon_threads = True
 
@@ -24,6 +24,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repositories = repositories
         self.requests: list[tuple[str, str, str]] = []
         self.cut: dict[str, int] = {}
+        self.broken = False
 
     @property
     def url(self) -> str:
@@ -47,6 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         span = self.headers.get("Range", "")
         self.server.requests.append((self.command, path, span))
+        if self.server.broken:
+            self._send(403, b"{}")
+            return
         for name, files in self.server.repositories.items():
             if path.startswith(f"/api/models/{name}"):
                 self._send_api(name, files, is_tree="/tree/" in path)

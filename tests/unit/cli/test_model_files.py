@@ -128,6 +128,16 @@ def test_the_engine_of_a_model_on_the_hub_is_chosen_by_its_small_files(hub: Fake
     assert not any("safetensors" in path or "gguf" in path for _, path, _ in hub.requests)
 
 
+def test_a_hub_that_answers_wrongly_is_told(hub: FakeHub) -> None:
+    hub.repositories = {"org/broken": {}}
+    with pytest.raises(ModelUnavailable, match="no weights in safetensors"):
+        PULL.run(["org/broken"])
+    hub.broken = True
+    with pytest.raises(ModelUnavailable, match="cannot be fetched from the hub") as caught:
+        PULL.run(["org/broken"])
+    assert "repeat the command" in caught.value.hint
+
+
 def test_a_path_is_here_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PULL.run([str(tmp_path)])
     assert f"dynamo run {tmp_path}" in capsys.readouterr().out

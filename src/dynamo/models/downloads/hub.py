@@ -95,4 +95,7 @@ def _told_errors(name: str) -> Iterator[None]:
             hint="check the network, or give the path of a model folder or GGUF file",
         ) from error
     except Exception as error:
-        raise ModelUnavailable(f"{name} cannot be fetched from the hub: {error}") from error
+        raise ModelUnavailable(
+            f"{name} cannot be fetched from the hub: {error}",
+            hint="check the network and the free disk space, and repeat the command: it goes on",
+        ) from error
