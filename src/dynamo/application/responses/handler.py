@@ -115,8 +115,10 @@ class ResponsesHandler:
             raise NotFound(
                 f"there is no GET {request.path[:100]}", hint="did you mean input_items?"
             )
-        elif query.get("stream", "false") != "false":
-            after = _read_starting_after(query.get("starting_after", "-1"))
+        elif query.get("stream", "false").lower() not in {"false", "0"}:
+            after = -1
+            if "starting_after" in query:
+                after = _read_starting_after(query["starting_after"])
             owner = self._owner(request)
             await replay(self._store, self._clock, exchange, owner, response_id, after)
             return
@@ -187,8 +189,8 @@ class ResponsesHandler:
 
 
 def _read_starting_after(text: str) -> int:
-    if text != "-1" and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise InvalidRequest("expected a number from -1 on", field="starting_after")
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS:
+        raise InvalidRequest("expected the number of an event", field="starting_after")
     return int(text)
 
 
