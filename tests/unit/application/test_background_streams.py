@@ -91,7 +91,7 @@ async def test_a_stream_is_read_again_from_any_event(
         assert await read(client, response_id, starting_after=number) == events[number + 1 :]
     async with client.responses.stream(response_id=response_id, starting_after=4) as stream:
         assert [event.sequence_number async for event in stream] == list(range(5, len(events)))
-    for wrong in ("x", "-5"):
+    for wrong in ("x", "-", "-5", "-0", 10**9):
         with pytest.raises(openai.BadRequestError, match="starting_after"):
             await read(client, response_id, starting_after=wrong)
 
