@@ -46,11 +46,11 @@ class MessageOrder(msgspec.Struct, frozen=True):
         """Return the conversation in an order that the template reads."""
         if self.joins_leading or self.moves_system:
             messages = self._arrange_system(messages)
+        if self.alternates:
+            messages = _join_neighbours(messages)
         if self.joins_thoughts:
             messages = [_join_thoughts(message) for message in messages]
-        if self.splits_calls:
-            messages = list(_split_calls(messages))
-        return _join_neighbours(messages) if self.alternates else messages
+        return list(_split_calls(messages)) if self.splits_calls else messages
 
     def _arrange_system(self, messages: Sequence[Message]) -> list[Message]:
         leading: list[Message] = []
@@ -68,13 +68,17 @@ class MessageOrder(msgspec.Struct, frozen=True):
 
 
 def _join(messages: Sequence[Message]) -> Message:
-    """Return a message with the texts of all and the calls of the last one. If the first one is the
-    result of a call, so is the message."""
-    first, last = messages[0], messages[-1]
-    if first is last:
+    """Return a message with the texts of all. Calls and thoughts are the last ones, the call that a
+    result answers is the first one's."""
+    first = messages[0]
+    if first is messages[-1]:
         return first
+    fields: dict[str, Any] = {}
+    for message in messages:
+        fields |= message
+    if first["role"] == "tool":
+        fields |= first
     texts = (content_text(message["content"]) for message in messages)
-    fields = first if first["role"] == "tool" else last
     return {**fields, "role": first["role"], "content": "\n\n".join(filter(None, texts))}
 
 
@@ -108,7 +112,12 @@ def _split_calls(messages: Sequence[Message]) -> Iterator[Message]:
     for message in messages:
         if message["role"] == "tool" and waiting:
             call_id = message.get("tool_call_id")
-            yield waiting.pop(call_id if call_id in waiting else next(iter(waiting)))
+            front = next(iter(waiting))
+            answered = call_id if call_id in waiting else front
+            yield {**waiting[front], "tool_calls": waiting[answered]["tool_calls"]}
+            if answered != front:  # the text stays in front
+                waiting[front] = {**waiting[answered], "tool_calls": waiting[front]["tool_calls"]}
+            del waiting[answered]
             yield message
             continue
         yield from waiting.values()

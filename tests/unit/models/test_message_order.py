@@ -79,8 +79,8 @@ STRICT_CODE_AGENT = (
 )
 STRICT_SHELL_AGENT = (
     "system:rules\n\npermissions;user:environment\n\nquestion;"
-    'assistant:({"q": "arg2"});tool:result2;'
-    'assistant:Hm.\n\nI look.({"q": "arg1"});tool:result1;'
+    'assistant:Hm.\n\nI look.({"q": "arg2"});tool:result2;'
+    'assistant:({"q": "arg1"});tool:result1;'
     "assistant:answer;user:second question;"
 )
 
@@ -93,6 +93,10 @@ STRICT_SHELL_AGENT = (
         (
             [text("user", "q"), text("assistant", "a"), calls(1, content="b"), result(1)],
             'user:q;assistant:a\n\nb({"q": "arg1"});tool:result1;',
+        ),
+        (
+            [text("user", "q"), text("assistant", "a") | THOUGHTS, calls(1), result(1)],
+            'user:q;assistant:Hm.\n\na({"q": "arg1"});tool:result1;',
         ),
     ],
 )
