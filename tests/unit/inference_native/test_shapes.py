@@ -104,6 +104,7 @@ def test_read_config_refuses_wrong_types(tmp_path: Path) -> None:
     from dynamo.core.errors import ModelUnavailable
 
     for field, value in (
+        ("layer_types", ["linear_attention"] * CASES["granite"]["given"]["num_hidden_layers"]),
         ("logits_scaling", "x"), ("attention_multiplier", [1]), ("hidden_act", "relu2"),
         ("hidden_size", "64"), ("num_hidden_layers", 1 << 40), ("rope_scaling", {"rope_type": 5}),
         ("rope_scaling", {"rope_type": "yarn", "factor": "4"}), ("head_dim", 7),
@@ -148,3 +149,14 @@ def test_the_last_layers_of_qwen_have_windows_if_asked(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert read_config(path, frozenset()).windows == windows
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window", "smollm3"])
+def test_a_wrong_number_of_layers_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    from dynamo.core.errors import ModelUnavailable
+
+    path = tmp_path / "config.json"
+    for layers in (0, -1, 1 << 40, 1 << 70):
+        path.write_text(json.dumps(CASES[name]["given"] | {"num_hidden_layers": layers}))
+        with pytest.raises(ModelUnavailable):
+            read_config(path, frozenset())

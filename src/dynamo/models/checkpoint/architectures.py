@@ -70,6 +70,8 @@ _IGNORED_PARTS = ("self_attn.rotary_emb.inv_freq",)
 _TYPE_ALIASES = {"gemma3_text": "gemma3"}
 _UNROTATED_PERIOD = 4
 """Every fourth layer of SmolLM3 is not rotated, if the file does not say which are."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MAX_LAYERS = 10_000
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Layers of the Gemma models whose scores are scaled by the hidden size, which GGUF leaves out."""
 
@@ -147,7 +149,7 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
     rope, local_rope = _rope_parameters(raw, path)
     heads, tied = raw.get("num_attention_heads"), raw.get("tie_word_embeddings")
     head_dim = raw.get("head_dim") or _divide(raw.get("hidden_size"), heads)
-    layers = raw.get("num_hidden_layers")
+    layers = _check_layers(raw.get("num_hidden_layers"))
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1
     fields |= {
         "hidden_size": raw.get("hidden_size"),
@@ -171,6 +173,13 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
     if tied is not None or "tied" not in fields:
         fields["tied"] = "lm_head.weight" not in names if tied is None else tied
     return fields | _scales_from_json(raw, str(kind))
+
+
+def _check_layers(layers: Any) -> Any:
+    """Return a number of layers, of which each gets a window. Raises `ValueError`."""
+    if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
+        raise ValueError(f"it has {layers} layers, and 1 to {_MAX_LAYERS:,} are supported")
+    return layers
 
 
 def _scales_from_json(raw: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -226,14 +235,15 @@ def _mscale(rope: dict[str, Any], name: str) -> float:
 def _windows_from_json(
     raw: dict[str, Any], architecture: Architecture, layers: Any
 ) -> tuple[int, ...]:
-    window = raw.get("sliding_window")
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    if isinstance(types, list) and (other := [t for t in types if t not in _LAYER_TYPES]):
+        raise ValueError(f"layers of the type {other[0]!r} are not supported")
     if not isinstance(window, int) or not isinstance(layers, int):
         return ()
     if not raw.get("use_sliding_window", not architecture.windows_last):
         return ()
     if window >= raw.get("max_position_embeddings", 2048):
         return ()
-    types = raw.get("layer_types")
     if isinstance(types, list) and len(types) == layers:
         return tuple(window if name == "sliding_attention" else 0 for name in types)
     period = raw.get("sliding_window_pattern") or architecture.window_period
@@ -273,7 +283,7 @@ def _values_from_gguf(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
         return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
     heads, hidden = get("attention.head_count"), get("embedding_length")
-    layers = get("block_count")
+    layers = _check_layers(get("block_count"))
     head_dim = get("attention.key_length") or _divide(hidden, heads)
     embedding = file.tensors.get("token_embd.weight")
     window, period = get("attention.sliding_window"), architecture_of(kind).window_period
