@@ -180,6 +180,11 @@ async def overload(trial: Trial) -> None:
     fleet=(2, 1, ("apart", "flexible")),
     requests=[(0, 2_000, 1, 0, None, None), (0, 30, 1, 0, None, None)],
 )
+@example(  # a client leaves, and the engine ends the step of its prompt before the next one's
+    fleet=(2, 2, ("apart", "always")),
+    requests=[(0, 30, 1, 300, None, None)] * 3
+    + [(0, 2_000, 1, 73, 0.05, None), (0, 400, 1, 0, None, None)],
+)
 def test_ranks_are_workers_wherever_they_are_named(
     mode: str, limit_s: float, fleet: tuple[int, int, tuple[str, str]], requests: Sequence[Any]
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -194,8 +195,8 @@ def write_killed_deployment(deployment: Deployment) -> ProcessRecord:
     record = record_of(deployment, pid=ended.pid)
     deployment.write_record(record)
     (deployment.folder / "processes" / "i1.new").touch()
-    with socket.socket(socket.AF_UNIX) as control:
-        control.bind(str(deployment.folder / "control"))
+    with socket.socket(socket.AF_UNIX) as control, chdir(deployment.folder):
+        control.bind("control")  # a whole path may be too long
     lease = deployment.folder / "discovery" / "0123456789abcdef"
     lease.mkdir(parents=True)
     (lease / "lock").touch()

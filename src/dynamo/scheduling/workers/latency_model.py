@@ -106,12 +106,14 @@ class WorkerLatencyModel:
 
 class PrefillGroup(msgspec.Struct):
     """Prompts whose first tokens came together, from one or more steps. `context` is the number of
-    context tokens decoded meanwhile."""
+    context tokens decoded meanwhile. `delayed`: a prompt was cancelled before, and the engine may
+    have ended its step first."""
 
     start_s: float
     end_s: float
     tokens: int
     context: int
+    delayed: bool = False
 
 
 class WorkerSlowdown:

@@ -69,6 +69,7 @@ class WorkerState:
 
     __slots__ = (
         "_changed",
+        "_prefill_cancelled",
         "_prefill_group",
         "_refreshed_s",
         "active",
@@ -134,6 +135,7 @@ class WorkerState:
         self.external_prefill_tokens = 0
         self._refreshed_s = float("-inf")
         self._prefill_group = PrefillGroup(0.0, 0.0, 0, 0)
+        self._prefill_cancelled = False
         self.prefill_busy_s = self.prefill_busy_at_s = 0.0
         self._update_step_times()
         self.update_instance(instance)
@@ -284,6 +286,7 @@ class WorkerState:
         self.stall_sensitivity = max(0.0, self.stall_sensitivity - share)
         if placed.first_token_s is None:
             self._finish_prefill(placed, now)
+            self._prefill_cancelled = True
             return
         if placed.updates_model:
             self._observe_decode(placed, emitted, now)
@@ -315,6 +318,7 @@ class WorkerState:
         prefill is pending. Its duration counts from the step before, or from the placement if the
         worker was idle."""
         group = self._prefill_group
+        delayed, self._prefill_cancelled = self._prefill_cancelled, False
         if group.tokens and now - group.end_s < SAME_STEP_S:
             group.end_s = now
             group.tokens += placed.new_tokens
@@ -322,7 +326,7 @@ class WorkerState:
         self._observe_prefill_group()
         start = max(group.end_s, placed.placed_s + placed.load_ms * 1e-3)
         context = self.decode_context_tokens
-        self._prefill_group = PrefillGroup(start, now, placed.new_tokens, context)
+        self._prefill_group = PrefillGroup(start, now, placed.new_tokens, context, delayed)
 
     def _observe_prefill_group(self) -> None:
         group = self._prefill_group
@@ -339,6 +343,8 @@ class WorkerState:
         decay = exp((self.prefill_busy_at_s - group.end_s) / PREFILL_SHARE_S)
         self.prefill_busy_s = self.prefill_busy_s * decay + expected_ms * factor * 1e-3
         self.prefill_busy_at_s = group.end_s
+        if group.delayed and duration_ms > expected_ms + decode_ms:
+            return  # most of it may be the step of a cancelled prompt
         known = not model.prefill.excess(steps, tokens)
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
