@@ -105,7 +105,7 @@ def flag_help(spec: SettingSpec) -> str:
     return text.replace("%", "%%")
 
 
-class _SettingAction(argparse.Action):
+class SettingAction(argparse.Action):
     """Stores a value with the name of its flag. A repeated list flag appends."""
 
     def __call__(
@@ -151,7 +151,7 @@ def _add_flag(group: argparse._ActionsContainer, spec: SettingSpec, flag: str, t
     action = group.add_argument(
         *names,
         dest=spec.key,
-        action=_SettingAction,
+        action=SettingAction,
         default=argparse.SUPPRESS,
         help=text,
         **options,

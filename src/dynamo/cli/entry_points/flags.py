@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import SettingAction
 from dynamo.core.errors import Unsupported
 from dynamo.core.settings import SourcedValue
 
@@ -102,27 +103,11 @@ def add_flags(parser: Parser, flags: Sequence[DynFlag]) -> None:
             parser.add_argument(
                 *names,
                 dest=str(index),
-                action=_KeepWithName,
+                action=SettingAction,
                 default=argparse.SUPPRESS,
                 help=flag.help.replace("%", "%%"),
                 **options,
             )
-
-
-class _KeepWithName(argparse.Action):
-    """Stores a value with the name under which the flag was written."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        del parser
-        name = str(option_string)
-        value = not name.startswith("--no-") if self.nargs == 0 else values
-        setattr(namespace, self.dest, SourcedValue(value, f"flag {name}"))
 
 
 class Translation(msgspec.Struct, frozen=True):
