@@ -47,5 +47,5 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
     assert "one.py:3: create_task belongs to core/tasks.py" in out
     assert "one.py:4: f has 51 lines" in out
     assert "one.py:55: id() is no key" in out
-    assert "src/dynamo/crowded: 23 modules in a folder" in out
+    assert "src/dynamo/crowded: 23 modules, and docs/glossary.md has no noun" in out
     assert len(out.splitlines()) == 8
