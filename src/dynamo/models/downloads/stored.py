@@ -1,4 +1,5 @@
-"""Models of the hub on this machine, in the cache of its client library: fetched, listed, removed.
+"""Fetched models on this machine: those of the hub, in the cache of its client library, and those
+of buckets.
 
 A folder is named as on the hub, a GGUF file of a repository `ORGANISATION/NAME:QUANTISATION`.
 """
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import hub
+from dynamo.models.downloads import bucket, hub
 
 _PREFIX = re.compile(r"(https?://)?(hf\.co|huggingface\.co)/")
 _PART = r"(-\d{5}-of-\d{5})?"
@@ -47,11 +48,13 @@ def stored_file(spec: str) -> Path | None:
 
 
 def stored_models() -> list[StoredModel]:
-    """Return the models on this machine that the hub's library has fetched."""
+    """Return the models on this machine that were fetched from the hub and from buckets."""
     models: dict[str, list[Path]] = {}
     for name, path in _cached_files():
         match = _QUANTIZATION.search(path.name)
         models.setdefault(f"{name}:{match[1]}" if match else name, []).append(path)
+    for url, path in bucket.cached_files():
+        models.setdefault(url, []).append(path)
     return [
         StoredModel(name, sum(path.stat().st_size for path in paths), tuple(paths))
         for name, paths in sorted(models.items())
