@@ -76,6 +76,7 @@ def test_ps_lists_every_process_and_its_state(
         )
     )
     assert sorted(p["role"] for p in listed) == ["frontend", "supervisor", "worker", "worker"]
+    assert {p["engine"] for p in listed if p["role"] == "worker"} == {"mock"}
     assert all(p["instance"].startswith(p["name"] + "-") for p in listed)
     for process in listed:
         assert set(process) >= {

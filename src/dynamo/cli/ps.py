@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "deployment", "namespace", "role", "name", "instance", "pid", "address", "status_url", "state",
-    "restarts", "cards",
+    "restarts", "engine", "cards",
 )  # fmt: skip
 
 EXAMPLES = """\

@@ -76,6 +76,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     pid: int
     namespace: str = ""
+    engine: str = ""
     address: str = ""
     status_url: str = ""
     state: ProcessState = "starting"

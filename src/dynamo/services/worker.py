@@ -46,7 +46,7 @@ class WorkerService:
         if runtime.settings.engine.kind == AUTO:  # else the deployment has chosen
             runtime.settings = await runtime.clock.offload(with_engine, runtime.settings)
         settings = runtime.settings
-        kind = settings.engine.kind
+        runtime.engine = kind = settings.engine.kind
         ENGINES.check(kind)
         check_roles(settings)
         check_engine_package(kind)

@@ -271,7 +271,9 @@ class ProcessRunner:
         """Publish the state to the state folder, to discovery and to the supervisor."""
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
-        await self._record_writer.update(state=state, status_url=self._status.url, address=address)
+        await self._record_writer.update(
+            state=state, status_url=self._status.url, address=address, engine=runtime.engine
+        )
         await self._publish_record()
         if self._parent is not None:
             url = self._status.url
