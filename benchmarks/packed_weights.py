@@ -3,8 +3,8 @@
 
     benchmarks/packed_weights.py [--rows 6144] [--columns 2048]
 
-Prints the CPU time of a matrix in float32 times 1, 8 and 32 vectors, and that of unpacking it from
-Q4_K and Q8_0, which a step with packed weights would do before. Set OPENBLAS_NUM_THREADS=1.
+Prints the CPU time of a matrix in float32 times 1, 8 and 32 vectors. Then that of unpacking it from
+Q4_K and Q8_0, which a step with packed weights would do first. Set OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
