@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from time import monotonic as now
 
+import msgspec
+
 from dynamo.core.clock import Clock
 from dynamo.core.tasks import BackgroundTasks, run_all, wait_for_first
 from dynamo.operations.bench.arrivals import schedule_sessions
@@ -145,8 +147,7 @@ class LoadGenerator:
     async def _send_request(
         self, messages: list[dict[str, str]], turn: RequestPlan, due: float, *, keep_body: bool
     ) -> RequestSample:
-        body = request_body(self._target, messages, turn)
-        request = self._server.encode_request(self._path, body)
+        body = msgspec.json.encode(request_body(self._target, messages, turn))
         sample = RequestSample(self._inter_token_s, keep_body=keep_body)
         if due:
             self._late_s = max(self._late_s, now() - due)
@@ -154,7 +155,7 @@ class LoadGenerator:
         self.in_flight += 1
         self._peak_in_flight = max(self._peak_in_flight, self.in_flight)
         try:
-            await self._server.send(request, sample)
+            await self._server.send(self._path, body, sample)
         finally:
             self.in_flight -= 1
         if not (sample.error or sample.usage or sample.text_events):

@@ -1,9 +1,9 @@
 """Measurement of one request, taken while the bytes of its response arrive.
 
-- TTFT: from writing the request to the first event with text.
-- ITL: between two events with text of one stream; events in the same read are 0 apart.
+- TTFT: from sending the request, on a new connection if none is idle, to the first event with text.
+- ITL: between two events with text of one stream; events in the same chunk are 0 apart.
 - TPOT: the mean ITL of a request.
-- E2E: from writing the request to the end of the response.
+- E2E: from sending the request to the end of the response.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -26,13 +27,10 @@ TEXT_FIELDS = (
 CHAT_TEXT_FIELD = TEXT_FIELDS[0][0]
 QUOTE = ord('"')
 EVENT_END = b"\n\n"
-CHUNK_END = b"\n\n\r\n"
 MIN_EVENT_BYTES = 140
-"""Least bytes of an event before its text. A read with fewer bytes after the first text field holds
-no second event."""
+"""Least bytes of an event before its text. A part of a body with fewer bytes after the first text
+field holds no second event."""
 NO_POSITION = 1 << 40
-CHUNK_FRAMING = (b"", b"\r\n", b"\r\n0\r\n\r\n")
-"""Bytes after the last event of a read that are not the start of another event."""
 
 
 class ServerUsage(msgspec.Struct, frozen=True):
@@ -49,7 +47,7 @@ class RequestSample:
 
     __slots__ = (
         "_incomplete", "_inter_token_s", "_text_position", "body", "ended_at", "error",
-        "first_text_at", "keep_body", "last_text_at", "sent_at", "status", "text_events", "usage",
+        "first_text_at", "keep_body", "last_text_at", "sent_at", "text_events", "usage",
     )  # fmt: skip
 
     def __init__(self, gaps: array[float], *, keep_body: bool = False) -> None:
@@ -58,7 +56,6 @@ class RequestSample:
         self._text_position = NO_POSITION
         self.keep_body = keep_body
         self.body: list[bytes] = []
-        self.status = 0
         self.sent_at = self.ended_at = 0.0
         self.first_text_at: float | None = None
         self.last_text_at = 0.0
@@ -66,16 +63,15 @@ class RequestSample:
         self.usage: ServerUsage | None = None
         self.error = ""
 
-    def feed(self, data: bytes, now: float) -> bool:
-        """Count the events in bytes of an event stream, with or without chunk framing. Returns True
-        for exactly one event with text, as in most reads. A fast path recognises such reads by the
-        position of the text in the read before."""
-        position = self._text_position
+    def feed(self, data: bytes) -> bool:
+        """Count the events in a part of an event stream (an `OnData`). A fast path recognises one
+        event by the position of the text in the part before."""
+        now, position = monotonic(), self._text_position
         if (
             position < len(data) < position + MIN_EVENT_BYTES
             and data.startswith(CHAT_TEXT_FIELD, position)
             and data[position + len(CHAT_TEXT_FIELD)] != QUOTE
-            and data.endswith(CHUNK_END)
+            and data.endswith(EVENT_END)
             and self.first_text_at is not None
             and not self._incomplete
             and not self.keep_body
@@ -84,22 +80,14 @@ class RequestSample:
             self.last_text_at = now
             self.text_events += 1
             return True
-        self._parse_read(data, now)
-        return False
-
-    def _parse_read(self, data: bytes, now: float) -> None:
         if self.keep_body:
             self.body.append(data)
-        if self._incomplete:
-            data = self._incomplete + data
-            self._incomplete = b""
-        end = data.rfind(EVENT_END) + len(EVENT_END)
-        if end < len(EVENT_END):
-            self._incomplete = data
-            return
-        if data[end:] not in CHUNK_FRAMING:
-            self._incomplete = data[end:]
-            data = data[:end]
+        data, end, self._incomplete = (self._incomplete + data).rpartition(EVENT_END)
+        if end:
+            self._count_events(data + end, now)
+        return True
+
+    def _count_events(self, data: bytes, now: float) -> None:
         count = count_text_events(data)
         rest = data
         if count:
@@ -128,14 +116,11 @@ class RequestSample:
             if event.get("usage"):
                 self.usage = parse_usage(event["usage"])
 
-    def finish(self, now: float, body: bytes = b"") -> None:
+    def finish(self, status: int, body: bytes) -> None:
         """Record the end of the response. `body` is empty for an event stream."""
-        self.ended_at = now
-        if not self.status:
-            self.error = self.error or "no HTTP response"
-        elif self.status != 200:
+        if status != 200:
             code = parse_error_code(body)
-            self.error = f"http {self.status}" + (f" {code}" if code else "")
+            self.error = f"http {status}" + (f" {code}" if code else "")
 
     def response_text(self) -> str:
         """Return the text of the stored response."""
