@@ -180,8 +180,8 @@ def test_a_peers_request_counts_and_does_not_update_the_model(
         worker.latency_model.prefill.observation_count,
         worker.latency_model.decode.observation_count,
     )
-    cluster.ledger.place_of_peer(
-        "peer", "foreign", worker, Prompt(100, ()), new_tokens=100, emitted=40
+    cluster.ledger.place(
+        "foreign", worker, Prompt(100, ()), new_tokens=100, peer="peer", emitted=40
     )
     foreign = cluster.ledger.peers["peer"]["foreign"]
     worker.refresh(cluster.now)

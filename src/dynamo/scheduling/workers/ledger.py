@@ -84,53 +84,50 @@ class Ledger:
         max_tokens: int = 0,
         load_ms: float = 0.0,
         now: float | None = None,
+        peer: str = "",
+        emitted: int | None = None,
     ) -> PlacedRequest:
         """Enter an attempt that `worker` answers, and whose prompt `prefill` computes if that is
-        another one. `now`: the time of the choice, if it was made before this call. A key that
-        is in use gets a suffix; in a router process, its reservation ends.
-        """
-        while key in self.requests:
+        another one. `now`: the time of the choice, if it was made before this call. A key that is
+        in use gets a suffix; in a router process, its reservation ends. `peer`: the router that
+        made the attempt, if another one, which may have `emitted` its first tokens."""
+        while key in self.requests and not peer:
             if self.reserves:
                 self.end(self.requests[key], NOT_SENT)
             else:
                 key += "+"
         if now is None:
             now = self._clock.now()
-        if self.models_prompts and not self.follows_answers:
+        if self.models_prompts and not (self.follows_answers or peer):
             self.workers.refresh_next(now)
-        placed = self._enter(key, worker, prompt, prefill, new_tokens, max_tokens, load_ms, now)
-        self.requests[key] = placed
+        name, at, target = f"{peer}/{key}" if peer else key, worker, None
+        if prefill is not None and prefill is not worker and emitted is None:
+            at, target = prefill, worker
+        placed = PlacedRequest(name, at, target, prompt, new_tokens, max_tokens, now, peer)
+        placed.load_ms = load_ms
+        at.active[name] = placed
+        if target is not None:
+            target.arriving[name] = placed
+        if emitted is not None:
+            placed.emitted, placed.first_token_s = emitted, now
+        if self.models_prompts:
+            at.place(placed, now)
+        if peer:
+            self.peers[peer][key] = placed
+        else:
+            self.requests[key] = placed
+            self._occupy_slot(placed, worker)
+        for notify in self.on_placed:
+            notify(placed)
+        return placed
+
+    def _occupy_slot(self, placed: PlacedRequest, worker: WorkerState) -> None:
         instance, slots = worker.instance, worker.slots
         placed.load = slots.occupied if worker.rank is None else self.workers.count(instance.id)
         slots.occupied += 1
         if slots.occupied > slots.peak:
             slots.peak = slots.occupied
-        if placed.decode_worker is not None:
-            placed.worker.prompts += 1
-        for notify in self.on_placed:
-            notify(placed)
-        return placed
-
-    def place_of_peer(
-        self,
-        peer: str,
-        key: str,
-        worker: WorkerState,
-        prompt: Prompt,
-        prefill: WorkerState | None = None,
-        *,
-        new_tokens: int,
-        load_ms: float = 0.0,
-        emitted: int | None = None,
-    ) -> None:
-        """Enter an attempt of another router. `emitted`: its tokens, if it has its first one."""
-        name, now = f"{peer}/{key}", self._clock.now()
-        placed = self._enter(
-            name, worker, prompt, prefill, new_tokens, 0, load_ms, now, peer, emitted
-        )
-        self.peers[peer][key] = placed
-        for notify in self.on_placed:
-            notify(placed)
+        placed.worker.prompts += worker is not placed.worker
 
     def claim(self, peer: str, key: str, names: tuple[str, str]) -> bool:
         """Make the reservation with this key a request of `peer`, if it is for the workers of these
@@ -244,40 +241,6 @@ class Ledger:
         broken = [text for text, violated in violations.items() if violated]
         if broken:
             raise AssertionError(f"the ledger is wrong: {'; '.join(broken)}")
-
-    def _enter(
-        self,
-        key: str,
-        worker: WorkerState,
-        prompt: Prompt,
-        prefill: WorkerState | None,
-        new_tokens: int,
-        max_tokens: int,
-        load_ms: float,
-        now: float,
-        peer: str = "",
-        emitted: int | None = None,
-    ) -> PlacedRequest:
-        decoding = emitted is not None
-        target = None if prefill is None or prefill is worker or decoding else worker
-        if target is not None:
-            worker = prefill or worker
-        placed = PlacedRequest(key, worker, target, prompt, new_tokens, max_tokens, now, peer)
-        placed.load_ms = load_ms
-        worker.active[key] = placed
-        if target is not None:
-            target.arriving[key] = placed
-        if emitted is not None:
-            placed.emitted, placed.first_token_s = emitted, now
-        if not self.models_prompts:
-            return placed
-        if decoding:
-            worker.add_decoding(placed)
-        else:
-            worker.place(placed, now)
-            if target is not None:
-                worker.expect_answer(placed, target)
-        return placed
 
     def _sample_answer(self, placed: PlacedRequest) -> None:
         """Let every n-th answer update the time per token."""

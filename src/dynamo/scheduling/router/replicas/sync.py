@@ -214,13 +214,13 @@ class ReplicaSync:
         if ledger.claim(peer, key, (event.prefill or event.worker, event.worker)):
             return
         if (worker := ledger.workers.get(event.worker)) is not None:
-            ledger.place_of_peer(
-                peer,
+            ledger.place(
                 key,
                 worker,
                 Prompt(event.prompt_tokens, unpack_hashes(event.hashes)),
                 ledger.workers.get(event.prefill),
                 new_tokens=event.new_tokens,
                 load_ms=event.load_ms,
+                peer=peer,
                 emitted=event.emitted if event.first_token_emitted else None,
             )
