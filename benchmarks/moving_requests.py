@@ -32,7 +32,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import DYNAMO_TIMING
 from dynamo.models.resolve import resolve_model_blocking
-from dynamo.operations.replay.workers import KvTransfer, ReplayWorker
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
 from dynamo.testing.fakes import CollectedReply
 
 NATIVE_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 1500)
@@ -106,7 +106,8 @@ async def measure_native(model: str, rounds: int) -> None:
 
 async def simulate(clock: VirtualClock, length: int, gbps: float, *, moves: bool) -> float:
     """Return the milliseconds of two tokens in virtual time."""
-    transfer = KvTransfer(KV_BYTES_PER_TOKEN, gbps * 1e9)
+    group = ReplayGroup(2, SIMULATED_ENGINE, DYNAMO_TIMING)
+    plan = ReplayWorkers([group], "lru", transfer=gbps * 1e9, kv_bytes_per_token=KV_BYTES_PER_TOKEN)
     workers: dict[str, ReplayWorker] = {}
     for number in range(2):
         engine, _ = make_simulated_engine(
@@ -116,12 +117,13 @@ async def simulate(clock: VirtualClock, length: int, gbps: float, *, moves: bool
             wait_until_quiescent=clock.wait_until_idle,
             eviction="lru",
             vocabulary=range(1000, 40_000),
-            region=transfer.make_region(SIMULATED_ENGINE),
+            region=plan.make_region(SIMULATED_ENGINE),
         )
-        workers[str(number)] = ReplayWorker(number, [engine], clock)
+        name = str(number)
+        workers[name] = ReplayWorker(name, [name], [engine], clock)
         await engine.start()
     for worker in workers.values():
-        await worker.open_links(transfer, workers)
+        await worker.open_links(gbps * 1e9, workers)
     request = make_request(length, 0)
     await two_tokens_ms(workers[OLD].ranks[0], request, clock.now)
     sent = replace(request, kv_from=OLD) if moves else request

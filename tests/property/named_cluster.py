@@ -22,7 +22,7 @@ from dynamo.inference.mock.timing import LinearTiming
 from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
-from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
@@ -70,7 +70,7 @@ class Fleet(NamedTuple):
                 "mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192, roles=ROLES_BY_NAME[role]
             )
             groups.append(ReplayGroup(1, info, LinearTiming(10.0, 0.3)))
-        links = KvTransfer(64e9) if transfer else None
+        links = 64e9 if transfer else None
         return ReplayWorkers(groups, "lru", ranks=self.ranks, transfer=links)
 
 

@@ -12,8 +12,7 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.inference import fast_forward
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
-from dynamo.operations.replay.simulated_tiers import SimulatedTier
-from dynamo.operations.replay.workers import ReplayWorkers
+from dynamo.operations.replay.workers import ReplayWorkers, SimulatedTier
 
 Tiers = tuple[SimulatedTier, ...]
 HOST: Tiers = (SimulatedTier("host", 200, 1e9),)

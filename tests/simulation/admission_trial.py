@@ -20,7 +20,7 @@ from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
-from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.pipeline import chain
@@ -47,7 +47,7 @@ def make_workers_apart(prefill: int = 1, decode: int = 2) -> ReplayWorkers:
     for count, role in ((prefill, "prefill"), (decode, "decode")):
         info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 256, 8192, roles=(role,))
         groups.append(ReplayGroup(count, info, LinearTiming(10.0, 0.1)))
-    return ReplayWorkers(groups, "reuse", transfer=KvTransfer(64e9))
+    return ReplayWorkers(groups, "reuse", transfer=64e9)
 
 
 class AdmissionTrial:

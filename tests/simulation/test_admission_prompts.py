@@ -12,7 +12,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import ROLES_BY_NAME, EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming
-from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.scheduling.admission import SloLimits
 
 
@@ -24,7 +24,7 @@ def make_slow_workers(
     for role in roles:
         info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192, roles=ROLES_BY_NAME[role])
         groups.append(ReplayGroup(count, info, LinearTiming(10.0, token_ms)))
-    transfer = KvTransfer(64e9) if len(roles) > 1 else None
+    transfer = 64e9 if len(roles) > 1 else None
     return ReplayWorkers(groups, "lru", ranks=ranks, transfer=transfer)
 
 

@@ -14,7 +14,7 @@ from dynamo.communication.transfer import SlotRead
 from dynamo.communication.transfer.memory import MemoryPeer
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.tiers.copies import TimedCopies
-from dynamo.operations.replay.simulated_tiers import SimulatedTier
+from dynamo.operations.replay.workers import SimulatedTier
 from dynamo.scheduling import migration
 from dynamo.scheduling.index.kv_index import KvIndex
 

@@ -16,7 +16,7 @@ from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceConversation
-from dynamo.operations.replay.workers import KvTransfer, ReplayWorkers
+from dynamo.operations.replay.workers import ReplayWorkers
 from dynamo.scheduling.router.harm_steering import START_WEIGHT
 
 TOKEN_BYTES = 1000
@@ -33,9 +33,7 @@ def apart(
         replace(group, count=count, engine=replace(group.engine, roles=(role,)))
         for role, count in (("prefill", prefill), ("decode", decode))
     ]
-    return replace(
-        workers, groups=groups, transfer=KvTransfer(bytes_per_s), kv_bytes_per_token=TOKEN_BYTES
-    )
+    return replace(workers, groups=groups, transfer=bytes_per_s, kv_bytes_per_token=TOKEN_BYTES)
 
 
 @pytest.fixture
@@ -137,7 +135,7 @@ def test_the_same_seed_gives_the_same_replay(clusters: list[ReplayCluster]) -> N
 
 def flexible(count: int = 3) -> ReplayWorkers:
     """Return workers that compute prompts for each other."""
-    return replace(cluster(count), transfer=KvTransfer(float("inf")))
+    return replace(cluster(count), transfer=float("inf"))
 
 
 def replay_with_target(

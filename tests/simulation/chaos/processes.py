@@ -32,7 +32,7 @@ from dynamo.inference.tiers.tier import KvTier, TierBlock
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
-from dynamo.operations.replay.simulated_tiers import SimulatedTier, SimulatedTiers
+from dynamo.operations.replay.workers import SimulatedTier, SimulatedTiers
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.distributed import DistributedRuntime

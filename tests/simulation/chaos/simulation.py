@@ -28,7 +28,7 @@ from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming, StepTiming
 from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
-from dynamo.operations.replay.simulated_tiers import SimulatedTier
+from dynamo.operations.replay.workers import SimulatedTier
 
 
 class ChaosResult(msgspec.Struct, frozen=True):

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.replay.request_log import ReplayLog
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
-    from dynamo.operations.replay.simulated_tiers import SimulatedTier
     from dynamo.operations.replay.trace import TraceConversation
-    from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+    from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers, SimulatedTier
     from dynamo.scheduling.admission import SloLimits
 
 ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
@@ -236,19 +235,17 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
 
 def _kv_transfer(
     args: argparse.Namespace, settings: Settings, groups: Sequence[ReplayGroup]
-) -> KvTransfer | None:
-    """Return how KV moves; None if no worker computes prompts for others."""
-    from dynamo.operations.replay.workers import KvTransfer
-
+) -> float | None:
+    """Return the speed of links in bytes/s; None if no worker computes prompts for others."""
     flexible = settings.router.disaggregation.mode == "flexible"
     if flexible or any(group.engine.roles == ("prefill",) for group in groups):
-        return KvTransfer(args.transfer_gbps * 1e9 or math.inf)
+        return float(args.transfer_gbps * 1e9 or math.inf)
     return None
 
 
 def _tiers(args: argparse.Namespace) -> Sequence[SimulatedTier]:
     """Return the tiers below each engine's blocks, fastest first."""
-    from dynamo.operations.replay.simulated_tiers import SimulatedTier
+    from dynamo.operations.replay.workers import SimulatedTier
 
     sizes: Sequence[tuple[Tier, int, float]] = (
         ("host", args.host_blocks, args.host_gbps),

@@ -29,8 +29,12 @@ from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.replay.request_log import ReplayLog
-from dynamo.operations.replay.simulated_tiers import SimulatedTiers
-from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
+from dynamo.operations.replay.workers import (
+    ReplayGroup,
+    ReplayWorker,
+    ReplayWorkers,
+    SimulatedTiers,
+)
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import (
     Instance,
@@ -121,7 +125,8 @@ class ReplayCluster(StagedPipeline):
 
     async def _add_worker(self, number: int, group: ReplayGroup) -> None:
         names = self._workers.names_of(number)
-        worker = ReplayWorker(names, [self._make_engine(name, group) for name in names], self.clock)
+        engines = [self._make_engine(name, group) for name in names]
+        worker = ReplayWorker(str(number), names, engines, self.clock)
         info = await worker.engine.start()
         self.resources.push_async_callback(worker.stop)
         self._workers_by_id[worker.id] = worker
@@ -205,8 +210,8 @@ class ReplayCluster(StagedPipeline):
 
     def report_links(self) -> None:
         """Report the rate of each link as learnt, because a trace is no test of learning it."""
-        if (transfer := self._workers.transfer) is not None:
-            load = Load(transfer_bytes_per_s=transfer.bytes_per_s)
+        if self._workers.transfer is not None:
+            load = Load(transfer_bytes_per_s=self._workers.transfer)
             for worker in self._workers_by_id.values():
                 report = replace(load, ranks=(load,) * len(worker.ranks))
                 self.policy.on_load_report(worker.id, report, self.clock.now())

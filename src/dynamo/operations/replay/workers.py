@@ -11,17 +11,21 @@ from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.kv_events import split_worker_name, worker_name
+from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import Engine
-from dynamo.core.values import EngineInfo, GenerateRequest
+from dynamo.core.values import EngineInfo, GenerateRequest, Tier
 from dynamo.inference.data_parallel import DataParallelEngine
-from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
+from dynamo.inference.disaggregation.peer_prefill import FindPeer, PeerPrefill, PrefillPeer
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.engine import KV_BYTES_PER_TOKEN
 from dynamo.inference.mock.timing import StepTiming
-from dynamo.operations.replay.simulated_tiers import SimulatedTier
+from dynamo.inference.requests.engine_core import EngineCore
+from dynamo.inference.tiers.copies import CopyLink, TimedCopies
+from dynamo.inference.tiers.kv_tiers import OpenedTiers
+from dynamo.inference.tiers.memory_tier import MemoryTier
+from dynamo.inference.tiers.resident_blocks import ResidentBlocks
 
 
 class ReplayGroup(msgspec.Struct, frozen=True):
@@ -32,22 +36,26 @@ class ReplayGroup(msgspec.Struct, frozen=True):
     timing: StepTiming
 
 
-class KvTransfer(msgspec.Struct, frozen=True):
-    """The speed of each engine's link in both directions together."""
+class SimulatedTier(msgspec.Struct, frozen=True):
+    """A tier of `blocks` that loads and stores at `bytes_per_s` each. Engines have one each, except
+    that of the tier `shared`, which is one for all."""
 
+    name: Tier
+    blocks: int
     bytes_per_s: float
 
 
 class ReplayWorkers(msgspec.Struct, frozen=True):
     """The workers of all `groups`, numbered in their order, with `ranks` engines each. All have the
-    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`.
-    `tiers` lie below the blocks of each engine."""
+    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`: the
+    bytes per second of each engine's link, both directions together. `tiers` lie below the blocks
+    of each engine."""
 
     groups: Sequence[ReplayGroup]
     eviction: str
     ranks: int = 1
     prefix_caching: bool = True
-    transfer: KvTransfer | None = None
+    transfer: float | None = None
     tiers: Sequence[SimulatedTier] = ()
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
 
@@ -84,9 +92,11 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
 class ReplayWorker:
     """A worker of the cluster: an engine for each rank, and their links if KV is moved."""
 
-    def __init__(self, names: Sequence[str], ranks: Sequence[BatchedEngine], clock: Clock) -> None:
+    def __init__(
+        self, worker_id: str, names: Sequence[str], ranks: Sequence[BatchedEngine], clock: Clock
+    ) -> None:
         """`names`: those of the `ranks`."""
-        self.id, _ = split_worker_name(names[0])
+        self.id = worker_id
         self.names = names
         self.ranks = ranks
         self.engine: Engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
@@ -101,16 +111,16 @@ class ReplayWorker:
         for plane in self._planes:
             await plane.close()
 
-    async def open_links(self, transfer: KvTransfer, workers: Mapping[str, ReplayWorker]) -> None:
+    async def open_links(self, bytes_per_s: float, workers: Mapping[str, ReplayWorker]) -> None:
         """Let the engines read the memory of those of the other `workers`, which call each other
         directly. Call after the start of the engines."""
         for name, engine in zip(self.names, self.ranks, strict=True):
-            plane = MemoryTransfer(self._clock, bytes_per_s=transfer.bytes_per_s)
+            plane = MemoryTransfer(self._clock, bytes_per_s=bytes_per_s)
             self._planes.append(plane)
-            assert engine.runner.region is not None  # noqa: S101 - made with `transfer`
+            assert engine.runner.region is not None  # noqa: S101 - made with links
             self.regions.append(await plane.expose(engine.runner.region, layout="replay"))
-            peers = _ReplayPeers(plane, workers)
-            engine.kv_source = PeerPrefill(peers.find, self._clock, name)
+            peers = {other: ReplayPeer(plane, worker) for other, worker in workers.items()}
+            engine.kv_source = PeerPrefill(_finder(peers), self._clock, name)
 
     def on_load_changed(self) -> None:
         """Publish the load soon, because a request has arrived."""
@@ -118,20 +128,11 @@ class ReplayWorker:
             self.load_publisher.on_load_changed()
 
 
-class _ReplayPeers:
-    """The prefill workers of one engine, by their ids."""
+def _finder(peers: Mapping[str, ReplayPeer]) -> FindPeer:
+    async def find(worker_id: str) -> ReplayPeer | None:
+        return peers.get(worker_id)
 
-    def __init__(self, plane: TransferPlane, workers: Mapping[str, ReplayWorker]) -> None:
-        self._plane = plane
-        self._workers = workers
-        self._peers: dict[str, ReplayPeer] = {}
-
-    async def find(self, worker_id: str) -> ReplayPeer | None:
-        """Return the worker as a peer (a `FindPeer`)."""
-        peer = self._peers.get(worker_id)
-        if peer is None and worker_id in self._workers:
-            peer = self._peers[worker_id] = ReplayPeer(self._plane, self._workers[worker_id])
-        return peer
+    return find
 
 
 class ReplayPeer(PrefillPeer):
@@ -158,3 +159,47 @@ class ReplayPeer(PrefillPeer):
     ) -> None:
         self._worker.on_load_changed()
         await self._worker.ranks[rank].prefill(request, context, have_blocks, sink)
+
+
+_Parts = tuple[ResidentBlocks, CopyLink, CopyLink, dict[int, bytes]]
+"""The blocks of a tier, its links for loads and stores, and its bytes."""
+
+
+class SimulatedTiers:
+    """Opens the tiers of all engines. Their copies take time, and move nothing unless there is
+    memory."""
+
+    def __init__(self, tiers: Sequence[SimulatedTier], clock: Clock) -> None:
+        self._tiers = tiers
+        self._clock = clock
+        self._shared: _Parts | None = None
+
+    async def open(self, engine: EngineCore, info: EngineInfo) -> OpenedTiers:
+        """Return the tiers of one engine (an `OpenTiers`)."""
+        del info
+        region = engine.runner.region
+        assert region is not None  # noqa: S101 - engines with simulated tiers have one
+        tiers = []
+        for tier in self._tiers:
+            resident, loads, stores, contents = self._parts(tier)
+            tiers.append(
+                MemoryTier(
+                    resident,
+                    TimedCopies(region, loads, stores, contents, engine.catch_up),
+                    block_bytes=region.slot_bytes,
+                    source_generations=region.generations,
+                    exclusive=tier is self._tiers[0] and tier.name != "shared",
+                )
+            )
+        return OpenedTiers(tiers)
+
+    def _parts(self, tier: SimulatedTier) -> _Parts:
+        if tier.name == "shared" and self._shared is not None:
+            return self._shared
+        clock, bytes_per_s = self._clock, tier.bytes_per_s
+        links = CopyLink(clock, bytes_per_s), CopyLink(clock, bytes_per_s)
+        contents: dict[int, bytes] = {}
+        parts = ResidentBlocks(tier.name, tier.blocks, clock), *links, contents
+        if tier.name == "shared":
+            self._shared = parts
+        return parts
