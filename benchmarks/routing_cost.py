@@ -32,13 +32,14 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
-from dynamo.scheduling.router.replicas.routing_events import (
+from dynamo.scheduling.router.replicas.sync import (
     FirstTokenEmitted,
+    ReplicaSync,
     RequestEnded,
     decode_routing_events,
     encode_routing_events,
+    routed_event,
 )
-from dynamo.scheduling.router.replicas.sync import ReplicaSync, routed_event
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry

@@ -156,10 +156,10 @@ ROUTER_COSTS = PluginTable(
     "dynamo.router.costs",
     {
         "predicted": "dynamo.scheduling.router.costs.predicted:PredictedCost",
-        "block_cost": "dynamo.scheduling.router.costs.block_cost:BlockCost",
-        "composite": "dynamo.scheduling.router.costs.composite:CompositeCost",
+        "block_cost": "dynamo.scheduling.router.costs.alternatives:BlockCost",
+        "composite": "dynamo.scheduling.router.costs.alternatives:CompositeCost",
         "argmin_ttft": "dynamo.scheduling.router.costs.predicted:TtftCost",
-        "affinity": "dynamo.scheduling.router.costs.affinity:AffinityCost",
+        "affinity": "dynamo.scheduling.router.costs.alternatives:AffinityCost",
     },
 )
 """A `Cost` class (`scheduling/router/costs/interface.py`); `router.policy` names it in mode kv."""

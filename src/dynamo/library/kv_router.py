@@ -19,7 +19,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.costs.composite import CostWeights, composite_terms, latency_score
+from dynamo.scheduling.router.costs.alternatives import CostWeights, composite_terms, latency_score
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,

@@ -253,7 +253,7 @@ def servers(settings: Settings) -> Finding:
         return Finding("servers", "ok", "none is needed")
     import asyncio
 
-    from dynamo.operations.plane_check import check_plane_servers
+    from dynamo.operations.plane_checks import check_plane_servers
 
     return Finding("servers", "ok", asyncio.run(check_plane_servers(settings)))
 
@@ -262,7 +262,7 @@ def transfer(settings: Settings) -> Finding:
     """Check how workers would pull KV blocks of each other."""
     import asyncio
 
-    from dynamo.operations.transfer_check import check_transfer
+    from dynamo.operations.plane_checks import check_transfer
 
     text, reachable = asyncio.run(check_transfer(settings))
     if reachable:

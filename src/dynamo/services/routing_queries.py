@@ -19,11 +19,11 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
-from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation, http_request_id
-from dynamo.scheduling.router.explain.timeline import TimelineSample
-from dynamo.scheduling.router.explain.timeline_series import (
+from dynamo.scheduling.router.explain.timeline import (
     DeploymentTimeline,
+    TimelineSample,
     merge_samples,
     series_by_worker,
 )

@@ -15,8 +15,7 @@ from dynamo.scheduling.router.collector.collector import (
     PerformanceReport,
     RoutingMetricsCollector,
 )
-from dynamo.scheduling.router.collector.record import RoutingRecord
-from dynamo.scheduling.router.collector.rules import ALERT_RULES
+from dynamo.scheduling.router.collector.report import ALERT_RULES, RoutingRecord
 from dynamo.telemetry.logs import request_id
 
 

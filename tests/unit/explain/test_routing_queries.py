@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.core.errors import ProtocolError
 from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
-from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation
 from dynamo.scheduling.router.policy import Candidate, Outcome
 from dynamo.services.routing_queries import RoutingQueries, build_report, merge_explanations

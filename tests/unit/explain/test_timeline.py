@@ -11,8 +11,12 @@ import msgspec
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import Load
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
-from dynamo.scheduling.router.explain.timeline import RoutingTimeline, TimelineSample
-from dynamo.scheduling.router.explain.timeline_series import merge_samples, series_by_worker
+from dynamo.scheduling.router.explain.timeline import (
+    RoutingTimeline,
+    TimelineSample,
+    merge_samples,
+    series_by_worker,
+)
 from dynamo.telemetry import Registry
 
 WORKERS = [f"{number:016x}" for number in range(512)]

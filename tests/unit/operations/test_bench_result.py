@@ -14,10 +14,20 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench import bench_plot
-from dynamo.operations.bench.arrivals import arrival_times, schedule_sessions, synthetic_sessions
 from dynamo.operations.bench.bench_plot import draw_bench_results
-from dynamo.operations.bench.bench_result import BenchResult, BenchRun, compute_result, read_result
-from dynamo.operations.bench.compare import compare, differing_settings
+from dynamo.operations.bench.bench_result import (
+    BenchResult,
+    BenchRun,
+    compare,
+    compute_result,
+    differing_settings,
+    read_result,
+)
+from dynamo.operations.bench.load_generator import (
+    arrival_times,
+    schedule_sessions,
+    synthetic_sessions,
+)
 from dynamo.operations.bench.prompts import PromptGenerator, request_body
 from dynamo.operations.bench.request_sample import RequestSample, ServerUsage
 from dynamo.operations.bench.traces import read_mooncake, read_sharegpt

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.operations.latency_summary import LatencySummary
-from dynamo.operations.replay.capacity import LatencyLimit, find_capacity
-from dynamo.operations.replay.result import PrefillCounts, ReplayResult
+from dynamo.operations.replay.result import LatencyLimit, PrefillCounts, ReplayResult, find_capacity
 
 LIMITS = [LatencyLimit("ttft_ms", "p90", 1000.0)]
 

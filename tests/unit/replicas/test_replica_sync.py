@@ -16,7 +16,7 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import BlocksStored, Load, TierLoad
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.costs.block_cost import BlockCost
+from dynamo.scheduling.router.costs.alternatives import BlockCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver

@@ -11,9 +11,7 @@ from dynamo.core.settings.schema_router import (
     RoutingStrategySettings,
 )
 from dynamo.core.values import Load
-from dynamo.scheduling.router.costs.affinity import AffinityCost
-from dynamo.scheduling.router.costs.block_cost import BlockCost
-from dynamo.scheduling.router.costs.composite import CompositeCost
+from dynamo.scheduling.router.costs.alternatives import AffinityCost, BlockCost, CompositeCost
 from dynamo.scheduling.router.costs.interface import Cost, lowest_indices
 from dynamo.scheduling.router.costs.predicted import PredictedCost, TtftCost
 from dynamo.scheduling.router.factory import make_cost

@@ -37,7 +37,7 @@ from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
-from dynamo.scheduling.router.costs.composite import CompositeCost
+from dynamo.scheduling.router.costs.alternatives import CompositeCost
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.workers.ledger import Ledger

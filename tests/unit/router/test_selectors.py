@@ -23,7 +23,7 @@ from dynamo.scheduling.router import (
     WorkerSelector,
     WorkerStatus,
 )
-from dynamo.scheduling.router.costs.composite import CostWeights
+from dynamo.scheduling.router.costs.alternatives import CostWeights
 from dynamo.scheduling.router.labels import ExcludedWorkersCache, excluded_workers
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 

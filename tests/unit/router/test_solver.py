@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from tests.unit.router.fake_cluster import FakeCluster
 
-from dynamo.scheduling.router.costs.affinity import AffinityCost
+from dynamo.scheduling.router.costs.alternatives import AffinityCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost, PredictedCostMatrix, TtftCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import HoldLimits

@@ -96,8 +96,7 @@ def _with_timestamp(result: BenchResult) -> BenchResult:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from dynamo.operations.bench.bench_result import read_result
-    from dynamo.operations.bench.compare import compare, differing_settings
+    from dynamo.operations.bench.bench_result import compare, differing_settings, read_result
 
     files = args.words[1:]
     if len(files) != 2:

@@ -82,7 +82,7 @@ class ReplayRuns:
 
     def find_capacity(self) -> tuple[ReplayResult, ReplayLog]:
         """Return the result and log of the highest speed within the limits of --capacity."""
-        from dynamo.operations.replay.capacity import find_capacity, keeps_limits
+        from dynamo.operations.replay.result import find_capacity, keeps_limits
 
         limits = self._args.capacity
 
@@ -99,7 +99,7 @@ class ReplayRuns:
 
     def measure_pareto(self) -> Sequence[LoadPoint]:
         """Return the points of the Pareto curve, one for each of --loads."""
-        from dynamo.operations.replay.capacity import measure_load_point
+        from dynamo.operations.replay.result import measure_load_point
 
         loads = sorted(self._args.loads)
         return [measure_load_point(self.replay_at(load)[0], load, self.gpus) for load in loads]

@@ -13,7 +13,7 @@ from dynamo.core.settings.units import parse_seconds
 
 if TYPE_CHECKING:
     from dynamo.operations.bench.workload import LatencyObjectives
-    from dynamo.operations.replay.capacity import LatencyLimit
+    from dynamo.operations.replay.result import LatencyLimit
     from dynamo.operations.replay.trace import SyntheticLoad
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
@@ -118,7 +118,7 @@ def _parse_objectives(text: str) -> LatencyObjectives:
 
 
 def _parse_limits(text: str) -> Sequence[LatencyLimit]:
-    from dynamo.operations.replay.capacity import LatencyLimit
+    from dynamo.operations.replay.result import LatencyLimit
 
     names = [f"{latency}_{statistic}" for latency in LATENCIES for statistic in STATISTICS]
     limits = []

@@ -9,13 +9,11 @@ from dynamo.cli.progress_bar import ProgressBar, render_bar
 from dynamo.core.errors import Overloaded
 
 if TYPE_CHECKING:
-    from dynamo.operations.bench.bench_result import BenchResult
-    from dynamo.operations.bench.compare import ResultDifference
+    from dynamo.operations.bench.bench_result import BenchResult, ResultDifference
     from dynamo.operations.bench.load_generator import LoadGenerator
     from dynamo.operations.bench.workload import LoadProfile
-    from dynamo.operations.replay.capacity import LatencyLimit
     from dynamo.operations.replay.request_log import ReplayLog
-    from dynamo.operations.replay.result import ReplayResult
+    from dynamo.operations.replay.result import LatencyLimit, ReplayResult
 
 LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")

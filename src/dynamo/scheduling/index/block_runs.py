@@ -1,4 +1,4 @@
-"""Runs of blocks, and their least-recently-used order for eviction.
+"""Runs of blocks, their anchors, and their least-recently-used order for eviction.
 
 A run is a stretch of a hash chain, 8 bytes a block. Other runs may be children of any of its
 blocks. A worker holds a run up to some depth, because a held block implies the blocks above it.
@@ -7,7 +7,7 @@ blocks. A worker holds a run up to some depth, because a held block implies the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
 
 RUN_BYTES: Final = 440
@@ -300,3 +300,51 @@ def _length_after_eviction(hashes: Sequence[int], children: Container[int], coun
     while length > least and hashes[length - 1] not in children:
         length -= 1
     return length
+
+
+SHARD_COUNT: Final = 256
+"""Number of dicts that share the map. A dict copies itself when it grows; small ones are fast."""
+
+ANCHOR_BYTES: Final = 108
+"""Upper bound: 48 bytes for the hash, up to 60 for the map entry just after a shard has grown."""
+
+
+class Anchors:
+    """The map. `shard_getters[block & 255](block)` returns the number of a block's run, or None."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]
+        self.shard_getters: list[Callable[[int], int | None]] = [
+            shard.get for shard in self._shards
+        ]
+        self.count = 0
+
+    def put(self, block: int, run_number: int) -> None:
+        """Map a block to a run, replacing an older entry."""
+        shard = self._shards[block & 255]
+        before = len(shard)
+        shard[block] = run_number
+        self.count += len(shard) - before
+
+    def remove(self, blocks: Iterable[int], run_number: int) -> list[int]:
+        """Remove the entries of blocks in this run. Return the blocks in other runs."""
+        shards = self._shards
+        others = []
+        for block in blocks:
+            shard = shards[block & 255]
+            if block in shard:
+                if shard[block] == run_number:
+                    del shard[block]
+                    self.count -= 1
+                else:
+                    others.append(block)
+        return others
+
+    def find_in_other_runs(self, blocks: Iterable[int], run_number: int) -> list[int]:
+        """Return the blocks that are mapped to another run."""
+        shards = self._shards
+        return [
+            block
+            for block in blocks
+            if block in (shard := shards[block & 255]) and shard[block] != run_number
+        ]

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Final
 
-from dynamo.scheduling.index.anchors import ANCHOR_BYTES, Anchors
 from dynamo.scheduling.index.block_runs import (
+    ANCHOR_BYTES,
     COPY_CURSOR,
     HOLDER_BYTES,
     RUN_BLOCK_BYTES,
     RUN_BYTES,
     SWEEP_CURSOR,
+    Anchors,
     BlockRun,
     LruBlockRuns,
     match_length,
 )
-from dynamo.scheduling.index.holes import HOLE_BYTES, Holes
-from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
+from dynamo.scheduling.index.worker_bitsets import HOLE_BYTES, Holes, WorkerBitsets
 
 DEFAULT_BUDGET_BYTES: Final = 256 << 20
 PIECE_OVERHEAD_BYTES: Final = 2 * ANCHOR_BYTES + RUN_BYTES + HOLDER_BYTES

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from dynamo.core.values import Tier
-from dynamo.scheduling.index.anchors import ANCHOR_BYTES, SHARD_COUNT
+from dynamo.scheduling.index.block_runs import ANCHOR_BYTES, SHARD_COUNT
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
 from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
 

@@ -4,7 +4,7 @@ the worker will be free. Worker reports are not needed, since they always arrive
 from __future__ import annotations
 
 from math import exp, inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dynamo.core.values import BOTH_ROLES, Load
 from dynamo.runtime.calls.instances import Instance
@@ -18,9 +18,6 @@ from dynamo.scheduling.workers.latency_model import (
 from dynamo.scheduling.workers.slots import WorkerCapacity
 from dynamo.scheduling.workers.tier_queues import TierQueues
 
-if TYPE_CHECKING:
-    from dynamo.scheduling.workers.placed_request import PlacedRequest
-
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
 DEFAULT_MAX_SEQUENCES = 256
@@ -33,6 +30,26 @@ PREFILL_SHARE_S = 3.0
 """Time over which the share of prefill is measured. A longer one would keep workers apart late."""
 STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
+
+
+class RequestAtWorker(Protocol):
+    """The part of a `PlacedRequest` that the model of its worker reads and writes."""
+
+    prompt_tokens: int
+    new_tokens: int
+    load_ms: float
+    placed_s: float
+    expected_first_token_s: float
+    first_token_s: float | None
+    prefill_ms_at_first_token: float
+    max_tokens: int
+    peer: str
+    counted: bool
+    updates_model: bool
+    decode_worker: WorkerState | None
+
+    @property
+    def emitted(self) -> int: ...
 
 
 class WorkerState:
@@ -103,13 +120,13 @@ class WorkerState:
         self.rank = rank
         self.latency_model = model
         self.slowdown = WorkerSlowdown()
-        self.active: dict[str, PlacedRequest] = {}
+        self.active: dict[str, RequestAtWorker] = {}
         self.pending_prefill_tokens = 0
         self.live, self.slots, self.prompts = False, WorkerCapacity(), 0
         self.pending_prefills = 0
         self.prefill_free_s = 0.0
         self.total_prefill_ms = 0.0
-        self.arriving: dict[str, PlacedRequest] = {}
+        self.arriving: dict[str, RequestAtWorker] = {}
         self.arriving_tokens = 0
         self.decode_context_tokens = self.shared_tokens = 0
         self.stall_sensitivity = 0.0
@@ -197,7 +214,7 @@ class WorkerState:
         load = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / slots)
         return min(load, 1.0)
 
-    def place(self, placed: PlacedRequest, now: float) -> None:
+    def place(self, placed: RequestAtWorker, now: float) -> None:
         """Add a request that is sent to the worker now, or of another router and decodes already.
         If another worker decodes it, prompts there would delay it, and prompts here would not."""
         placed.counted = True
@@ -222,7 +239,7 @@ class WorkerState:
             target.arriving_tokens += placed.prompt_tokens
             self.move_sensitivity(target)
 
-    def hand_over(self, placed: PlacedRequest, target: WorkerState) -> None:
+    def hand_over(self, placed: RequestAtWorker, target: WorkerState) -> None:
         """Move a request with its first token to the worker that decodes it."""
         self.decode_context_tokens = max(0, self.decode_context_tokens - placed.prompt_tokens)
         target.arriving_tokens -= placed.prompt_tokens
@@ -237,7 +254,7 @@ class WorkerState:
         target.stall_sensitivity += share
         self._changed.update((self, target))
 
-    def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
+    def on_cached_tokens(self, placed: RequestAtWorker, tokens: int) -> None:
         """Subtract prompt tokens that the worker found in its cache."""
         if placed.first_token_s is None and placed.counted:
             saved = min(tokens, placed.new_tokens - 1)
@@ -245,7 +262,7 @@ class WorkerState:
             self.pending_prefill_tokens -= saved
             self._changed.add(self)
 
-    def on_first_token(self, placed: PlacedRequest, now: float) -> None:
+    def on_first_token(self, placed: RequestAtWorker, now: float) -> None:
         """Note that the prefill is done."""
         if placed.updates_model:
             self._observe_prefill(placed, now)
@@ -253,7 +270,7 @@ class WorkerState:
         self.decode_context_tokens += placed.prompt_tokens
         placed.prefill_ms_at_first_token = self.total_prefill_ms
 
-    def remove(self, placed: PlacedRequest, now: float) -> None:
+    def remove(self, placed: RequestAtWorker, now: float) -> None:
         """Remove a request that left the worker."""
         placed.counted = False
         if (target := placed.decode_worker) is not None:
@@ -272,7 +289,7 @@ class WorkerState:
         self.decode_context_tokens = max(0, self.decode_context_tokens - context)
         self._update_step_times()
 
-    def _finish_prefill(self, placed: PlacedRequest, now: float) -> None:
+    def _finish_prefill(self, placed: RequestAtWorker, now: float) -> None:
         self.pending_prefills -= 1
         self.pending_prefill_tokens -= placed.new_tokens
         if self.pending_prefills == 0:
@@ -290,7 +307,7 @@ class WorkerState:
         self.token_ms = factor * model.prefill.slope
         self._changed.add(self)
 
-    def _observe_prefill(self, placed: PlacedRequest, now: float) -> None:
+    def _observe_prefill(self, placed: RequestAtWorker, now: float) -> None:
         """Add a prompt to the current group, or start a new group. Prompts whose first tokens come
         together are one observation. The observation is made when the next first token comes or no
         prefill is pending. Its duration counts from the step before, or from the placement if the
@@ -328,7 +345,7 @@ class WorkerState:
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
             self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 
-    def _observe_decode(self, placed: PlacedRequest, emitted: int, now: float) -> None:
+    def _observe_decode(self, placed: RequestAtWorker, emitted: int, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
         if placed.first_token_s is None or emitted < 8:
             return

@@ -14,17 +14,20 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import InvalidRequest
-from dynamo.scheduling.router.collector.record import RoutingRecord, pack_record, unpack_record
 from dynamo.scheduling.router.collector.report import (
+    ALERT_RULES,
     Aggregates,
     Bottleneck,
+    RoutingRecord,
     Trend,
     aggregate,
     compute_trends,
+    find_bottlenecks,
+    pack_record,
     recommend,
     summarize,
+    unpack_record,
 )
-from dynamo.scheduling.router.collector.rules import ALERT_RULES, find_bottlenecks
 from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)

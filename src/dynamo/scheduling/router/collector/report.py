@@ -1,4 +1,4 @@
-"""Aggregates, trends and recommendations from routing records, as pure functions."""
+"""Routing records, and what is computed from them: aggregates, trends, broken rules, advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,37 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
-from dynamo.scheduling.router.collector.record import RoutingRecord
+
+
+class RoutingRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A decision with its outcome. Shares of the prompt's blocks: held by the chosen worker
+    (`cache_hit_ratio`), held by the best worker (`reachable_ratio`, None if not looked up),
+    computed before (`seen_ratio`, None if not known). `achieved_ratio`: share of the prompt's
+    tokens that the engine found in its cache. `timestamp`: Unix time. `decision_latency`: seconds,
+    including the wait in the router. `worker_load`: requests at the chosen worker. `view`: mode of
+    its cache view. `ttft_s`: None without a token."""
+
+    timestamp: float
+    request_id: str
+    selected_worker: str
+    cache_hit_ratio: float
+    decision_latency: float
+    worker_load: float
+    queue_length: int
+    prompt_blocks: int = 1
+    reachable_ratio: float | None = None
+    seen_ratio: float | None = None
+    achieved_ratio: float | None = None
+    view: str = ""
+    ttft_s: float | None = None
+    predicted_ttft_s: float | None = None
+    output_tokens: int = 0
+    failed: bool = False
+
+
+pack_record = msgspec.msgpack.Encoder().encode
+unpack_record = msgspec.msgpack.Decoder(RoutingRecord).decode
+
 
 Aggregates = dict[str, dict[str, float]]
 Records = Sequence[RoutingRecord]
@@ -229,3 +259,98 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
 def _imbalance(values: list[float]) -> float:
     mean = fmean(values) if values else 0.0
     return max(values) / mean if mean else 1.0
+
+
+class RoutingAlertRule(msgspec.Struct, frozen=True):
+    """A rule that is broken above `threshold`. `metric` names the aggregator and its measure;
+    `evidence` is a format string for the value. The rule holds while workers have fewer requests
+    than `min_load` on average when a decision is made."""
+
+    metric: tuple[str, str]
+    threshold: float
+    evidence: str
+    advice: str
+    min_load: float = 0.0
+
+
+ALERT_RULES: Mapping[str, RoutingAlertRule] = {
+    "failures": RoutingAlertRule(
+        ("throughput", "failed_ratio"),
+        0.01,
+        "{:.1%} of the requests sent to workers failed there",
+        "Read the logs of the workers, and of the supervisor if workers die.",
+    ),
+    "queueing": RoutingAlertRule(
+        ("throughput", "queue_length_mean"),
+        4.0,
+        "{:.1f} requests wait in the router on average",
+        "Add workers: the present ones do not keep up.",
+    ),
+    "routing_loss": RoutingAlertRule(
+        ("cache_hit", "routing_loss"),
+        0.15,
+        "{:.1%} of prompt blocks are held by another worker than the chosen one",
+        "Workers with hot prefixes are too busy: add workers, or, with the policy composite, lower "
+        "router.routing_strategy.load_weight.",
+    ),
+    "eviction_loss": RoutingAlertRule(
+        ("cache_hit", "eviction_loss"),
+        0.15,
+        "{:.1%} of prompt blocks were computed before and are not held by any worker now",
+        "Give workers more KV memory or a memory tier, or choose the `reuse` eviction.",
+    ),
+    "imbalance": RoutingAlertRule(
+        ("load_balance", "imbalance"),
+        2.0,
+        "the busiest worker computes {:.1f} times the mean",
+        "One worker holds a hot prefix: add workers, which will hold the prefix, too, or, with the "
+        "policy composite, raise router.routing_strategy.load_weight.",
+        min_load=1.0,
+    ),
+    "inexact_view": RoutingAlertRule(
+        ("cache_hit", "inexact"),
+        0.2,
+        "{:.1%} of decisions were made without an exact view of the worker's cache",
+        "See /health for workers that send no KV events or send them late.",
+    ),
+    "no_prefix_cache": RoutingAlertRule(
+        ("cache_hit", "cacheless"),
+        0.01,
+        "{:.1%} of prompts went to workers that have no prefix cache",
+        "These workers reuse no prompt: start them with engine.prefix_caching, or route by another "
+        "mode than kv.",
+    ),
+    "expected_in_vain": RoutingAlertRule(
+        ("cache_hit", "expected_in_vain"),
+        0.15,
+        "{:.1%} of prompt blocks were expected at the worker and were missing",
+        "Blocks are evicted while requests wait for them: give workers more KV memory.",
+    ),
+    "slow_decisions": RoutingAlertRule(
+        ("latency", "decision_ms_p99"),
+        1000.0,
+        "1 in 100 decisions takes {:.0f} ms or more, with the wait in the router",
+        "The router holds requests: add workers, or let requests queue at the workers.",
+    ),
+    "prediction": RoutingAlertRule(
+        ("latency", "ttft_prediction_error"),
+        1.0,
+        "first tokens come {:.0%} earlier or later than predicted, on average",
+        "Wait for some minutes of traffic if workers are new; else give each worker its own cores.",
+    ),
+}
+
+
+def find_bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> list[Bottleneck]:
+    """Return the broken rules, worst first. `thresholds` overrides single rules by name."""
+    bottlenecks = []
+    for name, rule in ALERT_RULES.items():
+        aggregator, measure = rule.metric
+        value = metrics[aggregator].get(measure, 0.0)
+        threshold = thresholds.get(name, rule.threshold)
+        if value > threshold and metrics["load_balance"]["load_mean"] >= rule.min_load:
+            evidence = rule.evidence.format(value)
+            bottlenecks.append(Bottleneck(name, evidence, value, threshold, rule.advice))
+    return sorted(
+        bottlenecks, key=lambda broken: broken.value / max(broken.threshold, 1e-9), reverse=True
+    )

@@ -25,6 +25,7 @@ from dynamo.scheduling.router.costs.pair_price import (
     Fleet,
     HarmPrice,
     PairRules,
+    SharedPrompts,
     Ways,
     answer_cost,
     answer_price,
@@ -38,7 +39,6 @@ from dynamo.scheduling.router.costs.predicted import (
     WorkerRate,
     predicted_terms,
 )
-from dynamo.scheduling.router.costs.shared_prompts import SharedPrompts
 from dynamo.scheduling.router.harm_steering import START_WEIGHT, HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate

@@ -1,4 +1,4 @@
-"""The rules of pairs, and the price of an answer at the worker that decodes."""
+"""The rules of pairs, and the price of an answer at the worker that decodes, with its memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
 if TYPE_CHECKING:
@@ -225,3 +226,43 @@ def answer_cost(price: AnswerPrice, tokens: int, new: int) -> float:
     _, base, per_token, free, _ = price
     memory = MEMORY_MS * min(new, new - free) if new > free else 0.0
     return base + per_token * tokens + memory
+
+
+class SharedPrompts:
+    """Counts the blocks of the prompts whose answers a worker writes or will write. Sets
+    `WorkerState.shared_tokens`."""
+
+    def __init__(self) -> None:
+        self._answers_by_block: dict[WorkerState, dict[int, int]] = {}
+
+    def add(self, placed: PlacedRequest) -> None:
+        """Add the prompt of a request at the worker that decodes it."""
+        worker = placed.decode_worker or placed.worker
+        answers, shared = self._answers_by_block.setdefault(worker, {}), 0
+        for block in placed.hashes:
+            before = answers.get(block, 0)
+            answers[block] = before + 1
+            shared += before > 0
+        worker.shared_tokens += shared * _block_tokens(worker)
+
+    def remove(self, placed: PlacedRequest) -> None:
+        """Remove the prompt of a request. A request that was never added is ignored."""
+        worker = placed.decode_worker or placed.worker
+        answers, shared = self._answers_by_block.get(worker), 0
+        if answers is None:
+            return
+        for block in placed.hashes:
+            after = answers.get(block, 0) - 1
+            if after > 0:
+                answers[block] = after
+                shared += 1
+            else:
+                answers.pop(block, None)
+        worker.shared_tokens -= shared * _block_tokens(worker)
+        if not answers:
+            del self._answers_by_block[worker]
+            worker.shared_tokens = 0
+
+
+def _block_tokens(worker: WorkerState) -> int:
+    return worker.engine_info.block_tokens if worker.engine_info else 0

@@ -12,7 +12,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import WorkerDraining
 from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
-from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import DecisionEntry, DecisionLog
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry

@@ -1,7 +1,8 @@
 """Replica synchronisation: each router publishes what it routes, and applies what others publish.
 
-No router depends on another one. The requests of a dead router are dropped, and a router that
-joins receives the current state of each other router.
+Events are batched once per turn of the loop, in msgpack. No router depends on another one. The
+requests of a dead router are dropped, and a router that joins receives the current state of each
+other router.
 """
 
 from __future__ import annotations
@@ -10,24 +11,73 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dynamo.communication.events import Event, Events, EventSource
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.scheduling.router.replicas.routing_events import (
-    FirstTokenEmitted,
-    RequestEnded,
-    RequestRouted,
-    RoutingEvent,
-    RoutingStateReset,
-    TokensReported,
-    decode_routing_events,
-    encode_routing_events,
-)
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
+
+
+class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
+    """A request was sent to a worker. `request_key` is unique per publisher; `hashes` are those of
+    the prompt's full blocks, packed u64; `emitted` is the number of tokens so far. `prefill`: the
+    worker that computes the prompt, if another one. `load_ms`: the predicted time of its loads from
+    memory tiers."""
+
+    request_key: str
+    worker: str
+    prompt_tokens: int
+    new_tokens: int
+    hashes: bytes = b""
+    emitted: int = 0
+    first_token_emitted: bool = False
+    prefill: str = ""
+    load_ms: float = 0.0
+
+
+class FirstTokenEmitted(msgspec.Struct, frozen=True, array_like=True, tag="first"):
+    """A request has its first token."""
+
+    request_key: str
+
+
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """A request left its worker, answered or not."""
+
+    request_key: str
+    emitted: int
+
+
+class TokensReported(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """The number of emitted tokens by request key, where it changed."""
+
+    emitted: dict[str, int]
+
+
+class RoutingStateReset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+    """All earlier events of this publisher are void; its current state follows."""
+
+
+RoutingEvent = RequestRouted | FirstTokenEmitted | RequestEnded | TokensReported | RoutingStateReset
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[RoutingEvent]).decode
+
+
+def encode_routing_events(events: Sequence[RoutingEvent]) -> bytes:
+    """Encode a batch of events."""
+    return _encode(events)
+
+
+def decode_routing_events(payload: bytes) -> list[RoutingEvent]:
+    """Decode a batch; an empty payload is an empty batch. Raises `msgspec.DecodeError`."""
+    return _decode(payload) if payload else []
+
 
 log = logging.getLogger(__name__)
 

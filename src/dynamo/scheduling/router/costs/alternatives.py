@@ -1,4 +1,4 @@
-"""The weighted score of four shares: cached prefix, load, latency and free memory."""
+"""Costs other than predicted times: weighted shares, affinity, and the cost of Dynamo 1.x."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
 MAX_LATENCY_MS = 2_000.0
@@ -76,3 +77,64 @@ class CompositeCost(Cost):
         free = 1.0 - worker.kv_cache_usage()
         terms = composite_terms(self._weights, hit, worker.load_factor(), latency, free)
         return {name: -term for name, term in terms.items()}
+
+
+MAX_BACKLOG_MS = 500.0
+AFFINITY_BONUS_MS = 1e6
+"""Discount for each cached block: more than any queue costs."""
+
+
+class AffinityCost(Cost):
+    """Prefer the worker with the most blocks of the prompt among those that hold at least half of
+    them and have at most MAX_BACKLOG_MS of pending prefill. Without such a worker, the lowest
+    pending prefill plus step time times requests wins."""
+
+    def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
+        backlog = worker.backlog_ms(now)
+        overlap = request.overlaps.get(worker.name, 0)
+        is_preferred = 2 * overlap >= len(request.prompt.hashes) and backlog <= MAX_BACKLOG_MS
+        affinity = -AFFINITY_BONUS_MS * overlap if overlap and is_preferred else 0.0
+        return {"queue": backlog, "affinity": affinity, "load": worker.step_ms * len(worker.active)}
+
+
+class BlockCost(Cost):
+    """(pending + new prompt tokens) / block size + distinct active blocks of the worker with this
+    request added. Only equal costs are ties. Source: ai-dynamo 1.6, kv-router."""
+
+    tie_tolerance = 0.0
+
+    def __init__(self) -> None:
+        self._active_blocks: dict[str, dict[int, int]] = {}
+
+    def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
+        del now
+        size = request.block_tokens
+        new = request.prompt.tokens - request.overlaps.get(worker.name, 0) * size
+        active = self._active_blocks.get(worker.name, {})
+        hashes = request.prompt.hashes
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hashes[middle] in active else (low, middle)
+        blocks = -(-request.prompt.tokens // size)
+        return {
+            "prefill_blocks": (worker.pending_prefill_tokens + new) / size,
+            "decode_blocks": float(len(active) + blocks - low),
+        }
+
+    def on_placed(self, placed: PlacedRequest) -> None:
+        active = self._active_blocks.setdefault(placed.worker.name, {})
+        for block in placed.hashes:
+            active[block] = active.get(block, 0) + 1
+
+    def on_ended(self, placed: PlacedRequest) -> None:
+        name = placed.worker.name
+        active = self._active_blocks.get(name, {})
+        for block in placed.hashes:
+            count = active.get(block, 0) - 1
+            if count > 0:
+                active[block] = count
+            else:
+                active.pop(block, None)
+        if not active:
+            self._active_blocks.pop(name, None)
