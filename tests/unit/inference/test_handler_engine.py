@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from tests.unit.inference.conftest import RecordingReply
 
+from dynamo.common.backend.engine import BaseEngine, EngineConfig, LLMEngine
+from dynamo.common.backend.worker import _generate as serve_request
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NotFound, WorkerFailed
@@ -141,6 +144,43 @@ async def test_a_handler_sees_that_its_answer_is_over(limit: int) -> None:
     assert handler.seen[-1]
     assert not any(handler.seen[:-1])
     assert engine.report_load().running == 0
+
+
+class AbortingEngine(LLMEngine):
+    """A user's engine that yields for ever and records what is aborted."""
+
+    def __init__(self) -> None:
+        self.handler = Endless()
+        self.aborted: list[str | None] = []
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[BaseEngine, Any]:
+        raise NotImplementedError
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        raise NotImplementedError
+
+    async def cleanup(self) -> None:
+        pass
+
+    def generate(self, request: Any, context: CallContext) -> Any:
+        return self.handler.generate(request, context)
+
+    async def abort(self, context: CallContext) -> None:
+        self.aborted.append(context.id())
+
+
+@pytest.mark.parametrize(("limit", "aborted"), [(2, ["r"]), (1 << 30, [])])
+async def test_an_engine_aborts_what_was_left_and_no_complete_answer(
+    limit: int, aborted: list[str]
+) -> None:
+    users, reply = AbortingEngine(), RecordingReply(limit)
+    engine = HandlerEngine(partial(serve_request, users), CARD, pack_ids)  # type: ignore[arg-type]
+    await engine.generate(REQUEST, Context("r"), reply)
+    async with asyncio.timeout(5):
+        await users.handler.ended.wait()
+    await engine.stop()
+    assert users.aborted == aborted
 
 
 async def test_a_handler_sees_that_its_request_was_cancelled() -> None:

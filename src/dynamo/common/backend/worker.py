@@ -150,15 +150,17 @@ async def _generate(
 ) -> AsyncGenerator[Any, None]:
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         if type(engine).abort is not BaseEngine.abort:
-            tasks.start(_abort_when_stopped(engine, context))
+            tasks.start(_abort_when_left(engine, context))
         async with aclosing(engine.generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
 
-async def _abort_when_stopped(engine: LLMEngine, context: CompatContext) -> None:
+async def _abort_when_left(engine: LLMEngine, context: CompatContext) -> None:
+    """Abort a request that is cancelled, and none whose answer has reached its limit."""
     await context.async_killed_or_stopped()
-    await engine.abort(context)
+    if context.is_killed():
+        await engine.abort(context)
 
 
 async def _attach_publishers(engine: LLMEngine) -> None:

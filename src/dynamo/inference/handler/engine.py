@@ -33,19 +33,24 @@ MAX_NUM_SEQS = 256
 
 class HandlerAnswer:
     """The answer of one request: passes the handler's parts on until its end, a stop token or the
-    limit of tokens. `over` is done when nothing more will be passed on, and `cut` is set if the
-    handler has more to say."""
+    limit of tokens. `over` is done when nothing more will be passed on. `call` is stopped if the
+    handler has more to say, and killed if the caller has left."""
 
     def __init__(
-        self, request: GenerateRequest, reply: Reply, encode_text: EncodeText, stops: frozenset[int]
+        self,
+        request: GenerateRequest,
+        reply: Reply,
+        call: CompatContext,
+        encode_text: EncodeText,
+        stops: frozenset[int],
     ) -> None:
         self._reply = reply
+        self._call = call
         self._encode_text = encode_text
         self._stops = stops
         self._max_tokens = request.stops.max_tokens
         self._min_tokens = request.stops.min_tokens
         self._sent = 0
-        self.cut = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def receive(self, item: Any) -> bool:
@@ -58,15 +63,18 @@ class HandlerAnswer:
         for position, token in enumerate(ids[:room]):
             if token in self._stops and self._sent + position >= self._min_tokens:
                 self._send(part, ids[:position])
-                self.cut = part.reason is None
+                if part.reason is None:
+                    self._call.stop_generating()
                 return self.end("stop", token)
         if not self._send(part, ids[:room]):
             self.close()
             return False
         if part.reason is not None:
             return self.end(part.reason)
-        self.cut = self._sent >= self._max_tokens
-        return self.end("length") if self.cut else True
+        if self._sent < self._max_tokens:
+            return True
+        self._call.stop_generating()
+        return self.end("length")
 
     def end(self, reason: FinishReason, stop_token: int | None = None) -> bool:
         """End the answer, unless it is over. Returns False."""
@@ -77,8 +85,8 @@ class HandlerAnswer:
         return False
 
     def close(self) -> None:
-        """Pass nothing more on: the caller has enough."""
-        self.cut = True
+        """Pass nothing more on: the caller has left."""
+        self._call.kill()
         self._set_over()
 
     def _set_over(self) -> None:
@@ -136,14 +144,13 @@ class HandlerEngine(Engine):
         eos = () if request.stops.ignore_eos else self._card.eos_token_ids
         stops = frozenset((*eos, *request.stops.stop_token_ids))
         reply.begin(Started(prompt_tokens=len(request.token_ids) // TOKEN_BYTES))
-        answer = HandlerAnswer(request, reply, self._encode_text, stops)
+        answer = HandlerAnswer(request, reply, call, self._encode_text, stops)
         self._running += 1
         running = self._tasks.start(self._answer(request, call, answer))
         try:
             await asyncio.wait({running, answer.over}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             answer.close()
-            call.kill()
             raise
         finally:
             self._running -= 1
@@ -154,10 +161,7 @@ class HandlerEngine(Engine):
         self, request: GenerateRequest, call: CompatContext, answer: HandlerAnswer
     ) -> None:
         async def send(item: Any) -> bool:
-            wanted = not answer.over.done() and answer.receive(item)
-            if answer.cut:
-                call.kill()
-            return wanted
+            return not answer.over.done() and answer.receive(item)
 
         body = handler_request(request, self._card.eos_token_ids)
         if await pass_on(self._start(body, call), send):
