@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -187,6 +189,28 @@ async def test_a_cancelled_request_ends_the_call(pair: Pair) -> None:
         while not connector.cancelled:
             await asyncio.sleep(0.01)
     assert not pair[1].loaded
+
+
+@pytest.mark.parametrize("answer", [b"\xc1", b"\x93\xc4\x01\xc1\x00\x00"])
+async def test_a_malformed_answer_does_not_hide_a_cancellation(pair: Pair, answer: bytes) -> None:
+    worker, _, other, _ = pair
+    prefill, arrived = worker.worker._prefill, asyncio.Event()
+    assert isinstance(prefill, connector_prefill.ConnectorPrefill)
+
+    async def call(instance: object, payload: bytes, context: Context, receive: Any) -> None:
+        receive(answer)
+        arrived.set()
+        await asyncio.Event().wait()
+
+    instances = {other.id: prefill._client.instances[other.id]}
+    prefill._client = SimpleNamespace(instances=instances, call=call)  # type: ignore[assignment]
+    request = make_request(range(9), prefill=other.id)
+    async with BackgroundTasks() as tasks:
+        task = tasks.start(prefill.generate(request, Context("r"), CollectedReply()))
+        await arrived.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_loads_that_the_engine_reports_as_failed_are_counted(pair: Pair) -> None:

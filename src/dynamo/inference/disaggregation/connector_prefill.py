@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -189,8 +190,10 @@ class ConnectorPrefill(RemotePrefill):
             self._prompt_time.on_computed(tokens, elapsed_s)
             raise _failed("timeout", request, f"took longer than {elapsed_s:.1f} s") from None
         finally:
-            if answers and not used:
-                self._connector.release(_decode_answer(answers).kv)
+            if not used:
+                for answer in answers:
+                    with suppress(ProtocolError, *DECODE_ERRORS):  # what ended the call is raised
+                        self._connector.release(_decode_prompt(answer).kv)
         return prompt.kv
 
     def _read_counters(self) -> Sequence[ArrivalCounters]:
