@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,11 +37,12 @@ class EngineInputs(msgspec.Struct, frozen=True):
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """Return an engine that is not started yet, with the data-parallel ranks of the settings.
-    These share the memory equally. A factory with `has_ranks` returns one engine with all ranks.
-    Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
-    make: Callable[[EngineInputs], Awaitable[Engine]] = ENGINES.load(kind)
-    if getattr(make, "has_ranks", False):
-        return await make(inputs)
+    These share the memory equally. A class in place of a factory is that of one engine with all
+    ranks. Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
+    make = ENGINES.load(kind)
+    if isinstance(make, type):
+        engine: Engine = make(inputs)
+        return engine
     ranks = inputs.settings.engine.data_parallel_size
     inputs = replace(inputs, memory_bytes=inputs.memory_bytes // ranks)
     engines = [await make(inputs) for _ in range(ranks)]

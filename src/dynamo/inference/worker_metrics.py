@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo.core.reply import Engine, EngineRank
-from dynamo.core.values import EngineTotals
 from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.telemetry.metrics import Registry
 
@@ -17,35 +16,62 @@ if TYPE_CHECKING:
 
 def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
     """Declare gauges of the present load and, if the engine counts them, its totals."""
-    gauge, load = registry.gauge, engine.report_load
-    gauge(
-        "dynamo_worker_running_requests", "Requests in the batch.", callback=lambda: load().running
-    )
+
+    def gauge(name: str, text: str, *, of: str) -> None:
+        registry.gauge(name, text, callback=lambda: getattr(engine.report_load(), of))
+
+    gauge("dynamo_worker_running_requests", "Requests in the batch.", of="running")
     gauge(
         "dynamo_worker_waiting_requests",
         "Requests that wait for a slot in the batch.",
-        callback=lambda: load().waiting,
+        of="waiting",
     )
     gauge(
-        "dynamo_worker_prefill_tokens",
-        "Prompt tokens still to be computed.",
-        callback=lambda: load().prefill_tokens,
+        "dynamo_worker_prefill_tokens", "Prompt tokens still to be computed.", of="prefill_tokens"
     )
-    gauge(
-        "dynamo_worker_active_blocks",
-        "KV blocks that requests use.",
-        callback=lambda: load().active_blocks,
-    )
-    gauge("dynamo_worker_blocks", "KV blocks in total.", callback=lambda: load().total_blocks)
-    registry.counter("dynamo_worker_steps_total", "Steps computed.", callback=lambda: load().steps)
+    gauge("dynamo_worker_active_blocks", "KV blocks that requests use.", of="active_blocks")
+    gauge("dynamo_worker_blocks", "KV blocks in total.", of="total_blocks")
     gauge(
         "dynamo_worker_cached_blocks",
         "KV blocks in the prefix cache, in use or not.",
-        callback=lambda: load().cached_blocks,
+        of="cached_blocks",
+    )
+    registry.counter(
+        "dynamo_worker_steps_total", "Steps computed.", callback=lambda: engine.report_load().steps
     )
     if engine.totals() is not None:
-        declare_engine_totals(registry, lambda: engine.totals() or EngineTotals())
+        _declare_engine_totals(registry, engine)
     declare_kv_view_metrics(registry, engine.ranks)
+
+
+def _declare_engine_totals(registry: Registry, engine: Engine) -> None:
+    """Declare the totals since the engine's start."""
+
+    def counter(name: str, text: str, *, of: str) -> None:
+        registry.counter(name, text, callback=lambda: getattr(engine.totals(), of))
+
+    counter("dynamo_worker_requests_total", "Requests that the engine has accepted.", of="requests")
+    counter(
+        "dynamo_worker_prompt_tokens_total",
+        "Prompt tokens of the accepted requests.",
+        of="prompt_tokens",
+    )
+    counter(
+        "dynamo_worker_cached_tokens_total",
+        "Prompt tokens found in the prefix cache at admission.",
+        of="cached_tokens",
+    )
+    counter("dynamo_worker_generated_tokens_total", "Tokens generated.", of="generated_tokens")
+    counter(
+        "dynamo_worker_preemptions_total",
+        "Requests preempted because too few blocks were free.",
+        of="preemptions",
+    )
+    counter(
+        "dynamo_worker_evicted_blocks_total",
+        "Cached blocks evicted to make room for others.",
+        of="evicted_blocks",
+    )
 
 
 def declare_kv_view_metrics(registry: Registry, ranks: Sequence[EngineRank]) -> None:
@@ -123,39 +149,4 @@ def declare_remote_prompt_metrics(
                 (counters.fallbacks for counters in read_counters()), Counter()
             ).items()
         },
-    )
-
-
-def declare_engine_totals(registry: Registry, read_totals: Callable[[], EngineTotals]) -> None:
-    """Declare the totals since the engine's start."""
-    counter = registry.counter
-    counter(
-        "dynamo_worker_requests_total",
-        "Requests that the engine has accepted.",
-        callback=lambda: read_totals().requests,
-    )
-    counter(
-        "dynamo_worker_prompt_tokens_total",
-        "Prompt tokens of the accepted requests.",
-        callback=lambda: read_totals().prompt_tokens,
-    )
-    counter(
-        "dynamo_worker_cached_tokens_total",
-        "Prompt tokens found in the prefix cache at admission.",
-        callback=lambda: read_totals().cached_tokens,
-    )
-    counter(
-        "dynamo_worker_generated_tokens_total",
-        "Tokens generated.",
-        callback=lambda: read_totals().generated_tokens,
-    )
-    counter(
-        "dynamo_worker_preemptions_total",
-        "Requests preempted because too few blocks were free.",
-        callback=lambda: read_totals().preemptions,
-    )
-    counter(
-        "dynamo_worker_evicted_blocks_total",
-        "Cached blocks evicted to make room for others.",
-        callback=lambda: read_totals().evicted_blocks,
     )

@@ -66,9 +66,7 @@ def make_body(
 ) -> dict[str, Any]:
     """Return the body without a slot. Penalties count all of the `context_tokens`. Raises
     `Unsupported` for what the server has not."""
-    body = PARAMETERS.translate(request)
-    if request.structured is not None:
-        body |= FORMS.translate(request.structured)
+    body = PARAMETERS.translate(request) | FORMS.translate(request.structured)
     body |= {
         "prompt": prompt,
         "n_probs": body.get("n_probs", 1),  # else the server sends no ids

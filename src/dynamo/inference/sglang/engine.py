@@ -188,11 +188,3 @@ def _scheduler_info(llm: Any) -> Mapping[str, Any]:
 def _child_processes(llm: Any) -> Sequence[int]:
     find = getattr(llm, "get_all_child_pids", None)
     return find() if find is not None else ()
-
-
-async def open_engine(inputs: EngineInputs) -> SglangEngine:
-    """Create the engine of the settings. SGLang is imported when it starts."""
-    return SglangEngine(inputs)
-
-
-open_engine.has_ranks = True  # type: ignore[attr-defined]

@@ -49,8 +49,7 @@ FORMS = FormTable(
 def sampling_params(request: GenerateRequest, *, seeded: bool) -> dict[str, Any]:
     """Return SGLang's sampling parameters. `seeded`: it was started to take seeds."""
     params = (SEEDED_PARAMETERS if seeded else PARAMETERS).translate(request)
-    if request.structured is not None:
-        params |= FORMS.translate(request.structured)
+    params |= FORMS.translate(request.structured)
     check_extra(request.extra, params, OWN_NAMES)
     return params | request.extra
 

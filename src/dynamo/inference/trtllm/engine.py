@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, Unsupported, WorkerFailed
@@ -24,9 +24,6 @@ from dynamo.inference.engines.startup import starting
 from dynamo.inference.probe import CANARY_REQUEST
 from dynamo.inference.trtllm.requests import TrtllmTranslator
 from dynamo.runtime.pids import start_ticks
-
-if TYPE_CHECKING:
-    from dynamo.inference.engine_registry import EngineInputs
 
 EVENT_BUFFER: Final = 100_000
 """Events that TensorRT-LLM keeps until they are polled."""
@@ -178,11 +175,3 @@ def _start(path: Path, arguments: Mapping[str, Any], processes: EngineProcesses)
         module = import_module("tensorrt_llm")
         config = import_module("tensorrt_llm.llmapi").KvCacheConfig(**arguments["kv_cache_config"])
         return module.LLM(model=str(path), **{**arguments, "kv_cache_config": config})
-
-
-async def open_engine(inputs: EngineInputs) -> TrtllmEngine:
-    """Create the engine of the settings. TensorRT-LLM is imported when it starts."""
-    return TrtllmEngine(inputs)
-
-
-open_engine.has_ranks = True  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -29,9 +29,6 @@ from dynamo.inference.vllm.rank import HUNG_S, VllmRank
 from dynamo.inference.vllm.requests import RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import accepted, start_llm
 from dynamo.models.grammar.grammar_text import allows_token_ids
-
-if TYPE_CHECKING:
-    from dynamo.inference.engine_registry import EngineInputs
 
 FEATURES: tuple[Feature, ...] = (
     "logprobs",
@@ -218,11 +215,3 @@ class VllmEngine(MultiprocessEngine):
             elif any(rank.hangs(now) for rank in self.ranks):
                 reason = CORE_HANGS
         self.fail(reason)
-
-
-async def open_engine(inputs: EngineInputs) -> VllmEngine:
-    """Create the engine of the settings. vLLM is imported when it starts."""
-    return VllmEngine(inputs)
-
-
-open_engine.has_ranks = True  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.engines.rank import ViewedRank
 
 HUNG_S = 300.0
@@ -17,19 +16,10 @@ class VllmRank(ViewedRank):
     """A rank of an AsyncLLM. vLLM reports only while it computes, so that an idle rank is known by
     the requests that it was given."""
 
-    def __init__(
-        self,
-        block_tokens: int,
-        engine_block_tokens: int = 0,
-        endpoint: KvEventEndpoint | None = None,
-    ) -> None:
-        super().__init__(block_tokens, engine_block_tokens, endpoint)
-        self.preemptions = 0
-        self._running = 0
-        self._usage = 0.0
-        self._last_steps = -1
-        self._checked_s = self._waited_s = 0.0
-        self._waiting_since_s: float | None = None
+    preemptions = _running = 0
+    _usage = _checked_s = _waited_s = 0.0
+    _last_steps = -1
+    _waiting_since_s: float | None = None
 
     def hangs(self, now: float) -> bool:
         """Whether the rank hangs at the time `now`. Call this often. Requests of a hung rank move
