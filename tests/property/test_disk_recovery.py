@@ -111,8 +111,7 @@ class Disk:
         assert held == held_blocks(tier.snapshot_events(), "disk")
         assert len(held) == tier.blocks <= SLOTS
         assert all(tier.holds(block_hash) for block_hash in held)
-        used = [slot for slot in range(tier._used_slots) if tier._table.in_use(slot)]
-        assert sorted([*used, *tier._free]) == list(range(tier._used_slots)), "a slot is lost"
+        tier.slots.check_invariants()
         assert tier.problem == ""
 
 

@@ -200,11 +200,10 @@ class Tiered:
         host, disk = engine.tiers.tiers
         assert isinstance(host, MemoryTier)
         assert isinstance(disk, DiskTier)
-        host.resident.check_invariants()
+        host.slots.check_invariants()
         assert host.blocks <= HOST_BLOCKS
         assert disk.blocks <= disk.capacity_blocks == DISK_BLOCKS
-        used = [slot for slot in range(disk._used_slots) if disk._table.in_use(slot)]
-        assert sorted([*used, *disk._free]) == list(range(disk._used_slots)), "a slot is lost"
+        disk.slots.check_invariants()
         for tier in (host, disk):
             known = {block for name, block in self.held if name == tier.name}
             assert known == {block for _, block in tier.held_blocks()}

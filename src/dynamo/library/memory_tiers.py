@@ -10,6 +10,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.values import Tier, read_field
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.pins import BlockPins
+from dynamo.inference.tiers.resident_blocks import SlotTier
 from dynamo.inference.tiers.tier import KvTier
 
 DEFAULT_DISK_BYTES = 1 << 30
@@ -40,6 +41,8 @@ class LibraryTier:
 
     def pin(self, pins: BlockPins) -> None:
         """Let the open tier evict no blocks in `pins`; the device and a store evict none."""
+        if isinstance(self.backend, SlotTier):
+            self.backend.slots.pins = pins
 
 
 class GPUMemoryTier(LibraryTier):
@@ -58,10 +61,6 @@ class CPUMemoryTier(LibraryTier):
             inputs.region, inputs.first_slot, inputs.clock, exclusive=False
         )
 
-    def pin(self, pins: BlockPins) -> None:
-        if isinstance(self.backend, MemoryTier):
-            self.backend.pins = self.backend.resident.pins = pins
-
 
 class SSDMemoryTier(LibraryTier):
     """A folder on a disk, with at most `size` bytes of blocks. The blocks outlive the program."""
@@ -79,10 +78,6 @@ class SSDMemoryTier(LibraryTier):
         self.backend = await DiskTier.open(
             path, inputs.region, self.size, inputs.layout, inputs.clock
         )
-
-    def pin(self, pins: BlockPins) -> None:
-        if self.backend is not None:
-            self.backend.pins = pins
 
 
 class RemoteMemoryTier(LibraryTier):

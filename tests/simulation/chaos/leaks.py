@@ -72,7 +72,7 @@ def _engine_leaks(name: str, engine: BatchedEngine) -> Iterator[str]:
         scheduler.pool.check_invariants()
         for tier in engine.tiers.tiers:
             if isinstance(tier, MemoryTier):
-                tier.resident.check_invariants()
+                tier.slots.check_invariants()
     except AssertionError as error:
         yield f"{name}: {error}"
     if scheduler.pool.active:

@@ -95,7 +95,7 @@ async def test_a_prompt_is_admitted_when_its_prefetch_has_ended(
         await go_on.wait()
         if failing:
             blocks = [*blocks[:3]]
-            tier._remove(tier._table.find(blocks[2].block_hash), blocks[2].block_hash)
+            tier.slots.remove(tier.slots.table.find(blocks[2].block_hash))
         await load(tier, blocks, on_loaded)
 
     monkeypatch.setattr(DiskTier, "load", slow_load)
@@ -113,7 +113,7 @@ async def test_a_prompt_is_admitted_when_its_prefetch_has_ended(
     assert host.counters.loaded_blocks == (2 if failing else 16)
     await tasks.join()
     check_idle(engine)
-    host.resident.check_invariants()  # type: ignore[attr-defined]
+    host.slots.check_invariants()  # type: ignore[attr-defined]
     await engine.stop()
 
 

@@ -40,7 +40,7 @@ def check_idle(engine: BatchedEngine) -> None:
     engine.scheduler.pool.check_invariants()
     for tier in engine.tiers.tiers:
         if isinstance(tier, MemoryTier):
-            tier.resident.check_invariants()
+            tier.slots.check_invariants()
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])

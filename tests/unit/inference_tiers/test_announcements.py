@@ -34,7 +34,7 @@ async def test_a_store_in_flight_does_not_come_back(open_tier: OpenDisk) -> None
     await check_a_store_in_flight_is_dropped(memory, await open_tier(memory))
     host = MemoryTier.in_region(memory.region, 48, SystemClock())
     await check_a_store_in_flight_is_dropped(memory, host)
-    host.resident.check_invariants()
+    host.slots.check_invariants()
     await host.close()
 
 

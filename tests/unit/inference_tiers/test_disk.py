@@ -247,7 +247,7 @@ async def test_a_slot_that_is_read_while_a_scan_ends_is_free_once(
     go_on.set()
     await loading
 
-    assert len(set(tier._free)) == len(tier._free)
+    assert len(set(tier.slots._free)) == len(tier.slots._free)
     assert await tier.store(memory.outgoing(memory.chain("b", 32))) == 32
     assert await load(tier, memory, memory.chain("b", 32)) == 32
 
@@ -307,7 +307,7 @@ async def test_a_cancelled_load_writes_nothing_more(
         memory.region.slot(block.slot)[:] = bytes(memory.block_bytes)
     await asyncio.sleep(0.01)
     assert not any(any(memory.region.slot(block.slot)) for block in blocks)
-    assert not tier._loading
+    assert not tier.slots._reading
     monkeypatch.undo()
     assert await load(tier, memory, chain) == 24
 

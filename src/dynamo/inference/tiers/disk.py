@@ -10,8 +10,7 @@ what a crash damages does not match its checksum when it is read.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from math import inf
@@ -25,13 +24,12 @@ from dynamo.communication.transfer.estimate import LoadEstimate
 from dynamo.core.clock import Clock
 from dynamo.core.errors import TransferFailed
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import KvEvent, Tier
-from dynamo.inference.block_pool import KvEventBuffer
+from dynamo.core.values import Tier
 from dynamo.inference.tiers.block_table import NONE, BlockTable
 from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, RawCodec
 from dynamo.inference.tiers.copy_pool import CopyPool
 from dynamo.inference.tiers.disk_part import DiskPart
-from dynamo.inference.tiers.pins import BlockPins
+from dynamo.inference.tiers.resident_blocks import SlotTier, TierSlots
 from dynamo.inference.tiers.slot_index import IndexRecord
 from dynamo.inference.tiers.tier import MeasuredTier, TierBlock
 
@@ -62,26 +60,19 @@ class _Write(msgspec.Struct):
         return self.slot, self.block.block_hash, self.block.parent_hash, self.generation
 
 
-class DiskTier(MeasuredTier):
+class DiskTier(SlotTier, MeasuredTier):
     """Holds blocks of the layout of `region` on a local disk, the least recently used leave."""
 
     name: Tier = "disk"
-    pins: BlockPins
 
     def __init__(self, part: DiskPart, block_bytes: int, clock: Clock) -> None:
         estimate = LoadEstimate(INITIAL_LATENCY_S, INITIAL_BYTES_PER_S)
         super().__init__(block_bytes, clock, estimate)
         self.capacity_blocks = part.slots
-        self.pins = BlockPins(part.slots, clock)
+        self.slots = TierSlots("disk", part.slots, clock)
         self.folder = part.folder
         self._part = part
-        self._table = BlockTable()
-        self._used_slots = 0
-        self._free: list[int] = []
-        self._loading: Counter[int] = Counter()
-        self._unused_when_read: set[int] = set()
-        self._storing: dict[int, int] = {}
-        self._events = KvEventBuffer("disk")
+        self._storing: set[int] = set()
         self._load_pool = CopyPool("kv-disk-load", LOAD_THREADS)
         self._store_pool = CopyPool("kv-disk-store", STORE_THREADS)
         self._index_pool = CopyPool("kv-disk-index", 1)
@@ -115,29 +106,15 @@ class DiskTier(MeasuredTier):
         part, table = await clock.offload(open_part)
         tier = cls(part, region.slot_bytes, clock)
         tier._adopt(table)
+        if part.records is None:
+            tier._is_scanning = True
+            tier._tasks.start(tier._scan(), "read the headers of KV blocks on disk")
+        part.records = None
         return tier
 
     def _adopt(self, table: BlockTable) -> None:
-        self._table = table
-        self._count_slots()
-        if self._part.records is None:
-            self._is_scanning = True
-            self._tasks.start(self._scan(), "read the headers of KV blocks on disk")
-        self._part.records = None
-
-    def _count_slots(self) -> None:
-        table, being_read = self._table, self._unused_when_read
-        self._used_slots = max(table.slots, 1 + max(being_read, default=-1))
-        self._free = [
-            slot
-            for slot in range(self._used_slots)
-            if not table.in_use(slot) and slot not in being_read
-        ]
+        self.slots.adopt(table)
         self._generations = count(1 + max(table.generations, default=0))
-
-    @property
-    def blocks(self) -> int:
-        return len(self._table)
 
     @property
     def problem(self) -> str:
@@ -148,16 +125,11 @@ class DiskTier(MeasuredTier):
     def is_readable(self) -> bool:
         return self._clock.now() >= self._readable_at_s
 
-    def holds(self, block_hash: int) -> bool:
-        return self._table.find(block_hash) != NONE
-
-    def held_blocks(self) -> Iterator[tuple[int, int]]:
-        return self._table.held_blocks()
-
     async def load(self, blocks: Sequence[TierBlock], on_loaded: Callable[[int], None]) -> None:
         slots = self._find_slots(blocks)
-        self._table.touch_chain(slots)
-        self._loading.update(slots)
+        self.slots.table.touch_chain(slots)
+        for slot in slots:
+            self.slots.begin_read(slot)
 
         def read(number: int) -> None:
             self._part.read_block(slots[number], blocks[number])
@@ -176,7 +148,8 @@ class DiskTier(MeasuredTier):
             text = f"a block on disk cannot be read: {error.strerror}"
             raise TransferFailed.of("gone", text) from error
         finally:
-            self._unpin(slots)
+            for slot in slots:
+                self.slots.end_read(slot)
         if len(slots) < len(blocks):
             raise TransferFailed.of("gone", "a block left the disk meanwhile")
 
@@ -185,30 +158,13 @@ class DiskTier(MeasuredTier):
             raise TransferFailed.of("refused", self._problem)
         slots: list[int] = []
         for block in blocks:
-            slot = self._table.find(block.block_hash)
+            slot = self.slots.table.find(block.block_hash)
             if slot == NONE:
                 break
             slots.append(slot)
         if not slots:
             raise TransferFailed.of("gone", "the blocks are not on the disk any more")
         return slots
-
-    def _unpin(self, slots: Sequence[int]) -> None:
-        loading = self._loading
-        for slot in slots:
-            loading[slot] -= 1
-            if not loading[slot]:
-                del loading[slot]
-                if slot in self._unused_when_read:
-                    self._unused_when_read.discard(slot)
-                    self._free.append(slot)
-
-    def _free_slot(self, slot: int) -> None:
-        """Let a slot be written again, when nobody reads it any more."""
-        if slot in self._loading:
-            self._unused_when_read.add(slot)
-        else:
-            self._free.append(slot)
 
     async def store(self, blocks: Sequence[TierBlock]) -> int:
         writes = self._choose_writes(blocks)
@@ -232,7 +188,7 @@ class DiskTier(MeasuredTier):
             self._on_write_error(error)
         finally:
             self._finish_writes(writes, stored)
-        if self._part.index.needs_rewrite(len(self._table)):
+        if self._part.index.needs_rewrite(self.blocks):
             await self._rewrite_index()
         return len(stored)
 
@@ -242,48 +198,35 @@ class DiskTier(MeasuredTier):
             return writes
         for block in blocks:
             block_hash = block.block_hash
-            if self._table.find(block_hash) != NONE or block_hash in self._storing:
+            if block_hash in self.slots or block_hash in self._storing:
                 continue
-            slot = self._take_slot()
-            if slot == NONE:
+            if not (reserved := self.slots.reserve(1)):
                 break
-            self._storing[block_hash] = slot
-            writes.append(_Write(block, slot, next(self._generations)))
+            self._storing.add(block_hash)
+            writes.append(_Write(block, reserved[0], next(self._generations)))
+        self.counters.evicted_blocks = self.slots.evicted_blocks
         return writes
 
-    def _take_slot(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._used_slots < self.capacity_blocks:
-            self._used_slots += 1
-            return self._used_slots - 1
-        slot = self._table.find_victim(self._loading, self.pins)
-        if slot != NONE:
-            self._events.add_removed(self._table.hashes[slot])
-            self._table.remove(slot)
-            self.counters.evicted_blocks += 1
-        return slot
-
     def _finish_writes(self, writes: Sequence[_Write], stored: Sequence[_Write]) -> None:
-        slots = {item.slot for item in stored}
+        slots, table = {item.slot for item in stored}, self.slots.table
         for item in writes:
-            del self._storing[item.block.block_hash]
+            self._storing.remove(item.block.block_hash)
             if item.slot in slots:
-                self._table.insert(*item.record)
-                self._events.add_stored(item.block.parent_hash, item.block.block_hash)
+                table.insert(*item.record)
+                self.slots.events.add_stored(item.block.parent_hash, item.block.block_hash)
             else:
-                self._free_slot(item.slot)
+                self.slots.release([item.slot])
         parents = {item.block.parent_hash for item in stored}
         for item in stored:
             if item.block.block_hash not in parents:
-                self._table.touch_chain([item.slot])
+                table.touch_chain([item.slot])
         self.counters.stored_blocks += len(stored)
 
     async def _run_on_index(self, work: Callable[[], None]) -> None:
         await self._index_pool.run(1, lambda _: work())
 
     async def _rewrite_index(self) -> None:
-        table = self._table.copy()
+        table = self.slots.table.copy()
         try:
             await self._run_on_index(lambda: self._part.index.rewrite(table.records()))
         except OSError as error:
@@ -305,28 +248,26 @@ class DiskTier(MeasuredTier):
         except OSError as error:
             self._on_write_error(error)
         if not self._is_closing:
-            self._count_slots()
+            self._adopt(self.slots.table)
             await self._rewrite_index()
         self._is_scanning = False
 
     def _add_scanned(self, record: IndexRecord) -> None:
         slot, block_hash, parent_hash, generation = record
-        other = self._table.find(block_hash)
+        table = self.slots.table
+        other = table.find(block_hash)
         if other != NONE:
-            if self._table.generations[other] > generation:
+            if table.generations[other] > generation:
                 return
-            self._table.remove(other)
+            table.remove(other)
         else:
-            self._events.add_stored(parent_hash, block_hash)
-        self._table.insert(slot, block_hash, parent_hash, generation)
+            self.slots.events.add_stored(parent_hash, block_hash)
+        table.insert(slot, block_hash, parent_hash, generation)
 
     def _remove(self, slot: int, block_hash: int) -> None:
         """Remove a block that cannot be loaded."""
-        if self._table.find(block_hash) != slot:
-            return
-        self._table.remove(slot)
-        self._events.add_removed(block_hash)
-        self._free_slot(slot)
+        if self.slots.table.find(block_hash) == slot:
+            self.slots.remove(slot)
 
     def _on_read_error(self, error: OSError, slot: int, block_hash: int) -> None:
         self.counters.failures += 1
@@ -350,15 +291,9 @@ class DiskTier(MeasuredTier):
         log.warning("KV tier", extra={"fields": {"problem": self._problem}})
 
     def _remove_all(self) -> Sequence[int]:
-        table, self._table = self._table, BlockTable()
-        busy = {*self._loading, *self._storing.values()}
-        self._unused_when_read.update(self._loading)
-        self._free = [slot for slot in range(self._used_slots) if slot not in busy]
+        hashes = self.slots.remove_all()
         self._tasks.start(self._rewrite_index(), "empty the index of KV blocks on disk")
-        return table.hashes
-
-    def take_events(self) -> list[KvEvent]:
-        return self._events.drain()
+        return hashes
 
     async def close(self) -> None:
         if self._is_closing:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
 from dynamo.core.errors import TransferFailed
-from dynamo.core.values import KvEvent
 from dynamo.inference.sequence import EngineSequence
 from dynamo.inference.tiers.copies import BlockCopies, RegionCopies
-from dynamo.inference.tiers.resident_blocks import ResidentBlocks
-from dynamo.inference.tiers.tier import KvTier, TierBlock, TierCounters
+from dynamo.inference.tiers.resident_blocks import ResidentBlocks, SlotTier
+from dynamo.inference.tiers.tier import TierBlock, TierCounters
 from dynamo.inference.tiers.tier_source import LoadRun, describe_blocks
 
 
-class MemoryTier(KvTier):
+class MemoryTier(SlotTier):
     """Holds the blocks of `resident`, which `copies` moves. Simulated tiers may share their blocks.
 
     With `exclusive`, a block that was loaded is the next victim, because the engine has it now and
@@ -36,8 +35,7 @@ class MemoryTier(KvTier):
         self.name = resident.tier
         self.block_bytes = block_bytes
         self.capacity_blocks = resident.capacity
-        self.resident = resident
-        self.pins = resident.pins
+        self.slots: ResidentBlocks = resident
         self.counters = TierCounters()
         self._copies = copies
         self._source_generations = source_generations
@@ -57,18 +55,8 @@ class MemoryTier(KvTier):
             exclusive=exclusive,
         )
 
-    @property
-    def blocks(self) -> int:
-        return len(self.resident)
-
-    def holds(self, block_hash: int) -> bool:
-        return block_hash in self.resident
-
-    def held_blocks(self) -> Iterator[tuple[int, int]]:
-        return self.resident.held_blocks()
-
     async def load(self, blocks: Sequence[TierBlock], on_loaded: Callable[[int], None]) -> None:
-        resident = self.resident
+        resident = self.slots
         pairs: list[tuple[int, int]] = []
         for block in blocks:
             at = resident.begin_load(block)
@@ -86,7 +74,7 @@ class MemoryTier(KvTier):
             raise TransferFailed.of("stale", f"the tier {self.name} lacks a block or its tokens")
 
     async def store(self, blocks: Sequence[TierBlock]) -> int:
-        resident, generations = self.resident, self._source_generations
+        resident, generations = self.slots, self._source_generations
         wanted = [
             block
             for block in blocks
@@ -120,7 +108,7 @@ class MemoryTier(KvTier):
     async def receive(self, sequence: EngineSequence, run: LoadRun) -> None:
         """Load a run of blocks of a sequence from another tier into this one. Raises
         `TransferFailed`; what came before stays."""
-        resident, clears, added = self.resident, self.clears, 0
+        resident, clears, added = self.slots, self.clears, 0
         reserved = self._reserve(run.blocks)
         slots = [self._copies.first_slot + at for at in reserved]
         blocks = describe_blocks(sequence, run.first, slots)
@@ -142,19 +130,16 @@ class MemoryTier(KvTier):
             resident.release(reserved[added:])
 
     def _reserve(self, count: int) -> list[int]:
-        evicted = self.resident.evicted_blocks
-        reserved = self.resident.reserve(count)
-        self.counters.evicted_blocks += self.resident.evicted_blocks - evicted
+        evicted = self.slots.evicted_blocks
+        reserved = self.slots.reserve(count)
+        self.counters.evicted_blocks += self.slots.evicted_blocks - evicted
         return reserved
 
     def predict_load_s(self, blocks: int) -> float:
         return self._copies.predict_load_s(blocks)
 
     def _remove_all(self) -> Sequence[int]:
-        return self.resident.remove_all()
-
-    def take_events(self) -> list[KvEvent]:
-        return self.resident.events.drain()
+        return self.slots.remove_all()
 
     async def close(self) -> None:
         self._copies.close()

@@ -228,14 +228,14 @@ class Offload:
         """Whether a sequence after the first one uses a block, also after it came back."""
         first = self._first
         if isinstance(first, MemoryTier) and first.holds(block.block_hash):
-            return bool(block.hits or first.resident.hits(block.block_hash))
+            return bool(block.hits or first.slots.hits(block.block_hash))
         return block.hits > 0
 
     def _describe_missing(self, tier: KvTier, blocks: Sequence[Block]) -> list[TierBlock]:
         """Return the blocks that a tier does not have, with their content in the region. Host
         memory evicts those that it has last."""
         if isinstance(tier, MemoryTier):
-            missing = [block for block in blocks if not tier.resident.touch(block.block_hash)]
+            missing = [block for block in blocks if not tier.slots.touch(block.block_hash)]
         else:
             missing = [block for block in blocks if not tier.holds(block.block_hash)]
         if missing:

@@ -81,7 +81,7 @@ class Prefetcher:
         for run in reversed(runs):
             if run.tier is self._target:
                 for block in reversed(range(run.first, run.first + run.blocks)):
-                    self._target.resident.touch(sequence.content.hashes[block])
+                    self._target.slots.touch(sequence.content.hashes[block])
 
     async def _load(self, sequence: EngineSequence, run: LoadRun) -> None:
         room = self._target.capacity_blocks // HOST_SHARE - sum(self._blocks.values())
