@@ -90,24 +90,6 @@ class RunObject(msgspec.Struct, frozen=True):
         codec.decode(entry.codec, payload, target)
 
 
-class EncodedBlock(msgspec.Struct, frozen=True):
-    """A copy of a block as it is stored."""
-
-    block: TierBlock
-    codec: int
-    data: bytes
-    checksum: int
-
-    @classmethod
-    def encode(
-        cls, block: TierBlock, source: memoryview, codec: BlockCodec, seed: int
-    ) -> EncodedBlock:
-        """Copy and encode the block in `source`."""
-        kind, data = codec.encode(source)
-        data = bytes(data)
-        return cls(block, kind, data, xxh3_64_intdigest(data, seed))
-
-
 def split_runs(blocks: Sequence[TierBlock], limit: int) -> Iterator[list[TierBlock]]:
     """Yield the blocks, in any order, as runs of up to `limit` consecutive ones."""
     pending = {block.block_hash: block for block in blocks}
@@ -131,33 +113,24 @@ def encode_slots(
 ) -> tuple[int, bytes]:
     """Return the object of the leading blocks whose slots keep their owner, and how many these
     are."""
-    generations, encoded = region.generations, []
+    generations = region.generations
+    entries, payloads = list[bytes](), list[bytes]()
     for block in blocks:
         if generations[block.slot] != block.generation:
             break
-        copied = EncodedBlock.encode(block, region.slot(block.slot), codec, seed)
+        kind, data = codec.encode(region.slot(block.slot))
+        payload = bytes(data)
         if generations[block.slot] != block.generation:
             break
-        encoded.append(copied)
-    return len(encoded), encode_run(encoded, seed) if encoded else b""
-
-
-def encode_run(blocks: Sequence[EncodedBlock], seed: int) -> bytes:
-    """Return the object of consecutive blocks."""
-    parent = blocks[0].block.parent_hash
-    entries = b"".join(
-        _ENTRY.pack(
-            encoded.block.block_hash,
-            encoded.block.tokens.ljust(IDENTITY_BYTES, b"\0"),
-            encoded.codec,
-            len(encoded.data),
-            encoded.checksum,
-        )
-        for encoded in blocks
-    )
-    header = _HEAD.pack(MAGIC, VERSION, len(blocks), parent, 0) + entries
-    head = _HEAD.pack(MAGIC, VERSION, len(blocks), parent, _checksum(memoryview(header), seed))
-    return b"".join([head, entries, *(encoded.data for encoded in blocks)])
+        identity = block.tokens.ljust(IDENTITY_BYTES, b"\0")
+        checksum = xxh3_64_intdigest(payload, seed)
+        entries.append(_ENTRY.pack(block.block_hash, identity, kind, len(payload), checksum))
+        payloads.append(payload)
+    if not entries:
+        return 0, b""
+    fields, packed = (MAGIC, VERSION, len(entries), blocks[0].parent_hash), b"".join(entries)
+    checksum = _checksum(memoryview(_HEAD.pack(*fields, 0) + packed), seed)
+    return len(entries), b"".join([_HEAD.pack(*fields, checksum), packed, *payloads])
 
 
 def _checksum(header: memoryview, seed: int) -> int:
