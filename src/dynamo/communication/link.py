@@ -7,6 +7,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Final, Protocol, cast
 
 from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Frame, FrameSplitter
@@ -16,10 +17,8 @@ log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES: Final = 256 << 20
 CLOSE_TIMEOUT_S: Final = 1.0
-MAX_TURN_BYTES: Final = 128 << 10
-"""Received frames of so many bytes are handled in one iteration of the loop, others in the next."""
-ITEM_BYTES: Final = 128
-"""A frame, and each of its items, counts as so many bytes more."""
+MAX_TURN_S: Final = 0.01
+"""Received frames are handled for so long in one iteration of the loop, others in the next."""
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -176,11 +175,10 @@ class Link(asyncio.Protocol):
         try:
             self._received += self._splitter.feed(data)
             if not self._paused:
-                on_frame, received, budget = self._handler.on_frame, self._received, MAX_TURN_BYTES
-                while received and budget > 0:
-                    kind, count, body = received.popleft()
-                    budget -= len(body) + ITEM_BYTES * (count + 1)
-                    on_frame(kind, count, body)
+                on_frame, received = self._handler.on_frame, self._received
+                end = monotonic() + MAX_TURN_S
+                while received and monotonic() < end:
+                    on_frame(*received.popleft())
                 if received:
                     self._pause_receiving()
         except (ProtocolError, *DECODE_ERRORS) as error:
@@ -189,7 +187,7 @@ class Link(asyncio.Protocol):
             self.abort()
 
     def _pause_receiving(self) -> None:
-        """Let the loop run after frames of `MAX_TURN_BYTES`. The peer waits until all others are
+        """Let the loop run after `MAX_TURN_S`. The peer waits until all other frames are
         handled."""
         self._paused = True
         if self.transport is not None and not self.transport.is_closing():

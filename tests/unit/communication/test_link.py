@@ -6,14 +6,9 @@ import asyncio
 
 import pytest
 
+from dynamo.communication import link as link_module
 from dynamo.communication.frames import MAX_HELLO_BYTES, pack_frame
-from dynamo.communication.link import (
-    ITEM_BYTES,
-    MAX_TURN_BYTES,
-    Link,
-    LinkHandler,
-    TurnFlusher,
-)
+from dynamo.communication.link import MAX_TURN_S, Link, LinkHandler, TurnFlusher
 
 LARGE = MAX_HELLO_BYTES + 1
 DATA = pack_frame(1) + pack_frame(2, bytes(LARGE)) + pack_frame(3, bytes(LARGE)) + pack_frame(4)
@@ -86,14 +81,33 @@ class _Transport(asyncio.Transport):
         self.aborted = True
 
 
-async def test_the_loop_runs_between_the_frames_of_one_read() -> None:
-    link, handler = make_link(proven=False)
+class _SlowHandler(_Handler):
+    """Takes so long that a turn has four frames."""
+
+    now = 0.0
+
+    def on_frame(self, kind: int, count: int, body: bytes) -> None:
+        super().on_frame(kind, count, body)
+        self.now += MAX_TURN_S / 3.5
+
+
+def make_slow_link(monkeypatch: pytest.MonkeyPatch) -> tuple[Link, _Handler]:
+    handler = _SlowHandler(proven=False)
+    handler.link = Link(handler, TurnFlusher())
+    monkeypatch.setattr(link_module, "monotonic", lambda: handler.now)
+    return handler.link, handler
+
+
+async def test_the_loop_runs_between_the_frames_of_one_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, handler = make_slow_link(monkeypatch)
     link.connection_made(transport := _Transport())
-    frames = 3 * MAX_TURN_BYTES // ITEM_BYTES
+    frames = 3 * 4
     link.data_received(b"".join(pack_frame(2 + number % 8) for number in range(frames)))
     turns = 1
     while not transport.reads:
-        assert len(handler.received) == turns * MAX_TURN_BYTES // ITEM_BYTES
+        assert len(handler.received) == turns * 4
         await asyncio.sleep(0)
         turns += 1
         if turns == 2:
@@ -103,11 +117,12 @@ async def test_the_loop_runs_between_the_frames_of_one_read() -> None:
     assert kinds == [*(2 + number % 8 for number in range(frames)), 11]
 
 
-async def test_frames_that_wait_are_dropped_with_the_connection() -> None:
-    link, handler = make_link(proven=False)
+async def test_frames_that_wait_are_dropped_with_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, handler = make_slow_link(monkeypatch)
     link.connection_made(_Transport())
-    link.data_received(pack_frame(2) * (2 * MAX_TURN_BYTES // ITEM_BYTES))
-    handled = len(handler.received)
+    link.data_received(pack_frame(2) * 8)
     link.abort()
     await asyncio.sleep(0)
-    assert len(handler.received) == handled
+    assert len(handler.received) == 4
