@@ -54,11 +54,11 @@ ShutdownHook = Callable[[float], Coroutine[Any, Any, None]]
 class DistributedRuntime:
     """The planes, clients and endpoints of a process, from `create` to `shutdown`. `stopping` is
     cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
-    component that listens there sets it, as a worker sets `engine`. `supervisor` names the supervisor and this kind of
-    process, or is empty; the supervisor reserves the HTTP port, which is then shared with
-    SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop; a component may
-    call it before the process is ready. `on_leaving(drain_s)` runs before the shutdown of a process
-    whose clients can go to others. `shutdown` closes the `clients`."""
+    component that listens there sets it, as a worker sets `engine`. `supervisor` names the
+    supervisor and this kind of process, or is empty; the supervisor reserves the HTTP port, which
+    is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop;
+    a component may call it before the process is ready. `on_leaving(drain_s)` runs before the
+    shutdown of a process whose clients can go to others. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests

@@ -70,6 +70,7 @@ class ReplayRuns:
 
     def replay_at(self, speed: float) -> tuple[ReplayResult, ReplayLog]:
         """Return the result and log of the replay at `speed`."""
+        from dynamo.operations.replay.fast.replay import FastReplay
         from dynamo.operations.replay.replay import Replay
 
         if speed not in self._results:
@@ -77,7 +78,8 @@ class ReplayRuns:
             total = sum(len(conversation.requests) for conversation in conversations)
             progress = ReplayProgress(self._bar, total, f"speed {speed:.4g} ")
             plan = replace(self._plan, settings={**self._plan.settings, "speed": speed})
-            self._results[speed] = Replay(plan, progress).run(conversations)
+            replay = FastReplay if self._args.fast else Replay
+            self._results[speed] = replay(plan, progress).run(conversations)
         return self._results[speed]
 
     def find_capacity(self) -> tuple[ReplayResult, ReplayLog]:

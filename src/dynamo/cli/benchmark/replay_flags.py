@@ -163,6 +163,11 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         ),
         Flag("--rows", "only the first N lines", 0, "N", _number(int)),
         Flag("--seed", "random seed (default: 0)", 0, "N"),
+        Flag(
+            "--fast",
+            "simulate workers as state machines: several times as fast, results nearly equal",
+            False,
+        ),
     ),
     "prompts computed by other workers": (
         Flag("--kv-bytes-per-token", "size of a token's KV", 131_072, "BYTES", _number(int)),

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,16 @@ class PlacementRecord(msgspec.Struct, frozen=True):
     request: int
     worker: int
     placed_ms: float
+
+
+class FinishedRequest(Protocol):
+    """The measurements of a request."""
+
+    trace_request: TraceRequest
+    arrived_s: float
+    first_token_s: float
+    cached_tokens: int
+    output_tokens: int
 
 
 class ReplayRequest(Reply):
@@ -143,10 +154,14 @@ class ReplayLog:
         tokens and output tokens for that engine."""
         replayed = self.in_flight[request.request_id]
         replayed.fast_forward = fast_forward
-        self._requests.append(replayed.trace_request.row)
+        self.record_placement(replayed.trace_request.row, worker)
+        return self._engine_inputs(replayed)
+
+    def record_placement(self, row: int, worker: int) -> None:
+        """Record that the request of this line was sent to the engine of that number now."""
+        self._requests.append(row)
         self._workers.append(worker)
         self._placed_ms.append(self.clock.now() * 1e3)
-        return self._engine_inputs(replayed)
 
     def on_prefill_placed(
         self, request: GenerateRequest, worker: int
@@ -186,7 +201,7 @@ class ReplayLog:
             add(after - before, times)
         self._token_times, self._requests_sharing_token_times = (), 0
 
-    def on_finished(self, request: ReplayRequest, now: float) -> None:
+    def on_finished(self, request: FinishedRequest, now: float) -> None:
         """Add the measurements of a completed request whose last token came at `now`."""
         self.completed += 1
         self.arrived_s.append(request.arrived_s)

@@ -1,0 +1,1 @@
+"""The fast replay: workers as state machines on one heap, with the router's own solver."""

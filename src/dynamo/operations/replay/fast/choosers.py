@@ -1,0 +1,161 @@
+"""Choosers of workers in a fast replay: load balancing, or the placement solver of mode kv."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from dynamo.core.errors import DynamoError
+from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.values import KvEvent
+from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.request import FastRequest
+from dynamo.operations.replay.fast.worker import FastWorker, WorkerListener
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
+from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.factory import make_solver
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.prompt import Prompt
+
+Send = Callable[[FastRequest, str], None]
+"""Sends a request to the worker of that name."""
+Reject = Callable[[FastRequest, DynamoError], None]
+
+
+class Chooser(WorkerListener):
+    """Chooses a worker for each request, and follows the requests."""
+
+    @abstractmethod
+    def choose(self, request: FastRequest) -> None:
+        """Send the request to a worker, now or later."""
+
+
+class BalancerChooser(Chooser):
+    """A mode that knows nothing of models, such as round robin."""
+
+    def __init__(
+        self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
+    ) -> None:
+        self._mode = canonical_mode(mode)
+        self._counts = dict.fromkeys(instances, 0)
+        self._balancer = LoadBalancer(rng, self._counts.__getitem__)
+        self._balancer.set_candidates([InstanceLoad(each) for each in instances.values()])
+        self._send = send
+
+    def choose(self, request: FastRequest) -> None:
+        name = self._balancer.pick(self._mode).instance.id
+        self._counts[name] += 1
+        self._send(request, name)
+
+    def on_finished(self, request: FastRequest) -> None:
+        self._counts[str(request.worker)] -= 1
+
+    def on_first_token(self, request: FastRequest) -> None:
+        pass
+
+    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
+        pass
+
+
+class _EmittedTokens:
+    """The token log of a request whose tokens are counted when somebody asks."""
+
+    __slots__ = ("_clock", "_request", "_workers")
+
+    def __init__(
+        self, request: FastRequest, workers: Sequence[FastWorker], clock: EventHeap
+    ) -> None:
+        self._request = request
+        self._workers = workers
+        self._clock = clock
+
+    def __len__(self) -> int:
+        request = self._request
+        if request.worker < 0:
+            return 0
+        return self._workers[request.worker].emitted(request, self._clock.time_s)
+
+
+class SolverChooser(Chooser):
+    """Mode kv: the router's ledger, index and solver. A block is a run of the trace."""
+
+    def __init__(
+        self,
+        instances: Mapping[str, Instance],
+        settings: RouterSettings,
+        run_tokens: int,
+        workers: Sequence[FastWorker],
+        heap: EventHeap,
+        rng: Random,
+        send: Send,
+        reject: Reject,
+    ) -> None:
+        self._workers, self._heap = workers, heap
+        self._run_tokens = run_tokens
+        self._send, self._reject = send, reject
+        self._view = CacheView(heap, block_tokens=run_tokens)
+        self._ledger = ledger = Ledger(heap)
+        ledger.workers.update_instances(instances)
+        for worker in ledger.workers.workers:
+            self._view.apply(worker.name, ())
+        self.solver = make_solver(settings, self._view, rng, ledger)
+        self._view.set_cacheless_workers(ledger.workers.cacheless)
+        self._requests: dict[str, FastRequest] = {}
+        self._scheduled = False
+        self._due_s: float | None = None
+
+    def choose(self, request: FastRequest) -> None:
+        key = str(request.row)
+        prompt = Prompt(request.prompt_tokens, request.keys[: request.units])
+        self._requests[key] = request
+        pending = PendingRequest(key, prompt, self._run_tokens, self._heap.time_s)
+        self.solver.submit(pending)
+        self._schedule()
+
+    def on_first_token(self, request: FastRequest) -> None:
+        if request.placed is not None:
+            self._ledger.first_token(request.placed)
+            if len(self.solver):
+                self._schedule()
+
+    def on_finished(self, request: FastRequest) -> None:
+        if request.placed is not None:
+            self._ledger.end(request.placed, None)
+            if len(self.solver):
+                self._schedule()
+
+    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
+        self._view.apply(str(number), events)
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._heap.soon.append(self._run_round)
+
+    def _run_round(self) -> None:
+        self._scheduled = False
+        solver, now = self.solver, self._heap.time_s
+        while True:
+            for result in solver.place(now):
+                request = self._requests.pop(result.request.id)
+                request.placed = placed = result.placed
+                tokens = _EmittedTokens(request, self._workers, self._heap)
+                placed.attach_token_log(tokens)  # type: ignore[arg-type]
+                self._send(request, placed.worker.name)
+            if not solver.unfinished:
+                break
+        for pending, error in solver.pop_rejected():
+            self._reject(self._requests.pop(pending.id), error)
+        due = solver.next_run_s(now)
+        if due is not None and (self._due_s is None or due < self._due_s):
+            self._due_s = due
+            self._heap.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._due_s is not None and self._heap.time_s >= self._due_s:
+            self._due_s = None
+            if len(self.solver):
+                self._schedule()

@@ -1,0 +1,70 @@
+"""The heap of a fast replay: what happens at which virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import ParamSpec, TypeVar
+
+from dynamo.core.clock import Clock
+from dynamo.operations.replay.fast.worker import FastWorker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class EventHeap(Clock):
+    """Virtual time without an event loop. At each instant first all that is due runs, then what it
+    has put into `soon`, then workers without a step begin one."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+        self.soon: list[Callable[[], None]] = []
+        self.idle: list[FastWorker] = []
+        self._heap: list[tuple[float, int, FastWorker | None, int, Callable[[], None] | None]] = []
+        self._next = count().__next__
+
+    def now(self) -> float:
+        return self.time_s
+
+    def wall(self) -> float:
+        return self.time_s
+
+    async def sleep_until(self, when: float) -> None:
+        raise NotImplementedError
+
+    async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        raise NotImplementedError
+
+    def wake(self, worker: FastWorker, when: float) -> None:
+        """Wake a worker at a time, instead of when it was to be woken before."""
+        worker.wakes += 1
+        heappush(self._heap, (when, self._next(), worker, worker.wakes, None))
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` at a time. The returned canceller does nothing."""
+        when = self.time_s + max(0.0, when - self.time_s)  # rounded as on an event loop
+        heappush(self._heap, (when, self._next(), None, 0, callback))
+        return lambda: None
+
+    def run(self) -> None:
+        """Run until nothing is left to happen."""
+        heap, idle = self._heap, self.idle
+        while heap:
+            self.time_s = now = heap[0][0]
+            while heap and heap[0][0] <= now:
+                _, _, worker, wakes, callback = heappop(heap)
+                if worker is None:
+                    callback()  # type: ignore[misc]
+                elif worker.wakes == wakes:
+                    worker.on_wake(now)
+                    idle.append(worker)
+            while self.soon:
+                soon, self.soon = self.soon, []
+                for call in soon:
+                    call()
+            for worker in idle:
+                if not worker.is_busy:
+                    worker.begin(now)
+            idle.clear()

@@ -1,0 +1,176 @@
+"""The fast replay of a trace."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from random import Random
+
+import msgspec
+
+from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.values import KvEvent
+from dynamo.inference.block_pool import KvEventBuffer
+from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
+from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.request import FastRequest
+from dynamo.operations.replay.fast.run_cache import RunCache
+from dynamo.operations.replay.fast.step_time import StepTime
+from dynamo.operations.replay.fast.worker import FastWorker, WorkerListener
+from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
+from dynamo.operations.replay.result import ReplayResult
+from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation, TraceRequest
+from dynamo.operations.replay.workers import ReplayGroup
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
+from dynamo.scheduling.router.factory import KV
+
+
+class FastReplay(Replay, WorkerListener):
+    """A replay whose workers are state machines. Call `run` once."""
+
+    def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
+        """Raise `ConfigError` for what only the exact replay simulates."""
+        super().__init__(plan, progress)
+        workers, mode = plan.workers, resolve_mode_alias(plan.router_settings.mode)
+        missing = {
+            "prompts that other workers compute": workers.transfer is not None,
+            "memory tiers": bool(workers.tiers),
+            "data-parallel ranks": workers.ranks > 1,
+            "admission": plan.slo is not None,
+            f"router mode {mode}": mode not in {KV, *MODES},
+        }
+        if unknown := [name for name, used in missing.items() if used]:
+            raise ConfigError(
+                f"the fast replay does not simulate {', '.join(unknown)}", hint="omit --fast"
+            )
+
+    def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
+        """Replay `conversations`, which are ordered by start."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        plan = self._plan
+        size = plan.workers.block_tokens
+        self._heap = EventHeap()
+        blocks = TraceBlockConverter(plan.trace_block_tokens, size)
+        self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
+        self._workers = [self._make_worker(*each) for each in enumerate(plan.workers)]
+        self._chooser = self._make_chooser()
+        self._conversations = iter(conversations)
+        self._start_next()
+        self._heap.run()
+        self._duration_s = self._heap.time_s
+        self._preemptions = sum(worker.preemptions for worker in self._workers)
+        self._evictions = sum(worker.cache.evictions for worker in self._workers)
+        self._remote_prefills = self._kv_bytes_moved = 0
+        self._fallbacks, self._tiers = Counter(), {}
+        took = time.perf_counter() - wall, time.process_time() - cpu
+        return self._make_result(self._log, *took), self._log
+
+    @property
+    def _run_tokens(self) -> int:
+        return max(self._plan.trace_block_tokens, self._plan.workers.block_tokens)
+
+    def _make_worker(self, number: int, group: ReplayGroup) -> FastWorker:
+        info, plan = group.engine, self._plan.workers
+        events = KvEventBuffer() if self._plan.router_settings.mode == KV else None
+        cache = RunCache(
+            info.num_blocks,
+            self._run_tokens // info.block_tokens,
+            reuse_aware=plan.eviction == "reuse",
+            enabled=plan.prefix_caching,
+            events=events,
+        )
+        return FastWorker(
+            number,
+            info,
+            StepTime(group.timing, info.num_blocks * info.block_tokens),
+            cache,
+            self._log.inter_token,
+            events,
+            self._heap.wake,
+            self,
+        )
+
+    def _make_chooser(self) -> Chooser:
+        plan = self._plan
+        instances = {
+            str(number): Instance(
+                id=str(number),
+                address=f"memory://{number}",
+                namespace="replay",
+                component="worker",
+                endpoint="generate",
+                capabilities={"engine": msgspec.to_builtins(group.engine)},
+            )
+            for number, group in enumerate(plan.workers)
+        }
+        rng = Random(plan.seed)
+        settings = plan.router_settings
+        if settings.mode != KV:
+            return BalancerChooser(instances, settings.mode, rng, self._send)
+        return SolverChooser(
+            instances,
+            settings,
+            self._run_tokens,
+            self._workers,
+            self._heap,
+            rng,
+            self._send,
+            self._reject,
+        )
+
+    def _start_next(self) -> None:
+        """Put the next conversation of the trace on the heap."""
+        conversation = next(self._conversations, None)
+        if conversation is not None:
+            self._heap.call_at(conversation.start_s, partial(self._start, conversation))
+
+    def _start(self, conversation: TraceConversation) -> None:
+        self._start_next()
+        self._arrive(iter(conversation.requests))
+
+    def _arrive(self, turns: Iterator[TraceRequest]) -> None:
+        """Send the next turn of a conversation after its delay."""
+        turn = next(turns, None)
+        if turn is None:
+            return
+        if turn.delay_s:
+            when = self._heap.time_s + turn.delay_s
+            self._heap.call_at(when, partial(self._send_turn, turn, turns))
+        else:
+            self._send_turn(turn, turns)
+
+    def _send_turn(self, turn: TraceRequest, turns: Iterator[TraceRequest]) -> None:
+        size = self._plan.workers.block_tokens
+        request = FastRequest(turn, size, self._run_tokens // size, self._heap.time_s)
+        request.turns = turns
+        self._log.requests += 1
+        self._chooser.choose(request)
+
+    def _send(self, request: FastRequest, name: str) -> None:
+        worker = self._workers[int(name)]
+        self._log.record_placement(request.row, worker.number)
+        worker.add(request, self._heap.time_s)
+        if not worker.is_busy:
+            self._heap.idle.append(worker)
+
+    def _reject(self, request: FastRequest, error: DynamoError) -> None:
+        errors = self._log.errors
+        errors[error.code] = errors.get(error.code, 0) + 1
+        self._report_progress(self._log)
+        self._arrive(request.turns)
+
+    def on_first_token(self, request: FastRequest) -> None:
+        self._chooser.on_first_token(request)
+
+    def on_finished(self, request: FastRequest) -> None:
+        self._log.on_finished(request, request.end_s)
+        self._chooser.on_finished(request)
+        self._report_progress(self._log)
+        self._arrive(request.turns)
+
+    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
+        self._chooser.on_kv_events(number, events)

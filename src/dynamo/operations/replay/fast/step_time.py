@@ -1,0 +1,98 @@
+"""Times of steps, and of many steps that only decode, in closed form."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import msgspec
+
+from dynamo.inference.mock.timing import (
+    QUADRATIC_COEFFICIENTS,
+    LinearTiming,
+    PolynomialTiming,
+    StepTiming,
+)
+
+
+class _StepCounts(msgspec.Struct):
+    """The counts of a `StepPlan` that a timing reads."""
+
+    new_tokens: int
+    chunks: range
+    decode_seqs: int
+    decode_context: int
+
+
+class Leap(msgspec.Struct, frozen=True):
+    """Steps that take `first_s`, and each `slope_s` and `curve_s` times its number more."""
+
+    first_s: float
+    slope_s: float
+    curve_s: float
+
+    def step_s(self, number: int) -> float:
+        """Return the time of the step of that number, from 0."""
+        return self.first_s + number * (self.slope_s + number * self.curve_s)
+
+    def duration_s(self, steps: int) -> float:
+        """Return the time of the first `steps`."""
+        pairs = steps * (steps - 1) / 2
+        squares = pairs * (2 * steps - 1) / 3
+        return self.first_s * steps + self.slope_s * pairs + self.curve_s * squares
+
+    def steps_until(self, elapsed_s: float) -> int:
+        """Return the number of the step, from 1, in which `elapsed_s` is, or which ends then."""
+        low, high = 1, max(1, ceil(elapsed_s / self.first_s)) if self.first_s > 0 else 1
+        while self.duration_s(high) < elapsed_s:  # steps get shorter
+            high *= 2
+        while low < high:
+            middle = (low + high) // 2
+            if self.duration_s(middle) >= elapsed_s:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def steps_ended(self, elapsed_s: float) -> int:
+        """Return how many steps have ended after `elapsed_s`."""
+        steps = self.steps_until(elapsed_s)
+        return steps if self.duration_s(steps) <= elapsed_s else steps - 1
+
+
+class StepTime:
+    """The step times of a worker whose cache has `capacity_tokens`, by a timing."""
+
+    def __init__(self, timing: StepTiming, capacity_tokens: int) -> None:
+        self._timing = timing
+        self._capacity = capacity_tokens
+
+    def step_s(self, new_tokens: int, sequences: int, decoding: int, context: int) -> float:
+        """Return the time of a step."""
+        counts = _StepCounts(new_tokens, range(sequences), decoding, context)
+        return self._timing.step_ms(counts, self._capacity) * 1e-3  # type: ignore[arg-type]
+
+    def leap(self, sequences: int, context: int) -> Leap:
+        """Return the steps that decode `sequences`, of which the first has this context."""
+        timing = self._timing
+        if isinstance(timing, LinearTiming):
+            first_ms = timing.c0 + timing.c2 * sequences + timing.c3 * context
+            return Leap(first_ms * 1e-3, timing.c3 * sequences * 1e-3, 0.0)
+        return _polynomial_leap(timing, sequences, context, self._capacity)
+
+
+def _polynomial_leap(timing: PolynomialTiming, sequences: int, context: int, capacity: int) -> Leap:
+    """Return a leap of polynomials: exact up to degree 2, else by the times of three steps."""
+    if len(timing.decode) == QUADRATIC_COEFFICIENTS:
+        c0, c1, c2 = timing.decode
+        share, growth = context / capacity, sequences / capacity
+        first_ms = (c2 * share + c1) * share + c0
+        if first_ms >= timing.floor_ms:
+            slope_ms = (c1 + 2 * c2 * share) * growth
+            return Leap(first_ms * 1e-3, slope_ms * 1e-3, c2 * growth * growth * 1e-3)
+    far = max(1, capacity // (8 * sequences))
+    times = [
+        timing.decode_ms(sequences, context + number * sequences, 1, capacity)[0] * 1e-3
+        for number in (0, far, 2 * far)
+    ]
+    curve = (times[2] - 2 * times[1] + times[0]) / (2 * far * far)
+    return Leap(times[0], (times[1] - times[0]) / far - curve * far, curve)
