@@ -14,9 +14,10 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.generation.replies import StreamReply
 from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.items import UsageCounter
 from dynamo.application.openai.completions import COMPLETION_RESPONSE
-from dynamo.application.openai.response_encoder import JsonStringCache, ResponseEncoder
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.openai.writer import OpenAIWriter
+from dynamo.communication.http import Request
 from dynamo.communication.http.response import Response
 from dynamo.core.codec import ReplyDecoder, ReplyEncoder
 from dynamo.core.fast_path import SendToken
@@ -29,8 +30,6 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 from dynamo.telemetry.metrics import Registry
 
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-
-ESCAPES = JsonStringCache()  # shared by all answers, as in a frontend
 
 
 class NormalPathReply(ResumableReply):
@@ -74,15 +73,11 @@ class Stream:
         ticks = itertools.count(1)
         self.metrics = FrontendMetrics(Registry()).for_model("m")
         self.timing = TokenTiming(self.metrics, lambda: float(next(ticks)), 0.0, 1)
-        request: Any = None
         reply = StreamReply(
-            Exchange(request, self.response, "1", "1", ()),
-            ResponseEncoder(COMPLETION_RESPONSE, "1", "m", 0, include_usage=True),
+            Exchange(Request("POST", b"/", {}), self.response, "1", "1", ()),
+            OpenAIWriter(COMPLETION_RESPONSE, "1", "m", 0, include_usage=True),
             UsageCounter(1),
             self.timing,
-            ESCAPES,
-            choices=1,
-            include_usage=True,
         )
         stops = StopStrings(options.stop) if options.stop else None
         self.resumable = reply_type(Detokeniser(0, vocabulary, options, stops, reply))

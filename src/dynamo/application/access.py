@@ -71,7 +71,7 @@ class ApiKeys:
         if not self._digests:
             return route
 
-        def checked(exchange: Exchange) -> Awaitable[None]:
+        def checked(exchange: Exchange) -> Awaitable[object]:
             self.check(exchange.request)
             return route(exchange)
 

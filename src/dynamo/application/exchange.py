@@ -9,7 +9,6 @@ from itertools import count
 from typing import Protocol
 
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
-from dynamo.application.openai.response_encoder import SSE_HEADERS as STREAM_HEADERS
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
 
@@ -39,6 +38,11 @@ def sanitise_request_id(client_id: str | None) -> str:
 
 
 JSON_CONTENT_TYPE = ("content-type", "application/json")
+STREAM_HEADERS = (
+    ("content-type", "text/event-stream; charset=utf-8"),
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),
+)
 
 
 class EventOutput(Protocol):
@@ -66,9 +70,9 @@ class EventOutput(Protocol):
 class Exchange:
     """A request, its response, and facts that are logged and counted when it ends.
 
-    `headers` are sent with every answer. `client_request_id` is the id that the client sees.
-    `error_format` writes errors. `error_status` is the HTTP status of an error, also of one in the
-    middle of a stream; 0: none.
+    `output` takes the events of a stream, by default the response. `headers` are sent with every
+    answer. `client_request_id` is the id that the client sees. `error_format` writes errors.
+    `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Exchange:
     ) -> None:
         self.request = request
         self.response = response
+        self.output: EventOutput = response
         self.request_id = request_id
         self.client_request_id = client_request_id
         self.headers = (("x-request-id", client_request_id), *headers)

@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-from dynamo.application.openai.response_encoder import DONE_EVENT
 from dynamo.communication.http.errors import STATUS_BY_CODE as SERVER_STATUS_BY_CODE
 from dynamo.core.errors import DynamoError, MethodNotAllowed
 
+DONE_EVENT = b"data: [DONE]\n\n"
+"""The end of OpenAI's streams of chats and completions."""
 Headers = tuple[tuple[str, str], ...]
 
 STATUS_BY_CODE = {

@@ -14,7 +14,7 @@ from dynamo.application.foreign_paths import (
 )
 from dynamo.application.http_errors import WrongMethod
 
-Route = Callable[[Exchange], Awaitable[None]]
+Route = Callable[[Exchange], Awaitable[object]]
 
 
 class RouteTable:

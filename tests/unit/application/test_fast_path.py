@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
-from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
+from dynamo.application.generation.fast_path import JsonStringCache, StreamFastPath
 from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
-from dynamo.application.openai.response_encoder import JsonStringCache
 from dynamo.core.fast_path import TextTable, TokenTexts
 from dynamo.telemetry.metrics import Registry
+
+FRAME = (b"<", b">")
 
 
 class ManualClock:
@@ -106,11 +107,10 @@ class OpenFastPath:
         self.response = FakeResponse()
         self.token_log = array("I")
         may_begin_stop = (lambda text: True if "c" in text else None) if stops else None
-        template = EventTemplate(b"<", JsonStringCache(), b">")
         self.token_texts = TokenTexts(["a", None, 'c"'])
         text_table = TextTable(self.token_texts, may_begin_stop)
         response: Any = self.response
-        self.fast_path = StreamFastPath(0, response, template, timing, text_table, self.token_log)
+        self.fast_path = StreamFastPath(0, response, FRAME, timing, text_table, self.token_log)
 
 
 def test_texts_are_written_as_json_with_one_flush(
@@ -198,10 +198,9 @@ def test_the_requests_of_a_vocabulary_share_the_json_of_its_texts(
     first.fast_path.send_token(0)
     table = TextTable(first.token_texts)
     assert table.token_texts.json_texts == [b'"a"', None, None]
-    template = EventTemplate(b"<", JsonStringCache(), b">")
     response: Any = first.response
     timing = TokenTiming(metrics, clock, 99.0, 1)
-    second = StreamFastPath(0, response, template, timing, table, array("I"))
+    second = StreamFastPath(0, response, FRAME, timing, table, array("I"))
     second.send_token(2)
     assert first.token_texts.json_texts == [b'"a"', None, b'"c\\""']
     assert OpenFastPath(timing).token_texts.json_texts == [None, None, None]

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.unit.application.test_replies import FakeConnection
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics
-from dynamo.application.generation.items import (
-    AnswerItem,
-    ItemReply,
-    ItemStreamReply,
-    ItemWriter,
-)
+from dynamo.application.generation.replies import HttpReply, StreamReply, UnaryReply
 from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.items import AnswerItem, ItemKind, ItemWriter, UsageCounter
+from dynamo.communication.http import Request
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, ProtocolError, SlowReader
 from dynamo.core.text import (
@@ -39,10 +35,12 @@ END = TextFinish("stop", 3, reasoning_tokens=1)
 class LineWriter(ItemWriter):
     """Writes each event as a line of words."""
 
-    def encode_start(self, usage: UsageCounter) -> bytes:
-        return b"start %d\n" % usage.prompt_tokens
+    kept_kinds: ClassVar[frozenset[ItemKind]] = frozenset({"reasoning", "text", "call"})
 
-    def encode_item_begun(self, item: AnswerItem) -> bytes:
+    def encode_start(self) -> bytes:
+        return b"start %d\n" % self.usage.prompt_tokens
+
+    def begin_item(self, item: AnswerItem) -> bytes:
         return f"+{item.index} {item.kind}{item.name}\n".encode()
 
     def encode_delta(self, item: AnswerItem, delta: str, logprobs: Any) -> bytes:
@@ -51,11 +49,30 @@ class LineWriter(ItemWriter):
     def encode_item_ended(self, item: AnswerItem) -> bytes:
         return f"-{item.index} {item.text} {item.complete}\n".encode()
 
-    def encode_end(self, items: Any, end: TextFinish, usage: UsageCounter) -> bytes:
-        return f"end {len(items)} {end.reason} {usage.completion_tokens}\n".encode()
+    def encode_end(self) -> bytes:
+        [choice] = self.choices
+        tokens = self.usage.completion_tokens
+        return f"end {len(choice.items)} {choice.end.reason} {tokens}\n".encode()
 
-    def encode_answer(self, items: Any, end: TextFinish, usage: UsageCounter) -> bytes:
+    def encode_answer(self) -> bytes:
+        items = self.choices[0].items
         return json.dumps([[item.kind, item.name, item.text] for item in items]).encode()
+
+
+class HeldWriter(LineWriter):
+    """Holds the end back."""
+
+    holds_end = True
+
+
+class FrameWriter(LineWriter):
+    """Writes deltas by frames, and keeps none."""
+
+    kept_kinds: ClassVar[frozenset[ItemKind]] = frozenset()
+
+    def begin_item(self, item: AnswerItem) -> bytes:
+        item.frame = (b"<", b">\n") if item.kind == "text" else (b"<", b"|", b">\n")
+        return super().begin_item(item)
 
 
 class Answer:
@@ -63,9 +80,10 @@ class Answer:
 
     def __init__(
         self,
-        reply_type: type[ItemReply] = ItemStreamReply,
+        reply_type: type[HttpReply] = StreamReply,
         limit: int = 1 << 20,
         *,
+        writer: ItemWriter | None = None,
         begins: bool = True,
         tokens: int = 5,
     ) -> None:
@@ -76,9 +94,8 @@ class Answer:
         ticks = itertools.count(1)
         metrics = FrontendMetrics(Registry()).for_model("m")
         self.timing = TokenTiming(metrics, lambda: float(next(ticks)), 0.0, 1)
-        request: Any = None
-        exchange = Exchange(request, self.response, "1", "1", ())
-        self.reply = reply_type(exchange, LineWriter(), UsageCounter(1), self.timing)
+        exchange = Exchange(Request("POST", b"/", {}), self.response, "1", "1", ())
+        self.reply = reply_type(exchange, writer or LineWriter(), UsageCounter(1), self.timing)
         self.reply.prompt(tokens)
         if begins:
             self.reply.begin(0, Started("w"))
@@ -90,7 +107,7 @@ class Answer:
         return body.decode().removesuffix("0\r\n\r\n").splitlines()
 
 
-def answer_all(reply: ItemReply) -> None:
+def answer_all(reply: HttpReply) -> None:
     reply.event(0, ReasoningDelta("a"))
     reply.event(0, ReasoningDelta("b"))
     reply.text(0, "c")
@@ -119,7 +136,7 @@ async def test_items_are_streamed_one_after_another() -> None:
 
 
 async def test_a_whole_answer_has_all_items() -> None:
-    answer = Answer(ItemReply)
+    answer = Answer(UnaryReply)
     answer_all(answer.reply)
     answer.reply.check_complete()
     items = [["reasoning", "", "ab"], ["text", "", "c"], ["call", "f", "{}"], ["text", "", "d"]]
@@ -186,7 +203,7 @@ async def test_an_answer_without_items_and_one_that_ends_early() -> None:
         answer.reply.check_complete()
     answer.reply.finish(0, END)
     assert answer.lines == ["start 5", "end 0 stop 3"]
-    whole = Answer(ItemReply)
+    whole = Answer(UnaryReply)
     whole.reply.finish(0, END)
     assert whole.lines == ["[]"]
 
@@ -200,7 +217,7 @@ async def test_a_part_of_a_call_that_has_ended_is_an_error() -> None:
 
 
 async def test_items_that_are_not_streamed_may_begin_anew() -> None:
-    answer = Answer(ItemReply)
+    answer = Answer(UnaryReply)
     answer.reply.text(0, "a")
     answer.reply.event(0, CallBegun(0, "call_1", "f"))
     assert answer.reply.restart(0)
@@ -213,4 +230,33 @@ async def test_items_that_are_not_streamed_may_begin_anew() -> None:
     streamed = Answer()
     streamed.reply.text(0, "a")
     assert not streamed.reply.restart(0)
-    streamed.reply.close()
+
+
+async def test_frames_write_deltas_around_their_json_strings() -> None:
+    answer = Answer(writer=FrameWriter())
+    answer.reply.event(0, ReasoningDelta('a"'))
+    answer.reply.text(0, "b")
+    answer.response.congested = True
+    answer.reply.text(0, "c")
+    answer.reply.text(0, "d")
+    assert answer.response.on_writable is not None
+    answer.response.on_writable()
+    answer.response.congested = False
+    answer.reply.text(0, "e", [DecodedTokenLogprob("e", b"e", -1.0)])
+    answer.reply.finish(0, END)
+    assert answer.lines == [
+        *("start 5", "+0 reasoning", '<"a\\""|"a\\"">', "-0  True"),
+        *("+1 text", '<"b">', '<"cd">', "1 e 1", "-1  True", "end 2 stop 3"),
+    ]
+
+
+@pytest.mark.parametrize("reply_type", [StreamReply, UnaryReply])
+async def test_a_held_end_is_sent_later(reply_type: type[HttpReply]) -> None:
+    answer = Answer(reply_type, writer=HeldWriter())
+    answer.reply.text(0, "a")
+    answer.reply.finish(0, END)
+    answer.reply.check_complete()
+    assert not answer.response.ended
+    answer.reply.send_end()
+    assert answer.response.ended
+    assert answer.lines[-1] in {"end 1 stop 3", '[["text", "", "a"]]'}

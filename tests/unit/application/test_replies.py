@@ -11,11 +11,12 @@ import pytest
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics
-from dynamo.application.generation.replies import OffsetReply, StreamReply, UnaryReply
+from dynamo.application.generation.replies import HttpReply, OffsetReply, StreamReply, UnaryReply
 from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.items import UsageCounter
 from dynamo.application.openai.completions import COMPLETION_RESPONSE
-from dynamo.application.openai.response_encoder import JsonStringCache, ResponseEncoder
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.openai.writer import OpenAIWriter
+from dynamo.communication.http import Request
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
 from dynamo.core.fast_path import TextTable, TokenTexts
@@ -56,23 +57,11 @@ class Answer:
         ticks = itertools.count(1)
         metrics = FrontendMetrics(Registry()).for_model("m")
         timing = TokenTiming(metrics, lambda: float(next(ticks)), 0.0, choices)
-        request: Any = None
-        exchange = Exchange(request, self.response, "1", "1", ())
-        encoder = ResponseEncoder(COMPLETION_RESPONSE, "1", "m", 0, include_usage=stream)
+        exchange = Exchange(Request("POST", b"/", {}), self.response, "1", "1", ())
+        writer = OpenAIWriter(COMPLETION_RESPONSE, "1", "m", 0, include_usage=stream)
         usage = self.usage = UsageCounter(choices)
-        self.reply: StreamReply | UnaryReply
-        if stream:
-            self.reply = StreamReply(
-                exchange,
-                encoder,
-                usage,
-                timing,
-                JsonStringCache(),
-                choices=choices,
-                include_usage=True,
-            )
-        else:
-            self.reply = UnaryReply(exchange, encoder, usage, timing, choices=choices)
+        reply_type = StreamReply if stream else UnaryReply
+        self.reply: HttpReply = reply_type(exchange, writer, usage, timing)
         self.reply.prompt(5)
         for choice in range(choices):
             self.reply.begin(choice, Started("w"))

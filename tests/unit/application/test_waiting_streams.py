@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.generation.items import ItemStreamReply
+from dynamo.application.messages.writer import MessageWriter
 from dynamo.core.clock import SystemClock
 
 Open = Callable[..., Awaitable[Any]]
@@ -225,7 +225,7 @@ async def test_a_stream_that_cannot_begin_leaves_others_alone(
     site: Any, clock: SteppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.application.generation.concurrency.update_limits(2, 0)
-    monkeypatch.setattr(ItemStreamReply, "break_silence", lambda _, silent_s: 1 / 0)
+    monkeypatch.setattr(MessageWriter, "encode_start", lambda _: 1 / 0)
     async with request(site, "/v1/messages") as broken, request(site, "/v1/completions") as other:
         while len(site.processor.requests) < 2:
             await asyncio.sleep(0)

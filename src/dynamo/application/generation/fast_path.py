@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
+
+import msgspec
 
 from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
-from dynamo.application.openai.response_encoder import JsonStringCache
 from dynamo.communication.http import Response
 from dynamo.core.fast_path import FastPath, TextTable
 
 
-class EventTemplate(NamedTuple):
-    """The parts of a text event: prefix, JSON string of the text, suffix."""
+class JsonStringCache(dict[str, bytes]):
+    """Caches the JSON string of each text, because tokens repeat. A lookup is one C call."""
 
-    prefix: bytes
-    json_strings: JsonStringCache
-    suffix: bytes
+    def __init__(self, capacity: int = 1 << 16, max_text_length: int = 64) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._max_text_length = max_text_length
+
+    def __missing__(self, text: str) -> bytes:
+        json_text = msgspec.json.encode(text)
+        if len(text) <= self._max_text_length:
+            if len(self) >= self._capacity:
+                self.clear()
+            self[text] = json_text
+        return json_text
+
+
+JSON_STRINGS = JsonStringCache()
+"""The JSON strings of the texts of all answers."""
 
 
 class StreamFastPath(FastPath):
-    """Writes single tokens of one choice as events.
+    """Writes single tokens of one choice as events. A text stands between the two parts of `frame`.
 
     A token touches as few objects as possible. Between two tokens of a stream the CPU caches lose
     them, so every touched object is fetched from memory again.
@@ -30,7 +43,6 @@ class StreamFastPath(FastPath):
         "_append_token",
         "_find_unsafe",
         "_json_by_token",
-        "_json_strings",
         "_now",
         "_pending_events",
         "_prefix",
@@ -46,7 +58,7 @@ class StreamFastPath(FastPath):
         self,
         choice: int,
         response: Response,
-        template: EventTemplate,
+        frame: tuple[bytes, ...],
         timing: TokenTiming,
         text_table: TextTable,
         token_log: array[int],
@@ -54,7 +66,7 @@ class StreamFastPath(FastPath):
         super().__init__()
         self._response = response
         self._pending_events, self._schedule_flush = response.get_event_buffer()
-        self._prefix, self._json_strings, self._suffix = template
+        self._prefix, self._suffix = frame
         token_texts, self._find_unsafe = text_table.token_texts, text_table.may_begin_stop
         self._texts, self._json_by_token = token_texts.texts, token_texts.json_texts
         self._timing = timing
@@ -89,5 +101,5 @@ class StreamFastPath(FastPath):
         text = self._texts[token]
         if text is None or (self._find_unsafe is not None and self._find_unsafe(text) is not None):
             return None
-        json_text = self._json_by_token[token] = self._json_strings[text]
+        json_text = self._json_by_token[token] = JSON_STRINGS[text]
         return json_text

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -17,20 +16,18 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
-from dynamo.application.generation.counted_stream import CountedStreamReply
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER, Deadlines, parse_timeout_header
-from dynamo.application.generation.prompt_logprobs import (
-    PromptLogprobsOptions,
-    PromptLogprobsReply,
-)
 from dynamo.application.generation.replies import (
     MAX_HOLD_S,
+    CountedStreamReply,
     HttpReply,
     OffsetReply,
     StreamReply,
     UnaryReply,
 )
 from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.items import ItemWriter, UsageCounter
+from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat import (
     CHAT_RESPONSE,
     ChatParts,
@@ -39,30 +36,25 @@ from dynamo.application.openai.chat import (
     read_chat,
 )
 from dynamo.application.openai.completions import (
+    COMPLETION_DECODER,
     COMPLETION_RESPONSE,
     completion_requests,
-    read_completion,
 )
 from dynamo.application.openai.generation_body import (
     MAX_NAME_BYTES,
     TIER_PRIORITIES,
+    GenerationBody,
     check_size,
-    stream_usage,
 )
-from dynamo.application.openai.response_encoder import (
-    REASONING_FIELDS,
-    JsonStringCache,
-    ResponseEncoder,
-    ResponseTemplate,
-)
+from dynamo.application.openai.prompt_logprobs import PromptLogprobsOptions
 from dynamo.application.openai.tools import names_one_function
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.openai.writer import REASONING_FIELDS, OpenAIWriter, ResponseTemplate
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.tasks import run_in_slices
-from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
+from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
 
 log = logging.getLogger(__name__)
 
@@ -76,19 +68,6 @@ MAX_TRACE_BYTES = 256
 
 ProcessorCall = Callable[[Context, TextReply], Awaitable[None]]
 """Answers one HTTP request by a processor."""
-ReplyFactory = Callable[[Exchange, str, UsageCounter, TokenTiming], HttpReply]
-"""Makes the reply of an exchange; its second argument is the model's name in the answer."""
-
-
-class AnswerShape(NamedTuple):
-    """The parts of an answer in OpenAI's format: choices of a prompt, prompts, and logprobs of the
-    prompt. A stream has usage at its end (`include_usage`) and in each event (`counts_tokens`)."""
-
-    per_prompt: int
-    prompts: int
-    include_usage: bool
-    counts_tokens: bool
-    prompt_logprobs: PromptLogprobsOptions | None
 
 
 class GenerationHandler:
@@ -113,7 +92,6 @@ class GenerationHandler:
         self._clock = clock
         self._metrics = metrics
         self._caller_limits = caller_limits
-        self._json_strings = JsonStringCache()
         self.concurrency = ConcurrencyLimit(
             server.max_concurrent_requests, server.max_waiting_requests
         )
@@ -127,47 +105,34 @@ class GenerationHandler:
         if server.request_timeout != self.deadlines.timeout_s:
             self.deadlines = Deadlines(self._clock, server.request_timeout)
 
-    def chat(self, exchange: Exchange) -> Awaitable[None]:
+    def chat(self, exchange: Exchange) -> Awaitable[object]:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
         prompt = None
         if body.prompt_logprobs is not None:
             prompt = PromptLogprobsOptions(field=body.prompt_logprobs, place="response")
-        shape = AnswerShape(body.n or 1, 1, *stream_usage(body), prompt)
         template = self._chat_response
         if body.tool_choice and names_one_function(body.tool_choice):
             template = replace(template, call_reason="stop")
         if body.service_tier in TIER_PRIORITIES:
             template = replace(template, service_tier=body.service_tier or "")
-        make_reply = partial(self._make_openai_reply, template, shape)
         model, served = self._gateway.find(body.model)
-        exchange.model = served.names[0]
+        exchange.model, exchange.streaming = served.names[0], bool(body.stream)
         request = chat_request(chat_parts(body), model, self._unknown_roles)
-        exchange.streaming = bool(body.stream)
-        return self._answer_chat(exchange, request, served, make_reply)
+        writer = self._openai_writer(exchange, template, model, body, prompt)
+        return self.answer_chat(exchange, request, served, writer)
 
     def answer_chat(
-        self, exchange: Exchange, chat: ChatParts, make_reply: ReplyFactory
-    ) -> Awaitable[None]:
-        """Answer a chat by a reply of `make_reply`. Raises `InvalidRequest`, `ModelNotFound`, and
-        later the processor's errors."""
-        return self._answer_chat(exchange, *self.read_chat_request(exchange, chat), make_reply)
-
-    def _answer_chat(
-        self,
-        exchange: Exchange,
-        request: ChatRequest,
-        served: ServedModel,
-        make_reply: ReplyFactory,
-    ) -> Awaitable[None]:
+        self, exchange: Exchange, request: ChatRequest, served: ServedModel, writer: ItemWriter
+    ) -> Awaitable[HttpReply]:
+        """Answer a chat by a writer. Returns the reply later. Raises the processor's errors."""
         if request.options.priority or self._caller_limits.needed:
             options = self._caller_limits.apply(request.options, exchange.request)
             request = replace(request, options=options)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
         call = partial(served.processor.chat, request)
-        counts = request.options.n, 1
-        return self._generate(exchange, request.model, call, make_reply, counts)
+        return self._generate(exchange, call, writer, request.options)
 
     def read_chat_request(
         self, exchange: Exchange, chat: ChatParts
@@ -187,72 +152,60 @@ class GenerationHandler:
                 await exchange.request.pause()
             return len(await served.processor.tokenize(request))
 
-    def complete(self, exchange: Exchange) -> Awaitable[None]:
+    def complete(self, exchange: Exchange) -> Awaitable[object]:
         """POST /v1/completions."""
-        body = read_completion(exchange.request)
+        body = decode_body(COMPLETION_DECODER, exchange.request)
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         requests = completion_requests(body, model)
-        if requests[0].options.priority or self._caller_limits.needed:
-            options = self._caller_limits.apply(requests[0].options, exchange.request)
+        options = requests[0].options
+        if options.priority or self._caller_limits.needed:
+            options = self._caller_limits.apply(options, exchange.request)
             requests = [replace(request, options=options) for request in requests]
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         exchange.streaming = bool(body.stream)
         call = partial(_complete_all, served, requests)
-        counts = (requests[0].options.n, len(requests))
         prompt = None
-        if requests[0].options.prompt_logprobs is not None:
+        if options.prompt_logprobs is not None:
             echo = body.logprobs if body.echo else None
             prompt = PromptLogprobsOptions(echo, body.prompt_logprobs)
-        shape = AnswerShape(*counts, *stream_usage(body), prompt)
-        make_reply = partial(self._make_openai_reply, COMPLETION_RESPONSE, shape)
-        return self._generate(exchange, model, call, make_reply, counts)
+        writer = self._openai_writer(exchange, COMPLETION_RESPONSE, model, body, prompt)
+        return self._generate(exchange, call, writer, options, len(requests))
 
-    def _make_openai_reply(
+    def _openai_writer(
         self,
-        template: ResponseTemplate,
-        shape: AnswerShape,
         exchange: Exchange,
+        template: ResponseTemplate,
         model: str,
-        usage_counter: UsageCounter,
-        timing: TokenTiming,
-    ) -> HttpReply:
-        usage = shape.include_usage
+        body: GenerationBody,
+        prompt_logprobs: PromptLogprobsOptions | None,
+    ) -> OpenAIWriter:
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         created = int(self._clock.wall())
-        encoder = ResponseEncoder(
-            template, exchange.request_id, model, created, include_usage=usage
-        )
-        choices = shape.per_prompt * shape.prompts
-        parts = (exchange, encoder, usage_counter, timing)
-        if shape.prompt_logprobs is not None:
-            return PromptLogprobsReply(shape.prompt_logprobs, *parts, choices=choices)
-        if not exchange.streaming:
-            return UnaryReply(*parts, choices=choices)
-        stream_type = CountedStreamReply if shape.counts_tokens else StreamReply
-        return stream_type(*parts, self._json_strings, choices=choices, include_usage=usage)
+        return OpenAIWriter(template, exchange.request_id, model, created, usage, prompt_logprobs)
 
     async def _generate(
         self,
         exchange: Exchange,
-        model: str,
         call: ProcessorCall,
-        make_reply: ReplyFactory,
-        counts: tuple[int, int],
-    ) -> None:
-        """`counts`: choices of a prompt, and prompts."""
-        per_prompt, prompts = counts
+        writer: ItemWriter,
+        options: TextOptions,
+        prompts: int = 1,
+    ) -> HttpReply:
         headers = exchange.request.headers
         shared_deadlines = deadlines = self.deadlines
         if TIMEOUT_HEADER in headers:
             deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
         metrics = self._metrics.for_model(exchange.model)
-        usage_counter = UsageCounter(per_prompt)
+        usage_counter = UsageCounter(options.n)
         started = self._clock.now()
-        timing = TokenTiming(metrics, self._clock.now, started, per_prompt * prompts)
-        reply = make_reply(exchange, model, usage_counter, timing)
+        timing = TokenTiming(metrics, self._clock.now, started, options.n * prompts)
+        reply_type: type[HttpReply] = StreamReply if exchange.streaming else UnaryReply
+        if options.count_tokens:
+            reply_type = CountedStreamReply
+        reply = reply_type(exchange, writer, usage_counter, timing, prompts)
         reply.hold_s = self._hold_s
-        reply.release_after(prompts, exchange.request.hold)
         deadline = deadlines.start(started)
         try:
             if not self.concurrency.try_acquire():
@@ -270,11 +223,12 @@ class GenerationHandler:
             finally:
                 self.concurrency.release()
             reply.check_complete()
+            return reply
         except asyncio.CancelledError:
             deadlines.raise_if_expired(deadline)
             raise
         finally:
-            reply.close()
+            exchange.output.on_silence = None
             deadlines.stop(deadline)
             if deadlines is not shared_deadlines:
                 deadlines.close()

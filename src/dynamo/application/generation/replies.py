@@ -1,33 +1,34 @@
-"""Replies that turn the processor's text into an event stream or one JSON answer."""
+"""Replies that send an answer's items as an event stream or as one JSON answer."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from dynamo.application.exchange import EventOutput, Exchange, worker_headers
-from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
+from dynamo.application.generation.fast_path import JSON_STRINGS, StreamFastPath
 from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.openai.answer_parts import AnswerParts
-from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
-from dynamo.application.openai.usage import UsageCounter
-from dynamo.communication.http import BodyHold
+from dynamo.application.items import (
+    AnswerChoice,
+    AnswerItem,
+    ItemKind,
+    ItemReply,
+    ItemWriter,
+    TokenLogprobs,
+    UsageCounter,
+)
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.text import (
     AnswerEvent,
+    CallBegun,
     DecodedPromptToken,
-    DecodedTokenLogprob,
     TextFinish,
     TextReply,
 )
 from dynamo.core.values import Started
-
-TokenLogprobs = Sequence[DecodedTokenLogprob]
 
 MAX_ENCODED_BYTES = 32 << 20
 """Budget of one request: the packed prompts, and the prompts' texts that choices repeat."""
@@ -47,15 +48,7 @@ MAX_HOLD_S = 5.0
 """A head waits so long at most for admission, which rejects requests within `router.ttft_slo`."""
 
 
-class PendingText(msgspec.Struct):
-    """Text of one choice that waits for a congested connection; `size` counts bytes roughly."""
-
-    size: int = 0
-    texts: list[str] = []
-    logprobs: list[DecodedTokenLogprob] = []
-
-
-class HttpReply(TextReply):
+class HttpReply(ItemReply):
     """The common part of replies to one HTTP request; `remaining_choices` have not ended.
 
     A stream that waits sends its head early if `accepted`: all prompts were checked, or a place to
@@ -63,50 +56,53 @@ class HttpReply(TextReply):
     begun, the head waits for `hold_s`.
     """
 
-    __slots__ = (
-        "_encoded_bytes",
-        "_hold",
-        "_logprob_count",
-        "_response",
-        "_unencoded_prompts",
-        "_usage_counter",
-        "accepted",
-        "hold_s",
-        "remaining_choices",
-    )
-
-    def __init__(self, response: EventOutput, usage_counter: UsageCounter, choices: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        writer: ItemWriter,
+        usage: UsageCounter,
+        timing: TokenTiming,
+        prompts: int = 1,
+    ) -> None:
+        super().__init__(usage, prompts * usage.choices_per_prompt)
+        writer.choices, writer.usage = self.choices, usage
         self.accepted, self.hold_s = False, 0.0
-        self._response = response
-        self._usage_counter = usage_counter
-        self._hold: BodyHold | None = None
-        self._encoded_bytes = self._logprob_count = self._unencoded_prompts = 0
-        self.remaining_choices = choices
-
-    def release_after(self, prompts: int, hold: BodyHold | None) -> None:
-        """Release `hold`, the body's share of the budget, when all `prompts` are encoded."""
-        self._unencoded_prompts, self._hold = prompts, hold
+        self.interleaves_calls = writer.interleaves_calls
+        self.shows_refusals = writer.shows_refusals
+        self._exchange = exchange
+        self._response: EventOutput = exchange.output
+        self._writer = writer
+        self._timing = timing
+        self._encoded_bytes = self._logprob_count = 0
+        self._unencoded_prompts = prompts
+        self._response.on_silence = self.break_silence
 
     def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
         self._unencoded_prompts -= 1
         if self._unencoded_prompts <= 0:
             self.accepted = True
-            if self._hold is not None:
-                self._hold.release()
-        self._usage_counter.prompt_tokens += prompt_tokens
+            hold = self._exchange.request.hold
+            if hold is not None:
+                hold.release()
+        self._usage.prompt_tokens += prompt_tokens
         self._encoded_bytes += TOKEN_BYTES * prompt_tokens + ECHO_COPIES * repeated_bytes
         if self._encoded_bytes > MAX_ENCODED_BYTES:
             raise TooLarge(
-                f"{self._usage_counter.prompt_tokens:,} tokens and the texts that choices "
+                f"{self._usage.prompt_tokens:,} tokens and the texts that choices "
                 f"repeat take {self._encoded_bytes:,} bytes, limit {MAX_ENCODED_BYTES:,}",
                 hint="send fewer prompts in a request, or no echo with a large n",
                 field="prompt",
             )
 
-    def begin(self, choice: int, started: Started) -> None:
-        self._usage_counter.on_started(choice, started)
+    def event(self, choice: int, event: AnswerEvent) -> bool:
+        self._timing.on_text(choice)
+        return super().event(choice, event) and self._response.open
 
-    def count_logprobs(self, logprobs: TokenLogprobs | Sequence[DecodedPromptToken]) -> None:
+    def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
+        super().prompt_logprobs(choice, tokens)
+        self._count_logprobs(tokens)
+
+    def _count_logprobs(self, logprobs: TokenLogprobs | Sequence[DecodedPromptToken]) -> None:
         """Count the logprobs that are held until the answer ends. Raises `TooLarge`."""
         self._logprob_count += sum(1 + len(token.top) for token in logprobs)
         if self._logprob_count > MAX_LOGPROBS:
@@ -115,6 +111,25 @@ class HttpReply(TextReply):
                 hint="stream the answer, or ask for fewer choices, tokens or top logprobs",
                 field="top_logprobs",
             )
+
+    def _add_delta(
+        self,
+        answer: AnswerChoice,
+        item: AnswerItem,
+        delta: str,
+        logprobs: TokenLogprobs | None = None,
+    ) -> bool:
+        super()._add_delta(answer, item, delta, logprobs)
+        if logprobs:
+            self._count_logprobs(logprobs)
+        return self._response.open
+
+    def break_silence(self, silent_s: float) -> None:
+        """Do something against the silence of an answer, where that is possible."""
+
+    @abstractmethod
+    def send_end(self) -> None:
+        """Send the whole answer, or the last events of a stream."""
 
     def check_complete(self) -> None:
         """Raise an error if the processor returned before the end: the client's or the server's."""
@@ -126,22 +141,27 @@ class HttpReply(TextReply):
         if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
 
-    def break_silence(self, silent_s: float) -> None:
-        """Send the head of a stream that waits, later comment lines: proxies and clients give up
-        connections without output."""
-        if not self._response.started:
-            decided = silent_s >= self.hold_s or self._usage_counter.worker
-            if (self.accepted and decided) or silent_s >= KEEP_ALIVE_S:
-                self._start_stream()
-        else:
-            write_keep_alive(self._response, silent_s)
 
-    def _start_stream(self) -> None:
-        """Send the head of the stream."""
+class UnaryReply(HttpReply):
+    """Sends one JSON answer when the last choice has ended."""
 
-    def close(self) -> None:
-        """Release what outlives the request otherwise. The reply receives nothing any more."""
-        self._response.on_silence = None
+    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
+        self._timing.on_text(choice)
+        item = self.choices[choice].current
+        if logprobs is not None or item is None or item.kind != "text":
+            return super().text(choice, delta, logprobs)
+        item.deltas.append(delta)
+        return self._response.open
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        super().finish(choice, end)
+        if self.remaining_choices == 0 and not self._writer.holds_end:
+            self.send_end()
+
+    def send_end(self) -> None:
+        usage = self._usage
+        headers = worker_headers(usage.worker, usage.prefill_worker)
+        self._exchange.send_json(200, self._writer.encode_answer(), headers)
 
 
 def write_keep_alive(response: EventOutput, silent_s: float) -> None:
@@ -151,206 +171,160 @@ def write_keep_alive(response: EventOutput, silent_s: float) -> None:
 
 
 class StreamReply(HttpReply):
-    """Writes every text as one event; texts are merged only while the client does not read.
+    """Writes every delta as one event; deltas are merged only while the client does not read.
 
-    The response head is sent with the first text, or by `break_silence`.
+    The response head is sent with the first item, or by `break_silence`. `_unsent_bytes` are those
+    of all choices.
     """
 
-    __slots__ = (
-        "_encoder",
-        "_exchange",
-        "_include_usage",
-        "_json_strings",
-        "_pending",
-        "_pending_bytes",
-        "_prefixes",
-        "_suffix",
-        "_timing",
-    )
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        encoder: ResponseEncoder,
-        usage_counter: UsageCounter,
-        timing: TokenTiming,
-        json_strings: JsonStringCache,
-        *,
-        choices: int,
-        include_usage: bool,
-    ) -> None:
-        super().__init__(exchange.response, usage_counter, choices)
-        self._exchange = exchange
-        self._encoder = encoder
-        self._timing = timing
-        self._json_strings = json_strings
-        self._include_usage = include_usage
-        self._suffix = encoder.text_suffix
-        self._prefixes: list[bytes | None] = [None] * choices
-        self._pending: dict[int, PendingText] = {}
-        self._pending_bytes = 0
-        exchange.response.on_silence = self.break_silence
+    _unsent_bytes = 0
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
-        prefix = self._prefixes[choice] or self._start_choice(choice)
+        answer = self.choices[choice]
+        item = answer.current
+        if item is None or item.kind != "text":
+            item = self._begin_item(answer, "text")
         response = self._response
-        if response.congested:
-            return self._buffer_text(choice, delta, logprobs)
-        if logprobs is None:
-            return response.write(prefix + self._json_strings[delta] + self._suffix)
-        return response.write(self._encoder.encode_text_chunk(choice, delta, logprobs))
+        if logprobs is not None or response.congested or not item.frame:
+            return self._add_delta(answer, item, delta, logprobs)
+        before, after = item.frame
+        return response.write(before + JSON_STRINGS[delta] + after)
 
     def open_fast_path(
         self, choice: int, text_table: TextTable, token_log: array[int] | None
     ) -> FastPath | None:
-        prefix = self._prefixes[choice]
-        if prefix is None:
+        item = self.choices[choice].current
+        if item is None or item.kind != "text" or not item.frame:
             return None
         token_log = array("I") if token_log is None else token_log
-        template = EventTemplate(prefix, self._json_strings, self._suffix)
         response = self._exchange.response
-        return StreamFastPath(choice, response, template, self._timing, text_table, token_log)
-
-    def event(self, choice: int, event: AnswerEvent) -> bool:
-        chunk = self._encoder.encode_event_chunk(choice, event)
-        if not chunk:
-            return self._response.open
-        self._timing.on_text(choice)
-        if self._prefixes[choice] is None:
-            self._start_choice(choice)
-        if choice in self._pending:
-            self._flush_choice(choice)
-        response = self._response
-        if response.congested and response.backlog_bytes > response.backlog_limit:
-            response.overrun, response.open = True, False
-        return response.write(chunk)
-
-    def finish(self, choice: int, end: TextFinish) -> None:
-        if self._prefixes[choice] is None:
-            self._start_choice(choice)
-        if choice in self._pending:
-            self._flush_choice(choice)
-        self._usage_counter.on_finished(end)
-        self._response.write(self._encoder.encode_finish_chunk(choice, end))
-        self.remaining_choices -= 1
-        if self.remaining_choices == 0 and not self._response.overrun:
-            tail = DONE_EVENT
-            if self._include_usage:
-                tail = self._encoder.encode_usage_chunk(self._usage_counter) + tail
-            self._response.end(tail)
-
-    def _start_stream(self) -> None:
-        usage = self._usage_counter
-        self._exchange.start_stream(usage.worker, usage.prefill_worker)
-
-    def _start_choice(self, choice: int) -> bytes:
-        if not self._response.started:
-            self._start_stream()
-        first_chunk = self._encoder.encode_first_chunk(choice)
-        if first_chunk:
-            self._response.write(first_chunk)
-        prefix = self._prefixes[choice] = self._encoder.text_prefix(choice)
-        return prefix
-
-    def _buffer_text(self, choice: int, delta: str, logprobs: TokenLogprobs | None) -> bool:
-        response = self._response
-        pending = self._pending.get(choice)
-        if pending is None:
-            pending = self._pending[choice] = PendingText()
-        pending.texts.append(delta)
-        size = len(delta)
-        if logprobs is not None:
-            pending.logprobs += logprobs
-            size += 64 * len(logprobs)
-        pending.size += size
-        self._pending_bytes += size
-        response.on_writable = self._flush_pending
-        if self._pending_bytes + response.backlog_bytes > response.backlog_limit:
-            response.overrun, response.open = True, False
-        return response.open
-
-    def _flush_choice(self, choice: int) -> None:
-        pending = self._pending.pop(choice)
-        self._pending_bytes -= pending.size
-        self._write_pending(choice, pending)
-
-    def _flush_pending(self) -> None:
-        for choice, pending in self._pending.items():
-            self._write_pending(choice, pending)
-        self._pending.clear()
-        self._pending_bytes = 0
-
-    def _write_pending(self, choice: int, pending: PendingText) -> None:
-        text, encoder = "".join(pending.texts), self._encoder
-        if pending.logprobs:
-            self._response.write(encoder.encode_text_chunk(choice, text, pending.logprobs))
-        else:
-            prefix = encoder.text_prefix(choice)
-            self._response.write(prefix + self._json_strings[text] + self._suffix)
-
-
-class UnaryReply(HttpReply):
-    """Collects all text and sends one JSON answer when the last choice has ended."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        encoder: ResponseEncoder,
-        usage_counter: UsageCounter,
-        timing: TokenTiming,
-        *,
-        choices: int,
-    ) -> None:
-        super().__init__(exchange.response, usage_counter, choices)
-        self._exchange = exchange
-        self._encoder = encoder
-        self._timing = timing
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
-        self._parts: dict[int, AnswerParts] = {}
-        self._ends: list[TextFinish | None] = [None] * choices
-
-    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
-        self._timing.on_text(choice)
-        self._texts[choice].append(delta)
-        if logprobs is not None:
-            collected = self._logprobs[choice]
-            if collected is None:
-                collected = self._logprobs[choice] = []
-            collected += logprobs
-            self.count_logprobs(logprobs)
-        return self._response.open
-
-    def event(self, choice: int, event: AnswerEvent) -> bool:
-        self._timing.on_text(choice)
-        parts = self._parts.get(choice)
-        if parts is None:
-            parts = self._parts[choice] = AnswerParts()
-        parts.add(event)
-        return self._response.open
+        return StreamFastPath(choice, response, item.frame, self._timing, text_table, token_log)
 
     def restart(self, choice: int) -> bool:
-        self._texts[choice] = []
-        self._logprobs[choice] = None
-        self._parts.pop(choice, None)
-        return True
+        del choice
+        return False
+
+    def break_silence(self, silent_s: float) -> None:
+        """Send the head of a stream that waits, later comment lines: proxies and clients give up
+        connections without output."""
+        if self._response.started:
+            write_keep_alive(self._response, silent_s)
+            return
+        decided = silent_s >= self.hold_s or self._usage.worker
+        if (self.accepted and decided) or silent_s >= KEEP_ALIVE_S:
+            self._start_stream()
+
+    def _start_stream(self) -> None:
+        usage = self._usage
+        self._exchange.start_stream(usage.worker, usage.prefill_worker)
+        if start := self._writer.encode_start():
+            self._response.write(start)
+
+    def _begin_choice(self, answer: AnswerChoice) -> None:
+        answer.begun = True
+        if not self._response.started:
+            self._start_stream()
+        if events := self._writer.encode_choice_begun(answer.index):
+            self._response.write(events)
+
+    def _begin_item(
+        self, answer: AnswerChoice, kind: ItemKind, call: CallBegun | None = None
+    ) -> AnswerItem:
+        if not answer.begun:
+            self._begin_choice(answer)
+        item = super()._begin_item(answer, kind, call)
+        if events := self._writer.begin_item(item):
+            self._check_backlog()
+            self._response.write(events)
+        return item
+
+    def _add_delta(
+        self,
+        answer: AnswerChoice,
+        item: AnswerItem,
+        delta: str,
+        logprobs: TokenLogprobs | None = None,
+    ) -> bool:
+        if item.kind in self._writer.kept_kinds:
+            super()._add_delta(answer, item, delta, logprobs)
+        response = self._response
+        if not response.congested or item is not answer.current:
+            return self._write_delta(item, delta, logprobs)
+        size = len(delta) + 64 * len(logprobs or ())
+        answer.unsent.append(delta)
+        answer.unsent_logprobs += logprobs or ()
+        answer.unsent_bytes += size
+        self._unsent_bytes += size
+        response.on_writable = self._write_unsent
+        self._check_backlog()
+        return response.open
+
+    def _write_delta(self, item: AnswerItem, delta: str, logprobs: TokenLogprobs | None) -> bool:
+        if item.frame and logprobs is None:
+            return self._response.write(JSON_STRINGS[delta].join(item.frame))
+        return self._response.write(self._writer.encode_delta(item, delta, logprobs or ()))
+
+    def _end_item(self, answer: AnswerChoice, item: AnswerItem) -> None:
+        if answer.unsent:
+            self._write_unsent_of(answer, item)
+        answer.current = None
+        if events := self._writer.encode_item_ended(item):
+            self._response.write(events)
+
+    def _check_backlog(self) -> None:
+        """Cut off a client that does not read although its limit is reached."""
+        response = self._response
+        if (
+            response.congested
+            and self._unsent_bytes + response.backlog_bytes > response.backlog_limit
+        ):
+            response.overrun, response.open = True, False
+
+    def _write_unsent(self) -> None:
+        for answer in self.choices:
+            if answer.unsent and answer.current is not None:
+                self._write_unsent_of(answer, answer.current)
+
+    def _write_unsent_of(self, answer: AnswerChoice, item: AnswerItem) -> None:
+        delta, logprobs = "".join(answer.unsent), answer.unsent_logprobs
+        self._unsent_bytes -= answer.unsent_bytes
+        answer.unsent, answer.unsent_logprobs, answer.unsent_bytes = [], [], 0
+        self._write_delta(item, delta, logprobs or None)
 
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._usage_counter.on_finished(end)
-        self._ends[choice] = end
-        self.remaining_choices -= 1
-        if self.remaining_choices:
-            return
-        answer = self._make_answer([end for end in self._ends if end is not None])
-        usage = self._usage_counter
-        headers = worker_headers(usage.worker, usage.prefill_worker)
-        self._exchange.send_json(200, msgspec.json.encode(answer), headers)
+        answer = self.choices[choice]
+        if not answer.begun:
+            self._begin_choice(answer)
+        super().finish(choice, end)
+        if events := self._writer.encode_choice_ended(answer):
+            self._response.write(events)
+        if self.remaining_choices == 0 and not self._writer.holds_end:
+            self.send_end()
 
-    def _make_answer(self, ends: Sequence[TextFinish]) -> dict[str, Any]:
-        texts = ["".join(parts) for parts in self._texts]
-        usage = self._usage_counter
-        return self._encoder.make_response(texts, self._logprobs, ends, usage, self._parts)
+    def send_end(self) -> None:
+        if not self._response.overrun:
+            self._response.end(self._writer.encode_end())
+
+
+class CountedStreamReply(StreamReply):
+    """Writes the tokens so far into each event: vLLM's `continuous_usage_stats`. The processor
+    counts them for the reply."""
+
+    def begin(self, choice: int, started: Started) -> None:
+        super().begin(choice, started)
+        self.count_tokens(choice, 0)
+
+    def count_tokens(self, choice: int, tokens: int) -> None:
+        answer = self.choices[choice]
+        if tokens and not answer.begun:
+            self._begin_choice(answer)  # its event comes before the first token
+        answer.tokens += tokens
+        self._writer.show_usage(sum(choice.tokens for choice in self.choices))
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self.count_tokens(choice, end.completion_tokens - self.choices[choice].tokens)
+        super().finish(choice, end)
 
 
 class OffsetReply(TextReply):

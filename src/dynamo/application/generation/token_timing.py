@@ -27,7 +27,7 @@ class TokenTiming:
         self._metrics = metrics
         self._started = started
         self.now = now
-        self.timestamps: list[list[float]] = [[] for _ in range(choices)]
+        self.timestamps: list[list[float]] = list(map(list, [()] * choices))
         self.recorded_texts = 0
 
     def on_text(self, choice: int) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
-
 import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
-from dynamo.application.generation.items import ItemReply, ItemStreamReply
-from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.messages.body import (
     MessagesBody,
     TokenCountBody,
@@ -19,7 +14,6 @@ from dynamo.application.messages.body import (
 )
 from dynamo.application.messages.writer import MessageWriter
 from dynamo.application.openai.body import decode_body
-from dynamo.application.openai.usage import UsageCounter
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(TokenCountBody)
@@ -39,10 +33,11 @@ class MessagesHandler:
         chat = answer_parts(body)
         if exchange.request.is_large:
             await exchange.request.pause()
-        exchange.streaming = bool(body.stream)
-        make_reply = partial(_make_reply, body.stop_sequences or ())
         with chat.names:
-            await self._generation.answer_chat(exchange, chat, make_reply)
+            request, served = self._generation.read_chat_request(exchange, chat)
+            name = f"msg_{exchange.request_id}"
+            writer = MessageWriter(name, request.model, body.stop_sequences or ())
+            await self._generation.answer_chat(exchange, request, served, writer)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """POST /v1/messages/count_tokens."""
@@ -53,15 +48,3 @@ class MessagesHandler:
         with chat.names:
             tokens = await self._generation.count_tokens(exchange, chat)
         exchange.send_json(200, msgspec.json.encode({"input_tokens": tokens}))
-
-
-def _make_reply(
-    stop_sequences: Collection[str],
-    exchange: Exchange,
-    model: str,
-    usage_counter: UsageCounter,
-    timing: TokenTiming,
-) -> ItemReply:
-    writer = MessageWriter(f"msg_{exchange.request_id}", model, stop_sequences)
-    reply_type = ItemStreamReply if exchange.streaming else ItemReply
-    return reply_type(exchange, writer, usage_counter, timing)

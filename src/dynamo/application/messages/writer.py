@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import msgspec
 
-from dynamo.application.generation.items import AnswerItem, ItemWriter
+from dynamo.application.items import AnswerItem, ItemKind, ItemWriter, UsageCounter
 from dynamo.application.messages.conversation import CALL_PREFIX
-from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import DECODE_ERRORS
-from dynamo.core.text import DecodedTokenLogprob, TextFinish
 
 _encode = msgspec.json.encode
 SIGNATURE_BYTES = 16
@@ -23,19 +21,35 @@ def encode_event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
 
+_DELTAS: dict[ItemKind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The type of a delta's event, and the field of its text."""
+
+
 class MessageWriter(ItemWriter):
     """Writes one message. `stop_sequences` are the client's own."""
+
+    kept_kinds: ClassVar[frozenset[ItemKind]] = frozenset({"reasoning"})
 
     def __init__(self, message_id: str, model: str, stop_sequences: Collection[str]) -> None:
         self._message_id = message_id
         self._model = model
         self._stop_sequences = stop_sequences
 
-    def encode_start(self, usage: UsageCounter) -> bytes:
-        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+    def encode_start(self) -> bytes:
+        message = self._message([], {"stop_reason": None, "stop_sequence": None})
         return encode_event("message_start", message=message)
 
-    def encode_item_begun(self, item: AnswerItem) -> bytes:
+    def begin_item(self, item: AnswerItem) -> bytes:
+        kind, field = _DELTAS[item.kind]
+        event = encode_event(
+            "content_block_delta", index=item.index, delta={"type": kind, field: ""}
+        )
+        before, after = event.rsplit(b'""', 1)
+        item.frame = before, after
         if item.kind == "text":
             block: dict[str, Any] = {"type": "text", "text": ""}
         elif item.kind == "reasoning":
@@ -44,18 +58,6 @@ class MessageWriter(ItemWriter):
             block = _call_block(item, {})
         return encode_event("content_block_start", index=item.index, content_block=block)
 
-    def encode_delta(
-        self, item: AnswerItem, delta: str, logprobs: Sequence[DecodedTokenLogprob]
-    ) -> bytes:
-        del logprobs
-        if item.kind == "text":
-            fields = {"type": "text_delta", "text": delta}
-        elif item.kind == "reasoning":
-            fields = {"type": "thinking_delta", "thinking": delta}
-        else:
-            fields = {"type": "input_json_delta", "partial_json": delta}
-        return encode_event("content_block_delta", index=item.index, delta=fields)
-
     def encode_item_ended(self, item: AnswerItem) -> bytes:
         events = encode_event("content_block_stop", index=item.index)
         if item.kind != "reasoning":
@@ -63,23 +65,18 @@ class MessageWriter(ItemWriter):
         delta = {"type": "signature_delta", "signature": _sign(item.text)}
         return encode_event("content_block_delta", index=item.index, delta=delta) + events
 
-    def encode_end(
-        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
-    ) -> bytes:
-        delta = self._stop_fields(items, end)
-        events = encode_event("message_delta", delta=delta, usage=_usage_fields(usage))
+    def encode_end(self) -> bytes:
+        delta = self._stop_fields()
+        events = encode_event("message_delta", delta=delta, usage=_usage_fields(self.usage))
         return events + encode_event("message_stop")
 
-    def encode_answer(
-        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
-    ) -> bytes:
+    def encode_answer(self) -> bytes:
         # an incomplete call in the middle is followed by its text
+        items = self.choices[0].items
         blocks = [_whole_block(item) for item in items if item.complete or item is items[-1]]
-        return _encode(self._message(blocks, self._stop_fields(items, end), usage))
+        return _encode(self._message(blocks, self._stop_fields()))
 
-    def _message(
-        self, blocks: list[dict[str, Any]], stop: dict[str, Any], usage: UsageCounter
-    ) -> dict[str, Any]:
+    def _message(self, blocks: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._message_id,
             "type": "message",
@@ -87,16 +84,18 @@ class MessageWriter(ItemWriter):
             "model": self._model,
             "content": blocks,
             **stop,
-            "usage": _usage_fields(usage),
+            "usage": _usage_fields(self.usage),
         }
 
-    def _stop_fields(self, items: Sequence[AnswerItem], end: TextFinish) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
+        [choice] = self.choices
+        end = choice.end
         sequence = end.stop if end.stop in self._stop_sequences else None
         if end.reason == "length":
             reason = "max_tokens"
         elif end.reason == "content_filter":
             reason = "refusal"
-        elif any(item.kind == "call" and item.complete for item in items):
+        elif any(item.kind == "call" and item.complete for item in choice.items):
             reason = "tool_use"
         else:
             reason = "end_turn" if sequence is None else "stop_sequence"

@@ -19,8 +19,8 @@ from dynamo.application.openai.generation_body import (
     text_options,
 )
 from dynamo.application.openai.logprobs import chat_logprobs
-from dynamo.application.openai.response_encoder import ResponseTemplate
 from dynamo.application.openai.tools import check_tools
+from dynamo.application.openai.writer import ResponseTemplate
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import CallMode, ChatRequest

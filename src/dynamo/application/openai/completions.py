@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.generation_body import (
     GenerationBody,
     Neutral,
@@ -18,8 +17,7 @@ from dynamo.application.openai.generation_body import (
     text_options,
 )
 from dynamo.application.openai.logprobs import completion_logprobs
-from dynamo.application.openai.response_encoder import ResponseTemplate
-from dynamo.communication.http import Request
+from dynamo.application.openai.writer import ResponseTemplate
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import InvalidRequest, TooLarge, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
@@ -43,13 +41,8 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: Annotated[Any, Neutral(True)] = None
 
 
-_decoder = msgspec.json.Decoder(CompletionBody)
+COMPLETION_DECODER = msgspec.json.Decoder(CompletionBody)
 _unsupported = UnsupportedFields(CompletionBody)
-
-
-def read_completion(request: Request) -> CompletionBody:
-    """Return the body of a request. Raises `InvalidRequest`."""
-    return decode_body(_decoder, request)
 
 
 def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequest]:

@@ -230,7 +230,8 @@ def text_options(
         include_stop=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
         prompt_logprobs=None if body.prompt_logprobs is None else _prompt_logprobs(body),
-        count_tokens=body.stream_options is not None and stream_usage(body)[1],
+        count_tokens=(stream := body.stream_options) is not None
+        and bool(stream.include_usage and stream.continuous_usage_stats),  # as in vLLM
         sampling=_sampling(body),
         salt=body.cache_salt or "",
         priority=body.priority or TIER_PRIORITIES.get(body.service_tier or "", 0),
@@ -269,15 +270,6 @@ def _prompt_logprobs(body: GenerationBody) -> int | None:
     if body.stream:
         raise Unsupported("not in a stream", hint="leave stream out", field="prompt_logprobs")
     return body.prompt_logprobs
-
-
-def stream_usage(body: GenerationBody) -> tuple[bool, bool]:
-    """Return whether the stream ends with usage, and whether each event has the usage so far. As in
-    vLLM, the latter needs the former."""
-    options = body.stream_options
-    if options is None or not options.include_usage:
-        return False, False
-    return True, bool(options.continuous_usage_stats)
 
 
 def _sampling(body: GenerationBody) -> SamplingOverrides:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import msgspec
 
-from dynamo.application.openai.answer_parts import AnswerParts
+from dynamo.application.items import (
+    AnswerChoice,
+    AnswerItem,
+    ItemKind,
+    ItemReply,
+    TokenLogprobs,
+    UsageCounter,
+)
 from dynamo.application.openai.body import invalid_field_error
 from dynamo.application.openai.chat import ChatBody, chat_parts, chat_request
-from dynamo.application.openai.response_encoder import (
-    REASONING_FIELDS,
-    event_delta,
-)
 from dynamo.application.openai.structured import structured_output_fields
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.openai.writer import REASONING_FIELDS, message_fields, text_of, usage_fields
 from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.text import (
-    AnswerEvent,
     ArgumentsDelta,
     CallBegun,
     CallEnded,
     ChatRequest,
-    DecodedTokenLogprob,
     ReasoningDelta,
     TextFinish,
     TextReply,
@@ -73,40 +74,54 @@ def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRe
     return chat_request(chat_parts(body), model, unknown_roles)
 
 
-class ChatChunkReply(TextReply):
-    """Sends text as OpenAI's chunks. `send(chunk)` returns False when the caller has enough."""
+class ChatChunkReply(ItemReply):
+    """Sends items as OpenAI's chunks. `send(chunk)` returns False when the caller has enough."""
 
     def __init__(self, send: Callable[[dict[str, Any]], bool], head: dict[str, Any], n: int):
+        super().__init__(UsageCounter(n), n)
         self._send = send
         self._common_fields = head | {"object": "chat.completion.chunk"}
-        self._usage_counter = UsageCounter(n)
-        self._remaining_choices = n
-
-    def prompt(self, prompt_tokens: int, repeated_bytes: int = 0) -> None:
-        del repeated_bytes
-        self._usage_counter.prompt_tokens += prompt_tokens
 
     def begin(self, choice: int, started: Started) -> None:
-        self._usage_counter.on_started(choice, started)
+        super().begin(choice, started)
         self._send_chunk(
-            choice, {"role": "assistant", "content": ""}, usage=self._usage_counter.to_dict()
+            choice, {"role": "assistant", "content": ""}, usage=usage_fields(self._usage)
         )
 
-    def text(
-        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
-    ) -> bool:
-        del logprobs
-        return self._send_chunk(choice, {"content": delta})
-
-    def event(self, choice: int, event: AnswerEvent) -> bool:
-        delta = event_delta(event, REASONING_FIELDS)
-        return self._send_chunk(choice, delta) if delta else True
+    def restart(self, choice: int) -> bool:
+        del choice
+        return False
 
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._usage_counter.on_finished(end)
-        self._remaining_choices -= 1
-        more = {} if self._remaining_choices else {"usage": self._usage_counter.to_dict()}
+        super().finish(choice, end)
+        more = {} if self.remaining_choices else {"usage": usage_fields(self._usage)}
         self._send_chunk(choice, {}, end.reason, **more)
+
+    def _begin_item(
+        self, answer: AnswerChoice, kind: ItemKind, call: CallBegun | None = None
+    ) -> AnswerItem:
+        if call is not None:
+            function = {"name": call.name, "arguments": ""}
+            fields = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            self._send_chunk(answer.index, {"tool_calls": [fields]})
+        return super()._begin_item(answer, kind, call)
+
+    def _add_delta(
+        self,
+        answer: AnswerChoice,
+        item: AnswerItem,
+        delta: str,
+        logprobs: TokenLogprobs | None = None,
+    ) -> bool:
+        del logprobs
+        fields: dict[str, Any] = {"content": delta}
+        if item.kind == "reasoning":
+            fields = dict.fromkeys(REASONING_FIELDS, delta)
+        elif item.kind == "refusal":
+            fields = {"refusal": delta}
+        elif item.kind == "call":
+            fields = {"tool_calls": [{"index": item.call, "function": {"arguments": delta}}]}
+        return self._send_chunk(answer.index, fields)
 
     def _send_chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None = None, **more: Any
@@ -115,28 +130,19 @@ class ChatChunkReply(TextReply):
         return self._send({**self._common_fields, "choices": [item], **more})
 
 
-class ChatAnswerReply(ChatChunkReply):
+class ChatAnswerReply(ItemReply):
     """Collects the message, finish reason and usage of one choice in `answer`."""
 
     def __init__(self) -> None:
-        super().__init__(self._collect, {}, 1)
-        self._parts: list[str] = []
-        self._answer_parts = AnswerParts()
+        super().__init__(UsageCounter(1), 1)
         self.answer: dict[str, Any] = {}
 
-    def event(self, choice: int, event: AnswerEvent) -> bool:
-        del choice
-        self._answer_parts.add(event)
-        return True
-
-    def _collect(self, chunk: dict[str, Any]) -> bool:
-        choice = chunk["choices"][0]
-        self._parts.append(choice["delta"].get("content", ""))
-        if reason := choice["finish_reason"]:
-            text, usage = "".join(self._parts), chunk["usage"]
-            self.answer = {"content": text, "finish_reason": reason, "usage": usage}
-            self.answer |= self._answer_parts.fields(REASONING_FIELDS, reason)
-        return True
+    def finish(self, choice: int, end: TextFinish) -> None:
+        super().finish(choice, end)
+        answer = self.choices[choice]
+        text, usage = text_of(answer, "text"), usage_fields(self._usage)
+        self.answer = {"content": text, "finish_reason": end.reason, "usage": usage}
+        self.answer |= message_fields(answer, REASONING_FIELDS)
 
 
 class ChunkFunction(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
-from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.event_log import EventLog
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.store_file import StreamEvents
@@ -69,13 +68,13 @@ class BackgroundResponses:
     async def stream(self, turn: Turn, exchange: Exchange) -> None:
         """Do the same, and stream the response to its client. Raises `SlowReader`, too."""
         log = EventLog()
-        start = turn.writer.encode_start(UsageCounter(1))
+        start = turn.writer.encode_start()
         log.write(start)
         await self._start(turn, exchange, log)
         await log.serve(exchange, start)
 
     async def _start(self, turn: Turn, exchange: Exchange, log: EventLog) -> None:
-        response, turn.output = turn.writer.response, log
+        response, exchange.output = turn.writer.response, log
         self._take_place(turn.owner)
         try:
             events = log.take_batch()

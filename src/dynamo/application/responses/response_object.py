@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.application.generation.items import AnswerItem
+from dynamo.application.items import AnswerItem, UsageCounter
 from dynamo.application.openai.generation_body import TIER_PRIORITIES
-from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.body import ResponsesBody
 from dynamo.application.responses.input_items import Item
 from dynamo.core.errors import DynamoError, InvalidRequest, Overloaded

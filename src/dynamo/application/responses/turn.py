@@ -6,28 +6,24 @@ import logging
 
 import msgspec
 
-from dynamo.application.exchange import EventOutput, Exchange
+from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
-from dynamo.application.generation.token_timing import TokenTiming
-from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat
+from dynamo.application.generation.replies import HttpReply
+from dynamo.application.http_errors import OpenAIErrorFormat
 from dynamo.application.openai.chat import ChatParts
-from dynamo.application.openai.usage import UsageCounter
 from dynamo.application.responses.input_items import Item
 from dynamo.application.responses.store import ResponseStore
-from dynamo.application.responses.writer import HeldReply, HeldStreamReply, ResponseItemWriter
+from dynamo.application.responses.writer import ResponseItemWriter
 from dynamo.core.errors import DynamoError, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 
-class ResponseErrors(ErrorFormat):
+class FailedResponse(OpenAIErrorFormat):
     """Ends a stream that fails with the failed response of `writer`."""
 
     def __init__(self, writer: ResponseItemWriter) -> None:
         self._writer = writer
-
-    def encode(self, error: DynamoError, request_id: str) -> bytes:
-        return OPENAI_ERRORS.encode(error, request_id)
 
     def encode_event(self, error: DynamoError, request_id: str) -> bytes:
         del request_id
@@ -36,15 +32,12 @@ class ResponseErrors(ErrorFormat):
 
 
 class Turn(msgspec.Struct):
-    """A response that is generated for an `owner` of `items`, its own input. `output`: where its
-    events go instead of to the client."""
+    """A response that is generated for an `owner` of `items`, its own input."""
 
     owner: str
     items: list[Item]
     chat: ChatParts
     writer: ResponseItemWriter
-    reply: HeldReply | None = None
-    output: EventOutput | None = None
 
     def check(self, generation: GenerationHandler, exchange: Exchange) -> None:
         """Raise what `generate` would raise for the fields of the request."""
@@ -56,37 +49,33 @@ class Turn(msgspec.Struct):
         with self.chat.names:
             return await generation.count_tokens(exchange, self.chat)
 
-    async def generate(self, generation: GenerationHandler, exchange: Exchange) -> bool:
-        """Generate the response. Returns False if the client left before the end. Raises the errors
-        of `GenerationHandler.answer_chat`, with the names of the fields of a response."""
+    async def generate(self, generation: GenerationHandler, exchange: Exchange) -> HttpReply | None:
+        """Generate the response. Returns the reply, which holds its end back; None if the client
+        left before. Raises errors with the names of the fields of a response."""
         with self.chat.names:
-            await generation.answer_chat(exchange, self.chat, self._make_reply)
-        return self.writer.end is not None
-
-    def _make_reply(
-        self, exchange: Exchange, _model: str, usage_counter: UsageCounter, timing: TokenTiming
-    ) -> HeldReply:
-        make = HeldStreamReply if exchange.streaming else HeldReply
-        self.reply = make(exchange, self.writer, usage_counter, timing, self.output)
-        self.writer.items = self.reply.items
-        return self.reply
+            request, served = generation.read_chat_request(exchange, self.chat)
+            reply = await generation.answer_chat(exchange, request, served, self.writer)
+        if reply.remaining_choices:
+            return None
+        self.writer.complete()
+        return reply
 
     async def answer(
         self, generation: GenerationHandler, exchange: Exchange, store: ResponseStore
     ) -> None:
         """Generate the response, store it unless the client wants that not, then send its end. A
         stream that has begun is stored if it fails, too."""
-        exchange.use_error_format(ResponseErrors(self.writer))
+        exchange.use_error_format(FailedResponse(self.writer))
         try:
-            if not await self.generate(generation, exchange) or self.reply is None:
-                return
+            reply = await self.generate(generation, exchange)
         except DynamoError as error:
             if exchange.response.started:
                 self.writer.fail(error)
                 await self._store(store)
             raise
-        await self._store(store)
-        self.reply.release()
+        if reply is not None:
+            await self._store(store)
+            reply.send_end()
 
     async def _store(self, store: ResponseStore) -> None:
         response = self.writer.response

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
 
-from dynamo.application.generation.items import AnswerItem, ItemReply, ItemStreamReply, ItemWriter
-from dynamo.application.openai.usage import UsageCounter
+from dynamo.application.items import (
+    AnswerItem,
+    ItemKind,
+    ItemWriter,
+    TokenLogprobs,
+)
 from dynamo.application.responses.input_items import Item
 from dynamo.application.responses.response_object import (
     INCOMPLETE_REASONS,
@@ -19,7 +23,6 @@ from dynamo.application.responses.response_object import (
     output_item,
 )
 from dynamo.core.errors import DynamoError
-from dynamo.core.text import DecodedTokenLogprob, TextFinish
 
 encode_json = msgspec.json.encode
 _DELTA_EVENTS = {
@@ -30,25 +33,24 @@ _DELTA_EVENTS = {
 
 
 class ResponseItemWriter(ItemWriter):
-    """Writes one response. `response` is its object, `items` are those of the answer so far, `end`
-    is how the answer ended, if it has. `wall` returns Unix time."""
+    """Writes one response. `response` is its object. `wall` returns Unix time."""
+
+    kept_kinds: ClassVar[frozenset[ItemKind]] = frozenset({"reasoning", "text", "call"})
+    holds_end = True
 
     def __init__(self, response: Item, wall: Callable[[], float]) -> None:
         self.response = response
-        self.items: Sequence[AnswerItem] = ()
-        self.end: TextFinish | None = None
         self._key = response["id"].removeprefix("resp_")
         self._wall = wall
         self._sequence = 0
         self._delta_parts = (b"", b"")
 
-    def encode_start(self, usage: UsageCounter) -> bytes:
-        del usage
+    def encode_start(self) -> bytes:
         return self._event("response.created", response=self.response) + self._event(
             "response.in_progress", response=self.response
         )
 
-    def encode_item_begun(self, item: AnswerItem) -> bytes:
+    def begin_item(self, item: AnswerItem) -> bytes:
         fields = output_item(item, self._key, "in_progress")
         events = self._event("response.output_item.added", output_index=item.index, item=fields)
         place: Item = {"item_id": fields["id"], "output_index": item.index}
@@ -60,9 +62,7 @@ class ResponseItemWriter(ItemWriter):
         self._delta_parts = (head + b',"delta":', b',"sequence_number":')
         return events
 
-    def encode_delta(
-        self, item: AnswerItem, delta: str, logprobs: Sequence[DecodedTokenLogprob]
-    ) -> bytes:
+    def encode_delta(self, item: AnswerItem, delta: str, logprobs: TokenLogprobs) -> bytes:
         before, after = self._delta_parts
         if item.kind == "text":
             fields = encode_json(logprob_fields(logprobs)) if logprobs else b"[]"
@@ -89,10 +89,12 @@ class ResponseItemWriter(ItemWriter):
             "response.output_item.done", output_index=item.index, item=fields
         )
 
-    def complete(self, end: TextFinish, usage: UsageCounter) -> None:
+    def complete(self) -> None:
         """Complete `response` with the items of the answer."""
+        [choice] = self.choices
         response = self.response | {"output": self._output()}
-        self.response = complete_response(response, end, usage, int(self._wall()))
+        now = int(self._wall())
+        self.response = complete_response(response, choice.end, self.usage, now)
 
     def fail(self, error: DynamoError) -> None:
         """Make `response` a failed one, with the items so far."""
@@ -103,62 +105,27 @@ class ResponseItemWriter(ItemWriter):
         self.response |= {"status": "cancelled", "output": self._output()}
 
     def _output(self) -> list[Item]:
-        return [output_item(item, self._key, self._status(item)) for item in self.items]
+        items = self.choices[0].items if self.choices else ()
+        return [output_item(item, self._key, self._status(item)) for item in items]
 
     def _status(self, item: AnswerItem) -> str:
-        """Return the status of an item that has ended: at the end of an answer that was cut, its
-        last text is incomplete."""
-        cut = (
-            self.end is not None
-            and self.end.reason in INCOMPLETE_REASONS
-            and item.kind != "call"
-            and item is self.items[-1]
-        )
-        return "completed" if item.complete and not cut else "incomplete"
+        """Return the status of an item. The last text of an answer that was cut is incomplete."""
+        [choice] = self.choices
+        cut = choice.end.reason in INCOMPLETE_REASONS
+        cut = cut and item.kind != "call" and item is choice.items[-1]
+        return "incomplete" if cut or item is choice.current or not item.complete else "completed"
 
-    def encode_end(
-        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
-    ) -> bytes:
-        del items, end, usage
+    def encode_end(self) -> bytes:
         return self.encode_last_event()
 
     def encode_last_event(self) -> bytes:
         """Return the last event of a stream: `response` has ended."""
         return self._event(f"response.{self.response['status']}", response=self.response)
 
-    def encode_answer(
-        self, items: Sequence[AnswerItem], end: TextFinish, usage: UsageCounter
-    ) -> bytes:
-        del items, end, usage
+    def encode_answer(self) -> bytes:
         return encode_json(self.response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(data))
-
-
-class HeldReply(ItemReply):
-    """Holds a complete answer back until `release`, so that it can be stored before. The writer
-    must be a `ResponseItemWriter`."""
-
-    __slots__ = ()
-    _writer: ResponseItemWriter
-
-    def finish(self, choice: int, end: TextFinish) -> None:
-        self._writer.end = end
-        super().finish(choice, end)
-
-    def _send_end(self, end: TextFinish) -> None:
-        self._writer.complete(end, self._usage_counter)
-
-    def release(self) -> None:
-        """Send the end of the answer, if it has ended."""
-        if self._writer.end is not None:
-            super()._send_end(self._writer.end)
-
-
-class HeldStreamReply(HeldReply, ItemStreamReply):
-    """Holds the last event of a stream back until `release`."""
-
-    __slots__ = ()

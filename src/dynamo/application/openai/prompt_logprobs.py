@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.application.generation.replies import UnaryReply
+from dynamo.application.items import AnswerChoice
 from dynamo.application.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
     prompt_logprobs_field,
 )
 from dynamo.core.errors import Unsupported
-from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob, TextFinish
+from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob
 
 
 class PromptLogprobsOptions(msgspec.Struct, frozen=True):
@@ -30,34 +30,23 @@ class PromptLogprobsOptions(msgspec.Struct, frozen=True):
     place: Literal["choice", "response"] = "choice"
 
 
-class PromptLogprobsReply(UnaryReply):
-    """Adds the logprobs of prompts to the answer."""
-
-    def __init__(self, options: PromptLogprobsOptions, *args: Any, choices: int) -> None:
-        super().__init__(*args, choices=choices)
-        self._options = options
-        self._prompts: dict[int, Sequence[DecodedPromptToken]] = {}
-
-    def prompt_logprobs(self, choice: int, tokens: Sequence[DecodedPromptToken]) -> None:
-        self._prompts[choice] = tokens
-        self.count_logprobs(tokens)
-
-    def _make_answer(self, ends: Sequence[TextFinish]) -> dict[str, Any]:
-        answer, options = super()._make_answer(ends), self._options
-        for choice in answer["choices"]:
-            tokens = self._prompts.get(choice["index"])
-            if tokens is None:
-                raise Unsupported(
-                    "the service that answers has no logprobs of prompts",
-                    hint="leave it out",
-                    field="prompt_logprobs",
-                )
-            if options.echo is not None:
-                choice["logprobs"] = _prepend(tokens, options.echo, choice["logprobs"])
-            if options.field is not None:
-                place = choice if options.place == "choice" else answer
-                place["prompt_logprobs"] = prompt_logprobs_field(tokens, options.field)
-        return answer
+def add_prompt_logprobs(
+    answer: dict[str, Any], choices: Sequence[AnswerChoice], options: PromptLogprobsOptions
+) -> None:
+    """Add the logprobs of prompts to a whole answer. Raises `Unsupported` where there are none."""
+    for fields, choice in zip(answer["choices"], choices, strict=True):
+        tokens = choice.prompt
+        if tokens is None:
+            raise Unsupported(
+                "the service that answers has no logprobs of prompts",
+                hint="leave it out",
+                field="prompt_logprobs",
+            )
+        if options.echo is not None:
+            fields["logprobs"] = _prepend(tokens, options.echo, fields["logprobs"])
+        if options.field is not None:
+            place = fields if options.place == "choice" else answer
+            place["prompt_logprobs"] = prompt_logprobs_field(tokens, options.field)
 
 
 def _prepend(
