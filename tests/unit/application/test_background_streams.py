@@ -96,6 +96,23 @@ async def test_a_stream_is_read_again_from_any_event(
             await read(client, response_id, starting_after=wrong)
 
 
+async def test_a_deleted_response_ends_its_readers_by_an_error_of_the_api(
+    client: openai.AsyncOpenAI, half: HalfAnswer
+) -> None:
+    begun = await read_to_the_call(client)
+    response_id, last = begun[0].response.id, begun[-1].sequence_number
+    reader: Any = await client.responses.retrieve(response_id, stream=True)
+    events = []
+    async for event in reader:
+        events.append(event)
+        if event.sequence_number == last:
+            await client.responses.delete(response_id)
+    assert events[:-1] == begun
+    error = events[-1]
+    assert (error.type, error.code, error.sequence_number) == ("error", "not_found", last + 1)
+    assert "not found" in error.message
+
+
 async def test_a_response_goes_on_without_its_client(
     client: openai.AsyncOpenAI, half: HalfAnswer
 ) -> None:

@@ -6,17 +6,40 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.replies import write_keep_alive
+from dynamo.application.http_errors import OpenAIErrorFormat
+from dynamo.application.responses.response_object import error_text
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.store_file import EVENT_END, MAX_PART_BYTES, StreamEvents
 from dynamo.communication.http import Response
 from dynamo.core.clock import Clock
-from dynamo.core.errors import SlowReader
+from dynamo.core.errors import DynamoError, SlowReader
 
 MAX_UNSAVED_BYTES = 4 << 20
 """Events that wait for a store that cannot be used. More are dropped."""
 POLL_S = 0.5
+
+
+class StreamErrors(OpenAIErrorFormat):
+    """Ends a stream, but not its response, by an event `error`. `next_number` returns the number of
+    the event that the client would have next."""
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self._next_number = next_number
+
+    def encode_event(self, error: DynamoError, request_id: str) -> bytes:
+        del request_id
+        event = {
+            "type": "error",
+            "sequence_number": self._next_number(),
+            "code": error.code,
+            "message": error_text(error),
+            "param": error.param,
+        }
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(event)
 
 
 class EventLog:
@@ -63,6 +86,7 @@ class EventLog:
         """Stream to the client, from the events `start` on, until the end. Raises `SlowReader`. The
         response goes on without a client that leaves."""
         client = self._client = exchange.response
+        exchange.use_error_format(StreamErrors(lambda: self._events))
         exchange.start_stream("")
         client.on_silence = partial(write_keep_alive, client)
         client.write(start)
@@ -97,6 +121,7 @@ async def replay(
     part = await store.read_stream(owner, response_id, after)
     client = exchange.response
     exchange.streaming = True
+    exchange.use_error_format(StreamErrors(lambda: part.last + 1))
     exchange.start_stream("")
     client.on_silence = partial(write_keep_alive, client)
     try:

@@ -204,7 +204,9 @@ class ItemConversation(Conversation):
             kind = item["type"]
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or ()
-                answer = {"reasoning_content": "".join(part["text"] for part in parts)}
+                texts = [] if "role" in answer else [answer.get("reasoning_content", "")]
+                texts.append("".join(part["text"] for part in parts))
+                answer = {"reasoning_content": "\n".join(filter(None, texts))}
             elif kind == "function_call":
                 if item.get("status") != "incomplete" or item["call_id"] in answered:
                     self._add_call(answer, item, field)

@@ -109,14 +109,18 @@ def complete_response(response: Item, end: TextFinish, usage: UsageCounter, now:
 
 def failed_response(response: Item, error: DynamoError) -> Item:
     """Return the object of a response that failed."""
-    text = f"{error.message} ({error.hint})" if error.hint else error.message
     code = "server_error"
     if isinstance(error, InvalidRequest):
         code = "invalid_prompt"
     elif isinstance(error, Overloaded):
         code = "rate_limit_exceeded"
-    failure = {"code": code, "message": f"{error.code}: {text}"}
+    failure = {"code": code, "message": f"{error.code}: {error_text(error)}"}
     return response | {"status": "failed", "error": failure}
+
+
+def error_text(error: DynamoError) -> str:
+    """Return message and hint of an error."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def usage_fields(usage: UsageCounter) -> Item:
