@@ -327,18 +327,19 @@ async def test_calls_do_not_wait_in_turn_for_a_locked_file(
         if what == "opening":
             lock = locks.enter_context((tmp_path / FILE_NAME).with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        work = store._add
+        wall = store._wall
 
-        def add(*args: Any) -> None:
+        def add() -> float:
             waits.append("add")
-            work(*args)
+            return wall()
 
-        monkeypatch.setattr(store, "_add", add)
+        monkeypatch.setattr(store, "_wall", add)
         calls = [store.add("ann", response(str(n)), items("1")) for n in range(1, 9)]
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, StoreUnavailable) for error in errors)
         assert len(waits) <= 1
         other.rollback()
+    monkeypatch.setattr(store, "_wall", wall)
     monkeypatch.setattr(store, "_locked_until_s", 0.0)
     await store.add("ann", response("9"), items("9"))
     assert (await store.get("ann", "resp_9"))["output"]

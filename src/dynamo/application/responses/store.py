@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from dynamo.application.responses.input_items import PREVIOUS, Item
-from dynamo.application.responses.item_pages import EncodedTurn, ItemPage, read_page
 from dynamo.application.responses.store_file import (
     PRUNE,
     RUNNING_STATUSES,
     SCHEMA,
     SCHEMA_VERSION,
+    EncodedTurn,
+    ItemPage,
     StreamEvents,
     StreamPart,
     add_events,
     hold_lock,
     read_events,
+    read_page,
 )
 from dynamo.core.errors import (
     InvalidRequest,
@@ -60,6 +62,17 @@ encode = msgspec.json.encode
 decode = msgspec.json.decode
 
 
+def _in_thread(
+    work: Callable[Concatenate[ResponseStore, P], T],
+) -> Callable[Concatenate[ResponseStore, P], Awaitable[T]]:
+    """Make a method of the store run in its thread."""
+
+    def call(self: ResponseStore, /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+        return self._run(partial(work, self, *args, **kwargs))
+
+    return call
+
+
 class ResponseStore:
     """The responses in the file that `path` returns, opened by the first use; None: in memory.
 
@@ -82,66 +95,6 @@ class ResponseStore:
         self._writes = self._written_bytes = 0
         self._locked_until_s = -math.inf
 
-    async def add(
-        self,
-        owner: str,
-        response: Item,
-        items: Sequence[Item],
-        *,
-        running: bool = False,
-        events: StreamEvents | None = None,
-    ) -> None:
-        """Store a response with its input. `running`: `finish` will follow. `events`: the first
-        ones of a stream."""
-        await self._run(self._add, owner, response, items, running, events)
-
-    async def finish(self, response: Item, events: StreamEvents | None = None) -> None:
-        """Store the end of a running response and the last events of its stream, unless it was
-        deleted. Of one that was cancelled, only a cancelled object is stored."""
-        await self._run(self._finish, response, events)
-
-    async def read_stream(self, owner: str, response_id: str, after: int) -> StreamPart:
-        """Return the events of a stream behind `after`. Raises as `get` and `read_events`."""
-        return await self._run(self._read_stream, owner, response_id, after)
-
-    async def get(self, owner: str, response_id: str) -> Item:
-        """Return the object of a response. Raises `NotFound`."""
-        return await self._run(self._get, owner, response_id)
-
-    async def delete(self, owner: str, response_id: str) -> None:
-        """Delete a response. Raises `NotFound`."""
-        await self._run(self._delete, owner, response_id)
-
-    async def cancel(self, owner: str, response_id: str) -> Item:
-        """Cancel a response in the background and return its object; one that has ended stays as
-        it is. Raises `NotFound`, `InvalidRequest`."""
-        return await self._run(self._cancel, owner, response_id)
-
-    async def renew(
-        self, running: Sequence[str], events: Sequence[tuple[str, StreamEvents]] = ()
-    ) -> set[str]:
-        """Renew running responses, and store events of their streams. Returns those that are
-        neither cancelled nor deleted."""
-        return await self._run(self._renew, running, events)
-
-    async def load_context(self, owner: str, response_id: str) -> list[Item]:
-        """Return the items of a response and of all that it continues, and renew them. Raises
-        `PreviousResponseNotFound`, `InvalidRequest`, `TooLarge`."""
-        return await self._run(self._load_context, owner, response_id)
-
-    async def load_page(
-        self, owner: str, response_id: str, *, ascending: bool, limit: int, after: str | None
-    ) -> ItemPage:
-        """Return up to `limit` of the items of which a response was generated, those after the item
-        `after`. Only the items before the page's end are read. Raises as `get` and `load_context`,
-        and `InvalidRequest` for an unknown item."""
-        return await self._run(self._load_page, owner, response_id, ascending, limit, after)
-
-    async def find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
-        """Return the items of stored responses that have these ids, as far as there are any.
-        Raises `TooLarge`."""
-        return await self._run(self._find_items, owner, item_ids)
-
     async def close(self) -> None:
         """Close the file. A later use opens it again."""
         if self._thread is not None:
@@ -149,13 +102,12 @@ class ResponseStore:
             await asyncio.get_running_loop().run_in_executor(thread, self._close)
             thread.shutdown(wait=False)
 
-    async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(self, work: Callable[[], T]) -> T:
         if self._thread is None:
             from concurrent.futures import ThreadPoolExecutor
 
             self._thread = ThreadPoolExecutor(1, "responses")
-        call = partial(self._work, partial(work, *args, **kwargs))
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)
 
     def _work(self, work: Callable[[], T]) -> T:
         """Run `work` in the thread, in a transaction."""
@@ -227,14 +179,18 @@ class ResponseStore:
             raise RuntimeError("the store is not open")
         return self._file
 
-    def _add(
+    @_in_thread
+    def add(
         self,
         owner: str,
         response: Item,
         items: Sequence[Item],
-        running: bool,
-        events: StreamEvents | None,
+        *,
+        running: bool = False,
+        events: StreamEvents | None = None,
     ) -> None:
+        """Store a response with its input. `running`: `finish` will follow. `events`: the first
+        ones of a stream."""
         blobs = (encode(items), encode(response))
         size = sum(map(len, blobs))
         self._rows.execute(
@@ -257,17 +213,25 @@ class ResponseStore:
     def _add_events(self, response_id: str, events: StreamEvents) -> None:
         self._written_bytes += add_events(self._rows, response_id, events)
 
-    def _finish(self, response: Item, events: StreamEvents | None = None) -> None:
+    @_in_thread
+    def finish(self, response: Item, events: StreamEvents | None = None) -> None:
+        """Store the end of a running response and the last events of its stream, unless it was
+        deleted. Of one that was cancelled, only a cancelled object is stored."""
+        self._finish(response)
+        if events is not None:
+            self._add_events(response["id"], events)
+
+    def _finish(self, response: Item) -> None:
         blob = encode(response)
         self._rows.execute(
             "UPDATE responses SET running = 0, used_at = ?, response = ?, "
             "bytes = bytes - length(response) + ? WHERE id = ? AND (running OR ?)",
             (self._wall(), blob, len(blob), response["id"], response["status"] == "cancelled"),
         )
-        if events is not None:
-            self._add_events(response["id"], events)
 
-    def _read_stream(self, owner: str, response_id: str, after: int) -> StreamPart:
+    @_in_thread
+    def read_stream(self, owner: str, response_id: str, after: int) -> StreamPart:
+        """Return the events of a stream behind `after`. Raises as `get` and `read_events`."""
         return read_events(self._rows, self._read(owner, response_id)[1], after)
 
     def _read(self, owner: str, response_id: str) -> tuple[bytes, Item, int]:
@@ -291,15 +255,22 @@ class ResponseStore:
             self._finish(response)
         return row[0], response, row[2]
 
-    def _get(self, owner: str, response_id: str) -> Item:
+    @_in_thread
+    def get(self, owner: str, response_id: str) -> Item:
+        """Return the object of a response. Raises `NotFound`."""
         return self._read(owner, response_id)[1]
 
-    def _delete(self, owner: str, response_id: str) -> None:
-        self._get(owner, response_id)
+    @_in_thread
+    def delete(self, owner: str, response_id: str) -> None:
+        """Delete a response. Raises `NotFound`."""
+        self._read(owner, response_id)
         self._rows.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
-    def _cancel(self, owner: str, response_id: str) -> Item:
-        response = self._get(owner, response_id)
+    @_in_thread
+    def cancel(self, owner: str, response_id: str) -> Item:
+        """Cancel a response in the background and return its object; one that has ended stays as
+        it is. Raises `NotFound`, `InvalidRequest`."""
+        response = self._read(owner, response_id)[1]
         if not response["background"]:
             raise InvalidRequest(
                 "Cannot cancel a synchronous response.",
@@ -311,9 +282,12 @@ class ResponseStore:
             self._finish(response)
         return response
 
-    def _renew(
-        self, running: Sequence[str], events: Sequence[tuple[str, StreamEvents]]
+    @_in_thread
+    def renew(
+        self, running: Sequence[str], events: Sequence[tuple[str, StreamEvents]] = ()
     ) -> set[str]:
+        """Renew running responses, and store events of their streams. Returns those that are
+        neither cancelled nor deleted."""
         for response_id, batch in events:
             self._add_events(response_id, batch)
         places = ", ".join("?" * len(running))
@@ -324,7 +298,10 @@ class ResponseStore:
         query = f"SELECT id FROM responses WHERE running AND id IN ({places})"  # noqa: S608
         return {response_id for (response_id,) in self._rows.execute(query, tuple(running))}
 
-    def _load_context(self, owner: str, response_id: str) -> list[Item]:
+    @_in_thread
+    def load_context(self, owner: str, response_id: str) -> list[Item]:
+        """Return the items of a response and of all that it continues, and renew them. Raises
+        `PreviousResponseNotFound`, `InvalidRequest`, `TooLarge`."""
         turns = list(self._iter_turns(owner, response_id))
         now = self._wall()
         renewed = ((now, response["id"]) for _, response in turns)
@@ -364,16 +341,23 @@ class ResponseStore:
             )
         return turn
 
-    def _load_page(
-        self, owner: str, response_id: str, ascending: bool, limit: int, after: str | None
+    @_in_thread
+    def load_page(
+        self, owner: str, response_id: str, *, ascending: bool, limit: int, after: str | None
     ) -> ItemPage:
+        """Return up to `limit` of the items of which a response was generated, those after the item
+        `after`. Only the items before the page's end are read. Raises as `get` and `load_context`,
+        and `InvalidRequest` for an unknown item."""
         blob, response, _ = self._read(owner, response_id)
         previous = response[PREVIOUS]
         turns: Iterator[EncodedTurn] = self._iter_turns(owner, previous) if previous else iter(())
         encoded = chain([(blob, None)], turns)  # the last first
         return read_page(encoded, ascending=ascending, limit=limit, after=after)
 
-    def _find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
+    @_in_thread
+    def find_items(self, owner: str, item_ids: Collection[str]) -> dict[str, Item]:
+        """Return the items of stored responses that have these ids, as far as there are any.
+        Raises `TooLarge`."""
         stored: dict[str, Item] = {}
         size = 0
         for response_id in {
