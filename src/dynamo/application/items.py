@@ -24,6 +24,7 @@ from dynamo.core.values import Started
 
 ItemKind = Literal["reasoning", "text", "refusal", "call"]
 TokenLogprobs = Sequence[DecodedTokenLogprob]
+Logprobs = TokenLogprobs | None
 
 
 class AnswerItem(msgspec.Struct):
@@ -167,29 +168,31 @@ class ItemReply(TextReply):
         if choice % usage.choices_per_prompt == 0:
             usage.cached_tokens += started.cached_tokens
 
-    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
+    def text(self, choice: int, delta: str, logprobs: Logprobs = None) -> bool:
         answer = self.choices[choice]
         item = answer.current
         if item is None or item.kind != "text":
-            item = self._begin_item(answer, "text")
-        return self._add_delta(answer, item, delta, logprobs)
+            item = self._begin_item(answer, AnswerItem(choice, len(answer.items), "text"))
+        return self._add_delta(item, delta, logprobs)
 
     def event(self, choice: int, event: AnswerEvent) -> bool:
         answer = self.choices[choice]
         if isinstance(event, CallBegun):
-            self._begin_item(answer, "call", event)
+            call = event.index, event.id, event.name
+            item = AnswerItem(choice, len(answer.items), "call", *call, complete=False)
+            self._begin_item(answer, item)
             return True
         if isinstance(event, ReasoningDelta | RefusalDelta):
-            kind: ItemKind = "reasoning" if isinstance(event, ReasoningDelta) else "refusal"
-            if kind == "refusal" and not self.shows_refusals:
-                kind = "text"
-            item = answer.current
-            if item is None or item.kind != kind:
-                item = self._begin_item(answer, kind)
-            return self._add_delta(answer, item, event.text)
+            kind: ItemKind = "reasoning"
+            if isinstance(event, RefusalDelta):
+                kind = "refusal" if self.shows_refusals else "text"
+            current = answer.current
+            if current is None or current.kind != kind:
+                current = self._begin_item(answer, AnswerItem(choice, len(answer.items), kind))
+            return self._add_delta(current, event.text)
         item = self._find_call(answer, event.index)
         if isinstance(event, ArgumentsDelta):
-            return self._add_delta(answer, item, event.text)
+            return self._add_delta(item, event.text)
         item.complete = True
         if item is answer.current:
             self._end_item(answer, item)
@@ -225,26 +228,14 @@ class ItemReply(TextReply):
             hint="a service must answer with one tool call after another",
         )
 
-    def _begin_item(
-        self, answer: AnswerChoice, kind: ItemKind, call: CallBegun | None = None
-    ) -> AnswerItem:
+    def _begin_item(self, answer: AnswerChoice, item: AnswerItem) -> AnswerItem:
         if answer.current is not None:
             self._end_item(answer, answer.current)
-        item = answer.current = AnswerItem(answer.index, len(answer.items), kind)
-        if call is not None:
-            item.call, item.call_id, item.name = call.index, call.id, call.name
-            item.complete = False
+        answer.current = item
         answer.items.append(item)
         return item
 
-    def _add_delta(
-        self,
-        answer: AnswerChoice,
-        item: AnswerItem,
-        delta: str,
-        logprobs: TokenLogprobs | None = None,
-    ) -> bool:
-        del answer
+    def _add_delta(self, item: AnswerItem, delta: str, logprobs: Logprobs = None) -> bool:
         item.deltas.append(delta)
         if logprobs is not None:
             if item.logprobs is None:

@@ -12,9 +12,9 @@ from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import (
     AnswerChoice,
     AnswerItem,
-    ItemKind,
     ItemReply,
     ItemWriter,
+    Logprobs,
     TokenLogprobs,
     UsageCounter,
 )
@@ -23,7 +23,6 @@ from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.text import (
     AnswerEvent,
-    CallBegun,
     DecodedPromptToken,
     TextFinish,
     TextReply,
@@ -112,14 +111,8 @@ class HttpReply(ItemReply):
                 field="top_logprobs",
             )
 
-    def _add_delta(
-        self,
-        answer: AnswerChoice,
-        item: AnswerItem,
-        delta: str,
-        logprobs: TokenLogprobs | None = None,
-    ) -> bool:
-        super()._add_delta(answer, item, delta, logprobs)
+    def _add_delta(self, item: AnswerItem, delta: str, logprobs: Logprobs = None) -> bool:
+        super()._add_delta(item, delta, logprobs)
         if logprobs:
             self._count_logprobs(logprobs)
         return self._response.open
@@ -145,7 +138,7 @@ class HttpReply(ItemReply):
 class UnaryReply(HttpReply):
     """Sends one JSON answer when the last choice has ended."""
 
-    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
+    def text(self, choice: int, delta: str, logprobs: Logprobs = None) -> bool:
         self._timing.on_text(choice)
         item = self.choices[choice].current
         if logprobs is not None or item is None or item.kind != "text":
@@ -179,15 +172,15 @@ class StreamReply(HttpReply):
 
     _unsent_bytes = 0
 
-    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
+    def text(self, choice: int, delta: str, logprobs: Logprobs = None) -> bool:
         self._timing.on_text(choice)
         answer = self.choices[choice]
         item = answer.current
         if item is None or item.kind != "text":
-            item = self._begin_item(answer, "text")
+            item = self._begin_item(answer, AnswerItem(choice, len(answer.items), "text"))
         response = self._response
         if logprobs is not None or response.congested or not item.frame:
-            return self._add_delta(answer, item, delta, logprobs)
+            return self._add_delta(item, delta, logprobs)
         before, after = item.frame
         return response.write(before + JSON_STRINGS[delta] + after)
 
@@ -228,27 +221,19 @@ class StreamReply(HttpReply):
         if events := self._writer.encode_choice_begun(answer.index):
             self._response.write(events)
 
-    def _begin_item(
-        self, answer: AnswerChoice, kind: ItemKind, call: CallBegun | None = None
-    ) -> AnswerItem:
+    def _begin_item(self, answer: AnswerChoice, item: AnswerItem) -> AnswerItem:
         if not answer.begun:
             self._begin_choice(answer)
-        item = super()._begin_item(answer, kind, call)
+        super()._begin_item(answer, item)
         if events := self._writer.begin_item(item):
             self._check_backlog()
             self._response.write(events)
         return item
 
-    def _add_delta(
-        self,
-        answer: AnswerChoice,
-        item: AnswerItem,
-        delta: str,
-        logprobs: TokenLogprobs | None = None,
-    ) -> bool:
+    def _add_delta(self, item: AnswerItem, delta: str, logprobs: Logprobs = None) -> bool:
         if item.kind in self._writer.kept_kinds:
-            super()._add_delta(answer, item, delta, logprobs)
-        response = self._response
+            super()._add_delta(item, delta, logprobs)
+        response, answer = self._response, self.choices[item.choice]
         if not response.congested or item is not answer.current:
             return self._write_delta(item, delta, logprobs)
         size = len(delta) + 64 * len(logprobs or ())
@@ -260,7 +245,7 @@ class StreamReply(HttpReply):
         self._check_backlog()
         return response.open
 
-    def _write_delta(self, item: AnswerItem, delta: str, logprobs: TokenLogprobs | None) -> bool:
+    def _write_delta(self, item: AnswerItem, delta: str, logprobs: Logprobs) -> bool:
         if item.frame and logprobs is None:
             return self._response.write(JSON_STRINGS[delta].join(item.frame))
         return self._response.write(self._writer.encode_delta(item, delta, logprobs or ()))
@@ -342,7 +327,7 @@ class OffsetReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._reply.begin(self._offset + choice, started)
 
-    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
+    def text(self, choice: int, delta: str, logprobs: Logprobs = None) -> bool:
         return self._reply.text(self._offset + choice, delta, logprobs)
 
     def restart(self, choice: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -76,10 +77,10 @@ def read_str(value: Any, key: str, field: str) -> str:
 
 
 class _ConversationSize:
-    """The parts of contents, the tool calls and the values in their arguments so far."""
+    """Counts the parts of contents, the tool calls and the values in their arguments."""
 
     def __init__(self) -> None:
-        self._parts = self._calls = self._values = 0
+        self._counts: Counter[str] = Counter()
         self.call_ids: set[str] = set()
 
     def check_result(self, call_id: Any, field: str) -> None:
@@ -97,21 +98,10 @@ class _ConversationSize:
                 field=field,
             )
 
-    def add_parts(self, number: int) -> None:
-        """Raise `InvalidRequest` if there are too many parts."""
-        self._parts += number
-        check_size("messages", self._parts, MAX_PARTS, what="parts of all contents")
-
-    def add_calls(self, number: int) -> None:
-        """Raise `InvalidRequest` if there are too many tool calls."""
-        self._calls += number
-        check_size("messages", self._calls, MAX_CALLS, what="tool calls of all")
-
-    def add_arguments(self, text: str) -> None:
-        """Raise `InvalidRequest` if JSON arguments have too many values."""
-        self._values += sum(map(text.count, "[{,"))
-        what = "values in all tool arguments"
-        check_size("messages", self._values, MAX_ARGUMENT_VALUES, what=what)
+    def add(self, number: int, what: str, limit: int) -> None:
+        """Raise `InvalidRequest` if all messages have too many of these."""
+        self._counts[what] += number
+        check_size("messages", self._counts[what], limit, what=what)
 
 
 def normalise_messages(
@@ -174,7 +164,7 @@ def _normalise_message(
         if content is None and not calls:
             raise InvalidRequest("required, but missing", field=field)
     elif isinstance(content, list):
-        size.add_parts(len(content))
+        size.add(len(content), "parts of all contents", MAX_PARTS)
         read = _result_part_text if message["role"] == "tool" else _part_text
         texts = [read(part, f"{field}[{number}]") for number, part in enumerate(content)]
         content = [{"type": "text", "text": text} for text in texts]
@@ -223,7 +213,7 @@ def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[d
     an answer that was cut has such calls."""
     if not isinstance(calls, list):
         raise InvalidRequest("expected a list", field=field)
-    size.add_calls(len(calls))
+    size.add(len(calls), "tool calls of all", MAX_CALLS)
     checked = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -236,7 +226,8 @@ def _check_tool_calls(calls: Any, field: str, size: _ConversationSize) -> list[d
         arguments = function.get("arguments") or "{}"
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        size.add_arguments(arguments)
+        values = sum(map(arguments.count, "[{,"))
+        size.add(values, "values in all tool arguments", MAX_ARGUMENT_VALUES)
         fields = {key: value for key, value in call.items() if value is not None}
         checked.append(fields | {"function": function | {"arguments": arguments}})
     return checked

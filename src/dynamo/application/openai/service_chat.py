@@ -10,9 +10,8 @@ import msgspec
 from dynamo.application.items import (
     AnswerChoice,
     AnswerItem,
-    ItemKind,
     ItemReply,
-    TokenLogprobs,
+    Logprobs,
     UsageCounter,
 )
 from dynamo.application.openai.body import invalid_field_error
@@ -97,22 +96,14 @@ class ChatChunkReply(ItemReply):
         more = {} if self.remaining_choices else {"usage": usage_fields(self._usage)}
         self._send_chunk(choice, {}, end.reason, **more)
 
-    def _begin_item(
-        self, answer: AnswerChoice, kind: ItemKind, call: CallBegun | None = None
-    ) -> AnswerItem:
-        if call is not None:
-            function = {"name": call.name, "arguments": ""}
-            fields = {"index": call.index, "id": call.id, "type": "function", "function": function}
-            self._send_chunk(answer.index, {"tool_calls": [fields]})
-        return super()._begin_item(answer, kind, call)
+    def _begin_item(self, answer: AnswerChoice, item: AnswerItem) -> AnswerItem:
+        if item.kind == "call":
+            call = {"index": item.call, "id": item.call_id, "type": "function"}
+            call["function"] = {"name": item.name, "arguments": ""}
+            self._send_chunk(answer.index, {"tool_calls": [call]})
+        return super()._begin_item(answer, item)
 
-    def _add_delta(
-        self,
-        answer: AnswerChoice,
-        item: AnswerItem,
-        delta: str,
-        logprobs: TokenLogprobs | None = None,
-    ) -> bool:
+    def _add_delta(self, item: AnswerItem, delta: str, logprobs: Logprobs = None) -> bool:
         del logprobs
         fields: dict[str, Any] = {"content": delta}
         if item.kind == "reasoning":
@@ -121,7 +112,7 @@ class ChatChunkReply(ItemReply):
             fields = {"refusal": delta}
         elif item.kind == "call":
             fields = {"tool_calls": [{"index": item.call, "function": {"arguments": delta}}]}
-        return self._send_chunk(answer.index, fields)
+        return self._send_chunk(item.choice, fields)
 
     def _send_chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None = None, **more: Any

@@ -144,7 +144,7 @@ def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts
         max_tokens=body.max_output_tokens,
         top_logprobs=(body.top_logprobs or 0) if logprobs else None,
         tools=[_chat_tool(tool) for tool, _ in tools] if tools else None,
-        tool_choice=_chat_tool_choice(body.tool_choice),
+        tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         template_args=body.chat_template_kwargs,
@@ -201,27 +201,20 @@ def _chat_tool(tool: Mapping[str, Any]) -> Item:
     return {"type": "function", "function": function}
 
 
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    if not isinstance(choice, dict):
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """Return a choice without tools that are no functions. Raises `Unsupported` for other kinds."""
+    kind = choice.get("type") if isinstance(choice, dict) else "function"
+    if kind not in ("function", "allowed_tools"):
+        raise Unsupported(
+            f"{str(kind)[:64]!r} is not supported",
+            hint="send auto, none, required, or an object of type function or allowed_tools",
+            field="tool_choice.type",
+        )
+    if kind == "function" or not isinstance(choice, dict):
         return choice
-    kind = choice.get("type")
-    if kind == "function":
-        return _named(choice)
-    if kind == "allowed_tools":
-        tools = choice.get("tools")
-        if not isinstance(tools, list):
-            raise InvalidRequest("expected a list", field="tool_choice.tools")
-        check_size("tool_choice.tools", len(tools), MAX_TOOLS)
-        named = [_named(tool) for tool in tools if not isinstance(tool, dict) or _is_function(tool)]
-        allowed = {"mode": choice.get("mode", "auto"), "tools": named}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    raise Unsupported(
-        f"{str(kind)[:64]!r} is not supported",
-        hint="send auto, none, required, or an object of type function or allowed_tools",
-        field="tool_choice.type",
-    )
-
-
-def _named(tool: Any) -> Item:
-    name = tool.get("name") if isinstance(tool, dict) else None
-    return {"type": "function", "function": {"name": name}}
+    tools = choice.get("tools")
+    if not isinstance(tools, list):
+        raise InvalidRequest("expected a list", field="tool_choice.tools")
+    check_size("tool_choice.tools", len(tools), MAX_TOOLS)
+    tools = [tool for tool in tools if not isinstance(tool, dict) or _is_function(tool)]
+    return {"type": kind, "mode": choice.get("mode", "auto"), "tools": tools}
