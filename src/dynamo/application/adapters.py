@@ -13,9 +13,7 @@ from dynamo.application.routes import Route
 from dynamo.core.adapters import AdapterOrder
 from dynamo.core.errors import Forbidden
 
-TEXT_CONTENT_TYPE = ("content-type", "text/plain; charset=utf-8")
-
-
+TEXT_CONTENT_TYPE = "text/plain; charset=utf-8"
 AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -68,23 +66,19 @@ class AdaptersHandler:
         """POST /v1/load_lora_adapter."""
         body = decode_body(_load_decoder, exchange.request)
         order = AdapterOrder(body.lora_name, body.lora_path, body.load_inplace, body.base_model)
-        await self._execute(order)
-        _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        await self._execute(exchange, order, "added")
 
     async def unload(self, exchange: Exchange) -> None:
         """POST /v1/unload_lora_adapter."""
         body = decode_body(_unload_decoder, exchange.request)
-        await self._execute(AdapterOrder(body.lora_name))
-        _send_text(exchange, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        await self._execute(exchange, AdapterOrder(body.lora_name), "removed")
 
-    async def _execute(self, order: AdapterOrder) -> None:
+    async def _execute(self, exchange: Exchange, order: AdapterOrder, done: str) -> None:
         if self._orders is None:
             raise Forbidden(
                 "LoRA adapters cannot be loaded or unloaded here",
                 hint="start with --allow-lora-updates; workers then read any folder they are told",
             )
         await self._orders.execute(order)
-
-
-def _send_text(exchange: Exchange, text: str) -> None:
-    exchange.response.send(200, (TEXT_CONTENT_TYPE, *exchange.headers), text.encode())
+        text = f"Success: LoRA adapter '{order.name}' {done} successfully."
+        exchange.send(TEXT_CONTENT_TYPE, text.encode())

@@ -12,7 +12,7 @@ from dynamo.application.adapters import AdaptersHandler, OrderSender
 from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
-from dynamo.application.front_page import ROUTER_VIEW, with_front_page
+from dynamo.application.front_page import ROUTER_VIEW, FrontPage
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
@@ -55,7 +55,7 @@ class RouterApplication:
         self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
         pages = keys.protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
-        self._routes = with_front_page({**pages, **status.routes()}, page_path=ROUTER_VIEW)
+        self._routes = FrontPage({**pages, **status.routes()}, page_path=ROUTER_VIEW).table
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
@@ -145,7 +145,7 @@ class Application:
         adapters = AdaptersHandler(adapter_orders).routes()
         protected = self._authenticated_routes(server, routing, response_store, adapters)
         table = {**protected, **status.routes()}
-        self._routes = with_front_page(table, needs_key=self._keys.required)
+        self._routes = FrontPage(table, needs_key=self._keys.required).table
 
     def update_settings(self, server: ServerSettings, ttft_slo: float = 0.0) -> None:
         """Apply limits, the log_requests switch and `router.ttft_slo`, which may be reloaded."""

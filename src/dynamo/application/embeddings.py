@@ -88,7 +88,7 @@ class EmbeddingHandler:
             data = await _write_vectors(vectors, body.encoding_format or "float")
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             answer = {"object": "list", "data": data, "model": exchange.model, "usage": usage}
-            exchange.send_json(200, msgspec.json.encode(answer))
+            exchange.send_value(answer)
 
     async def score(self, exchange: Exchange) -> None:
         """POST /v1/score: the cosine of each pair."""
@@ -115,7 +115,7 @@ class EmbeddingHandler:
                 ],
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
-            exchange.send_json(200, msgspec.json.encode(answer))
+            exchange.send_value(answer)
 
     async def rerank(self, exchange: Exchange) -> None:
         """POST /v1/rerank: the documents that are nearest to the query first."""
@@ -139,7 +139,7 @@ class EmbeddingHandler:
                 "results": results,
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
-            exchange.send_json(200, msgspec.json.encode(answer))
+            exchange.send_value(answer)
 
     def _find(self, exchange: Exchange, model: str | None) -> ServedEmbeddingModel:
         exchange.model, served = self._gateway.find_embedding_model(model)

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
 from dynamo.communication.http import Request, Response
@@ -100,6 +102,14 @@ class Exchange:
         self.error_format = error_format
         for header in error_format.request_id_headers:
             self.headers += ((header, self.client_request_id),)
+
+    def send(self, content_type: str, body: bytes) -> None:
+        """Send a complete answer of any type."""
+        self.response.send(200, (("content-type", content_type), *self.headers), body)
+
+    def send_value(self, value: Any) -> None:
+        """Send a value as a complete JSON answer."""
+        self.send_json(200, msgspec.json.encode(value))
 
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
         """Send a complete JSON answer."""

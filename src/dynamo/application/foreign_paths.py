@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from dynamo.core.errors import NotFound, nearest_name_hint
 
@@ -120,25 +119,6 @@ API_PREFIX = "/v1"
 GEMINI_PREFIX = "/v1/models/"
 
 
-class ForeignPath(NamedTuple):
-    """The name of an API, and the path to use here, perhaps with more words; "" if unknown."""
-
-    api: str
-    instead: str
-
-
-def find_foreign_path(path: str) -> ForeignPath | None:
-    """Return the API of a path. None if no API that is known here has the path."""
-    path = "/" + path.strip("/")
-    for api, paths in FOREIGN_PATHS.items():
-        for foreign, instead in paths.items():
-            if path == foreign or (foreign[-1] == "/" and path.startswith(foreign)):
-                return ForeignPath(api, instead)
-    if path.startswith(GEMINI_PREFIX) and ":" in path.rpartition("/")[2]:
-        return ForeignPath("Gemini", CHAT)
-    return None
-
-
 def find_tail(path: str, known: Collection[str]) -> str:
     """Return the known path that ends like `path`; "" without one.
 
@@ -163,9 +143,9 @@ def not_found_error(method: str, path: str, known: Collection[str]) -> NotFound:
     for prefix, name in ABSENT.items():
         if path.startswith(prefix):
             return NotFound(f"{shown}: {name}: not supported", hint=f"known: {', '.join(known)}")
-    tail, foreign = find_tail(shown, known), find_foreign_path(path)
-    if foreign is not None:
-        return foreign_path_error(method, path, foreign, tail)
+    tail = find_tail(shown, known)
+    if (error := foreign_path_error(method, path, tail)) is not None:
+        return error
     if tail:
         hint = f"did you mean {tail!r}? The base URL of an OpenAI client ends in /v1"
     else:
@@ -173,7 +153,20 @@ def not_found_error(method: str, path: str, known: Collection[str]) -> NotFound:
     return NotFound(f"there is no {method} {shown}", hint=hint)
 
 
-def foreign_path_error(method: str, path: str, foreign: ForeignPath, tail: str = "") -> NotFound:
-    """Return the error for a path of another API."""
-    message = f"there is no {method} {path[:MAX_PATH_SHOWN]}, a path of {foreign.api}"
-    return NotFound(message, hint=f"use {foreign.instead or tail or CHAT}")
+def foreign_path_error(method: str, path: str, tail: str = "") -> NotFound | None:
+    """Return the error for a path of another API, and None for a path of no API that is known here.
+    `tail`: what the hint names where FOREIGN_PATHS has nothing."""
+    plain = "/" + path.strip("/")
+    apis = [
+        (api, instead)
+        for api, paths in FOREIGN_PATHS.items()
+        for foreign, instead in paths.items()
+        if plain == foreign or (foreign[-1] == "/" and plain.startswith(foreign))
+    ]
+    if plain.startswith(GEMINI_PREFIX) and ":" in plain.rpartition("/")[2]:
+        apis.append(("Gemini", CHAT))
+    if not apis:
+        return None
+    api, instead = apis[0]
+    message = f"there is no {method} {path[:MAX_PATH_SHOWN]}, a path of {api}"
+    return NotFound(message, hint=f"use {instead or tail or CHAT}")

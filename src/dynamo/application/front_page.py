@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 
 import msgspec
 
@@ -12,7 +10,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import ROOT, not_found_error
 from dynamo.application.http_errors import Headers
 from dynamo.application.routes import Route, RouteTable
-from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE
+from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE, read_page
 
 ROUTER_VIEW = "/router/view"
 ICON = (
@@ -26,23 +24,11 @@ ICON_HEADERS: Headers = (
 )
 
 
-@cache
-def _page_template() -> bytes:
-    return files(__package__).joinpath("front_page.html").read_bytes()
-
-
-def with_front_page(
-    table: Mapping[str, Mapping[str, Route]], *, needs_key: bool = False, page_path: str = ""
-) -> RouteTable:
-    """Return the routes of `table` and those of browsers. See `FrontPage`."""
-    page = FrontPage(table, needs_key=needs_key, page_path=page_path)
-    return RouteTable({**table, **page.routes()})
-
-
 class FrontPage:
     """Answers / with a page to browsers and with a 404 that names the routes to other clients.
 
-    The page itself holds the paths of `table` and no data: its script asks the JSON routes, with
+    `table` has the routes of the argument `table`, too. The page itself holds their paths and no
+    data: its script asks the JSON routes, with
     the user's key if `needs_key`. A router's process has `page_path` instead, to which browsers
     are redirected.
     """
@@ -51,20 +37,19 @@ class FrontPage:
         self,
         table: Mapping[str, Mapping[str, Route]],
         *,
-        needs_key: bool,
-        page_path: str,
+        needs_key: bool = False,
+        page_path: str = "",
     ) -> None:
         self._page_path = page_path
         self._known = [path for path in table if path[-1] != "/"]
         routes = {path: list(methods) for path, methods in table.items()}
         self._data = msgspec.json.encode({"needs_key": needs_key, "routes": routes})
 
-    def routes(self) -> Mapping[str, Mapping[str, Route]]:
-        """Return the routes by path and method."""
-        return {
-            "/": {"GET": self.show, "POST": self.show},
+        pages: dict[str, dict[str, Route]] = {
+            ROOT: {"GET": self.show, "POST": self.show},
             "/favicon.ico": {"GET": self.icon},
         }
+        self.table = RouteTable({**table, **pages})
 
     async def show(self, exchange: Exchange) -> None:
         """GET /: the page, if the client accepts HTML."""
@@ -75,8 +60,8 @@ class FrontPage:
             headers = (("location", self._page_path), *exchange.headers)
             exchange.response.send(303, headers, b"")
             return
-        body = _page_template().replace(DATA_PLACEHOLDER, self._data)
-        exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)
+        body = read_page("front_page.html").replace(DATA_PLACEHOLDER, self._data)
+        exchange.send(HTML_CONTENT_TYPE, body)
 
     async def icon(self, exchange: Exchange) -> None:
         """GET /favicon.ico: the icon that browsers ask for by themselves."""

@@ -60,11 +60,12 @@ class Gateway:
     """Served models by name. The first model that is not derived is found by the name `default`,
     by "" and by None, as in requests without a model.
 
-    `context_tokens` is the longest context of all models; 0 without models.
+    `models` are in order of arrival, derived ones last. `context_tokens` is their longest context;
+    0 without models.
     """
 
     def __init__(self) -> None:
-        self._models: dict[str, ServedModel] = {}
+        self.models: dict[str, ServedModel] = {}
         self.embedding_models: dict[str, ServedEmbeddingModel] = {}
         self._pending: dict[str, str] = {}
         self._no_models_reason = "no model has been announced yet"
@@ -87,18 +88,18 @@ class Gateway:
         """Serve a model under its names, instead of earlier models of these names."""
         for name in served.names:
             self._pending.pop(name, None)
-            self._models[name] = served
-        self._models = dict(sorted(self._models.items(), key=_listing_rank))
-        self.context_tokens = max(model.context_tokens for model in self._models.values())
+            self.models[name] = served
+        self.models = dict(sorted(self.models.items(), key=_listing_rank))
+        self.context_tokens = max(model.context_tokens for model in self.models.values())
         for listener in self._listeners:
             listener()
 
     def set_adapters(self, parent: str, adapters: Mapping[str, ServedModel]) -> None:
         """Serve these LoRA adapters of a model, and no others. Models keep their names."""
-        models = {name: model for name, model in self._models.items() if model.parent != parent}
+        models = {name: model for name, model in self.models.items() if model.parent != parent}
         for name, adapter in adapters.items():
             models.setdefault(name, adapter)
-        self._models = dict(sorted(models.items(), key=_listing_rank))
+        self.models = dict(sorted(models.items(), key=_listing_rank))
 
     def add_embedding_model(self, served: ServedEmbeddingModel) -> None:
         """Serve an embedding model under its names, instead of an earlier one of its id."""
@@ -112,14 +113,9 @@ class Gateway:
         self.embedding_models = others | dict.fromkeys(served.names, served)
 
     @property
-    def models(self) -> dict[str, ServedModel]:
-        """The served models by name, in order of arrival, derived models last."""
-        return self._models
-
-    @property
     def not_ready_reason(self) -> str:
         """Why no model is served; empty when one is."""
-        if self._models or self.embedding_models:
+        if self.models or self.embedding_models:
             return ""
         if self._pending:
             return "; ".join(f"{name}: {reason}" for name, reason in self._pending.items())
@@ -127,7 +123,7 @@ class Gateway:
 
     def require_ready(self) -> None:
         """Raise `ModelNotReady` while there is no model."""
-        if not (self._models or self.embedding_models):
+        if not (self.models or self.embedding_models):
             raise ModelNotReady(
                 f"no model is ready: {self.not_ready_reason}",
                 hint="try again in a moment; /health has details",
@@ -137,7 +133,7 @@ class Gateway:
     def find(self, name: str | None) -> tuple[str, ServedModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`."""
         name = name or DEFAULT_MODEL
-        served = self._models.get(name)
+        served = self.models.get(name)
         if served is not None:
             return name, served
         if name in self._pending:
@@ -146,7 +142,7 @@ class Gateway:
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
-        if name in self.embedding_models or not self._models:
+        if name in self.embedding_models or not self.models:
             raise InvalidRequest(
                 f"{name!r} computes embeddings and no text"
                 if name in self.embedding_models
@@ -156,10 +152,10 @@ class Gateway:
                 param="model",
             )
         if name == DEFAULT_MODEL:
-            served = next(iter(self._models.values()))
+            served = next(iter(self.models.values()))
             return served.names[0], served
         raise ModelNotFound(
-            f"there is no model {name[:200]!r}; served: {_format_names(self._models)}",
+            f"there is no model {name[:200]!r}; served: {_format_names(self.models)}",
             param="model",
         )
 
@@ -177,7 +173,7 @@ class Gateway:
         hint = "start one: `dynamo run in=http out=native minilm`"
         if self.embedding_models:
             hint = f"embedding models: {_format_names(self.embedding_models)}"
-        if name in self._models or name == DEFAULT_MODEL:
+        if name in self.models or name == DEFAULT_MODEL:
             raise InvalidRequest(
                 f"{name[:200]!r} generates text and computes no embeddings",
                 hint=hint,

@@ -51,7 +51,11 @@ class LargeBodies:
                 for byte, limit in limits.items():
                     counts[byte] += body.count(byte, start, end)
                     if counts[byte] > limit:
-                        raise _too_many(byte, counts[byte], limit)
+                        count = f'at least {counts[byte]:,} of "{byte.decode()}"'
+                        raise TooLarge(
+                            f"the body has {count}, limit {limit:,}",
+                            hint="send fewer values; the limit follows the longest served context",
+                        )
                 try:
                     text.decode(body[start:end], final=end >= len(body))
                 except UnicodeDecodeError as error:
@@ -65,10 +69,3 @@ def structure_limits(context_tokens: int) -> dict[bytes, int]:
         byte: min(base + per_token * context_tokens, MAX_COUNT)
         for byte, (base, per_token) in STRUCTURE_LIMITS.items()
     }
-
-
-def _too_many(byte: bytes, count: int, limit: int) -> TooLarge:
-    return TooLarge(
-        f'the body has at least {count:,} of "{byte.decode()}", limit {limit:,}',
-        hint="send fewer values; the limit follows the longest served context",
-    )

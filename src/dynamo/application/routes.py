@@ -8,7 +8,6 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import (
     MAX_PATH_SHOWN,
     ROOT,
-    find_foreign_path,
     foreign_path_error,
     not_found_error,
 )
@@ -32,8 +31,8 @@ class RouteTable:
             raise not_found_error(method, path, self._exact)
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            if (foreign := find_foreign_path(path)) is not None:
-                raise foreign_path_error(method, path, foreign)
+            if (error := foreign_path_error(method, path)) is not None:
+                raise error
             raise WrongMethod(method, path[:MAX_PATH_SHOWN], ", ".join(methods))
         return route
 

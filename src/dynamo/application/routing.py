@@ -19,8 +19,9 @@ LIVE_PLACEHOLDER = b"{{live}}"
 
 
 @cache
-def _page_template() -> bytes:
-    return files(__package__).joinpath("routing_page.html").read_bytes()
+def read_page(name: str) -> bytes:
+    """Return an HTML page of this package, with placeholders."""
+    return files(__package__).joinpath(name).read_bytes()
 
 
 def render_page(data: bytes, *, live: bool) -> bytes:
@@ -31,7 +32,7 @@ def render_page(data: bytes, *, live: bool) -> bytes:
     """
     safe = data.replace(b"<", b"\\u003c")
     return (
-        _page_template()
+        read_page("routing_page.html")
         .replace(LIVE_PLACEHOLDER, b"true" if live else b"false")
         .replace(DATA_PLACEHOLDER, safe)
     )
@@ -39,7 +40,7 @@ def render_page(data: bytes, *, live: bool) -> bytes:
 
 EXPLAIN_PREFIX = "/router/explain/"
 VIEW_REPORT_S = 300.0
-HTML_CONTENT_TYPE = ("content-type", "text/html; charset=utf-8")
+HTML_CONTENT_TYPE = "text/html; charset=utf-8"
 
 
 class RoutingSource(Protocol):
@@ -79,25 +80,25 @@ class RoutingHandler:
                 f"no decision is recorded for request {name[:100]!r}",
                 hint="use the answer's x-request-id; the last thousand requests are recorded",
             )
-        _send_json(exchange, {"request_id": name, "decisions": decisions})
+        exchange.send_value({"request_id": name, "decisions": decisions})
 
     async def recent(self, exchange: Exchange) -> None:
         """GET /router/explain: the decisions for the last requests."""
         self._require_decisions()
-        _send_json(exchange, {"decisions": await self._source.explain("")})
+        exchange.send_value({"decisions": await self._source.explain("")})
 
     async def report(self, exchange: Exchange) -> None:
         """GET /router/report?seconds=N: a report on the last N seconds, or on all records."""
         self._require_decisions()
         seconds = _query_number(exchange, "seconds")
-        _send_json(exchange, await self._source.report(seconds))
+        exchange.send_value(await self._source.report(seconds))
 
     async def timeline(self, exchange: Exchange) -> None:
         """GET /router/timeline: series of all workers, of the last 15 minutes, after the Unix time
         `since`, or of the last `seconds`."""
         since = _query_number(exchange, "since") or 0.0
         seconds = _query_number(exchange, "seconds")
-        _send_json(exchange, await self._source.timeline(since, seconds))
+        exchange.send_value(await self._source.timeline(since, seconds))
 
     async def view(self, exchange: Exchange) -> None:
         """GET /router/view: timeline and report, if there is one, as a page that updates itself."""
@@ -106,7 +107,7 @@ class RoutingHandler:
         report = await self._source.report(VIEW_REPORT_S) if recorded else None
         data = msgspec.json.encode({"timeline": timeline, "report": report})
         body = render_page(data, live=True)
-        exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)
+        exchange.send(HTML_CONTENT_TYPE, body)
 
     def _require_decisions(self) -> None:
         if not self._source.records_decisions:
@@ -114,10 +115,6 @@ class RoutingHandler:
                 "this router mode does not look at workers, so no decisions are recorded",
                 hint="start with --router-mode kv",
             )
-
-
-def _send_json(exchange: Exchange, value: Any) -> None:
-    exchange.send_json(200, msgspec.json.encode(value))
 
 
 def _query_number(exchange: Exchange, name: str) -> float | None:

@@ -68,20 +68,19 @@ class StatusHandler:
 
     async def version(self, exchange: Exchange) -> None:
         """GET /version."""
-        exchange.send_json(200, msgspec.json.encode({"version": dynamo.__version__}))
+        exchange.send_value({"version": dynamo.__version__})
 
     async def metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""
         source = self._metrics_source
         text = self._registry.render() if source is None else await source.render()
-        headers = (("content-type", PROMETHEUS_CONTENT_TYPE), *exchange.headers)
-        exchange.response.send(200, headers, text.encode())
+        exchange.send(PROMETHEUS_CONTENT_TYPE, text.encode())
 
     async def targets(self, exchange: Exchange) -> None:
         """GET /metrics/targets: the status ports to scrape, for Prometheus' http_sd_configs."""
         source = self._metrics_source
         targets = [] if source is None else await source.list_targets()
-        exchange.send_json(200, msgspec.json.encode(targets))
+        exchange.send_value(targets)
 
 
 class ModelBody(msgspec.Struct, frozen=True):
@@ -110,20 +109,20 @@ class ModelsHandler:
         gateway = self._gateway
         data = [_model_body(name, served) for name, served in gateway.models.items()]
         data += [_model_body(name, served) for name, served in gateway.embedding_models.items()]
-        exchange.send_json(200, msgspec.json.encode({"object": "list", "data": data}))
+        exchange.send_value({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}; an id may contain slashes."""
         name = exchange.request.path.removeprefix("/v1/models/")
         embedding_model = self._gateway.embedding_models.get(name)
         if embedding_model is not None:
-            exchange.send_json(200, msgspec.json.encode(_model_body(name, embedding_model)))
+            exchange.send_value(_model_body(name, embedding_model))
             return
         name, served = self._gateway.find(name)
         body = _model_body(name, served)
         if served.tool_format:
             body = msgspec.structs.replace(body, tool_format=served.tool_format)
-        exchange.send_json(200, msgspec.json.encode(body))
+        exchange.send_value(body)
 
 
 def _model_body(name: str, served: ServedModel | ServedEmbeddingModel) -> ModelBody:

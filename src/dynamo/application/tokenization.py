@@ -84,7 +84,7 @@ class TokenizationHandler:
         """POST /tokenize."""
         async with self._concurrency.slot():
             answer = await self._tokenize(decode_body(_tokenize_decoder, exchange.request))
-        exchange.send_json(200, msgspec.json.encode(answer))
+        exchange.send_value(answer)
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
@@ -95,7 +95,7 @@ class TokenizationHandler:
         answer = {"prompt": text}
         if body.model is None:  # llama.cpp's clients name no model and read `content`
             answer["content"] = text
-        exchange.send_json(200, msgspec.json.encode(answer))
+        exchange.send_value(answer)
 
     async def describe(self, exchange: Exchange) -> None:
         """GET /tokenizer_info. Evaluation programs read it before they use /tokenize."""
@@ -106,7 +106,7 @@ class TokenizationHandler:
             "eos_token": served.eos_token or None,
             "model_max_length": served.context_tokens,
         }
-        exchange.send_json(200, msgspec.json.encode(info))
+        exchange.send_value(info)
 
     async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse | LlamaCppTokens:
         _unsupported_fields.check(body)

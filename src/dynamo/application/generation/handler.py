@@ -16,7 +16,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
-from dynamo.application.generation.deadlines import TIMEOUT_HEADER, Deadlines, parse_timeout_header
+from dynamo.application.generation.deadlines import Deadlines
 from dynamo.application.generation.replies import (
     MAX_HOLD_S,
     CountedStreamReply,
@@ -193,10 +193,7 @@ class GenerationHandler:
         options: TextOptions,
         prompts: int = 1,
     ) -> HttpReply:
-        headers = exchange.request.headers
-        shared_deadlines = deadlines = self.deadlines
-        if TIMEOUT_HEADER in headers:
-            deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
+        deadlines = self.deadlines
         metrics = self._metrics.for_model(exchange.model)
         usage_counter = UsageCounter(options.n)
         started = self._clock.now()
@@ -206,7 +203,7 @@ class GenerationHandler:
             reply_type = CountedStreamReply
         reply = reply_type(exchange, writer, usage_counter, timing, prompts)
         reply.hold_s = self._hold_s
-        deadline = deadlines.start(started)
+        deadline = deadlines.start(started, exchange.request.headers)
         try:
             if not self.concurrency.try_acquire():
                 reply.accepted = True
@@ -225,13 +222,11 @@ class GenerationHandler:
             reply.check_complete()
             return reply
         except asyncio.CancelledError:
-            deadlines.raise_if_expired(deadline)
+            deadline.raise_if_expired()
             raise
         finally:
             exchange.output.on_silence = None
             deadlines.stop(deadline)
-            if deadlines is not shared_deadlines:
-                deadlines.close()
             duration_s = self._clock.now() - started
             _record_metrics(metrics, usage_counter, timing, reply.remaining_choices, duration_s)
 
@@ -239,27 +234,17 @@ class GenerationHandler:
     async def open_context(self, exchange: Exchange) -> AsyncIterator[Context]:
         """Hold a slot for a request that generates no text, until its deadline. Yields its context.
         Raises `Overloaded`, `DeadlineExceeded` and `InvalidRequest`."""
-        headers = exchange.request.headers
-        shared_deadlines = deadlines = self.deadlines
-        if TIMEOUT_HEADER in headers:
-            deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
-        deadline = deadlines.start(self._clock.now())
+        deadlines = self.deadlines
+        deadline = deadlines.start(self._clock.now(), exchange.request.headers)
         try:
             async with self.concurrency.slot():
                 remaining_s = deadline.expires_at - self._clock.now()
                 yield _make_context(exchange, remaining_s, passes_key=self._passes_key)
         except asyncio.CancelledError:
-            deadlines.raise_if_expired(deadline)
+            deadline.raise_if_expired()
             raise
         finally:
             deadlines.stop(deadline)
-            if deadlines is not shared_deadlines:
-                deadlines.close()
-
-    def _client_deadlines(self, header: bytes) -> Deadlines | None:
-        """Return None unless the client's timeout is shorter. Raises `InvalidRequest`."""
-        timeout_s = parse_timeout_header(header.decode("latin-1"))
-        return Deadlines(self._clock, timeout_s) if timeout_s < self.deadlines.timeout_s else None
 
 
 def _make_context(exchange: Exchange, timeout_s: float, *, passes_key: bool) -> Context:

@@ -47,4 +47,4 @@ class MessagesHandler:
             await exchange.request.pause()
         with chat.names:
             tokens = await self._generation.count_tokens(exchange, chat)
-        exchange.send_json(200, msgspec.json.encode({"input_tokens": tokens}))
+        exchange.send_value({"input_tokens": tokens})

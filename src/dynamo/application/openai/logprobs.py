@@ -10,26 +10,6 @@ import msgspec
 from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    """`choices[].logprobs` of a chat answer."""
-
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """`choices[].logprobs` of a completion: parallel lists; offsets count characters."""
 
@@ -39,19 +19,18 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
-def chat_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> ChatLogprobs:
-    """Return one entry for each token."""
-    return ChatLogprobs(
-        [
-            ChatTokenLogprob(
-                token.token,
-                token.logprob,
-                list(token.raw),
-                [TopLogprob(text, logprob, list(raw)) for text, raw, logprob in token.top],
-            )
-            for token in tokens
-        ]
-    )
+def chat_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a chat answer."""
+    content = [
+        _entry(token.token, token.raw, token.logprob)
+        | {"top_logprobs": [_entry(*best) for best in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(raw)}
 
 
 def completion_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> CompletionLogprobs:

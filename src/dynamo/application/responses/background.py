@@ -61,20 +61,14 @@ class BackgroundResponses:
         self._running: dict[str, RunningResponse] = {}
         self._renewal: asyncio.Task[None] | None = None
 
-    async def start(self, turn: Turn, exchange: Exchange) -> None:
-        """Store the response and begin to generate it. Raises `StoreUnavailable`, `Overloaded`."""
-        await self._start(turn, exchange, EventLog())
-
-    async def stream(self, turn: Turn, exchange: Exchange) -> None:
-        """Do the same, and stream the response to its client. Raises `SlowReader`, too."""
-        log = EventLog()
-        start = turn.writer.encode_start()
-        log.write(start)
-        await self._start(turn, exchange, log)
-        await log.serve(exchange, start)
-
-    async def _start(self, turn: Turn, exchange: Exchange, log: EventLog) -> None:
-        response, exchange.output = turn.writer.response, log
+    async def answer(self, turn: Turn, exchange: Exchange) -> None:
+        """Store the response and begin to generate it, and stream it to its client if that wants a
+        stream. Raises `StoreUnavailable`, `Overloaded`, `SlowReader`."""
+        log, response = EventLog(), turn.writer.response
+        start = turn.writer.encode_start() if exchange.streaming else b""
+        if start:
+            log.write(start)
+        exchange.output = log
         self._take_place(turn.owner)
         try:
             events = log.take_batch()
@@ -87,6 +81,10 @@ class BackgroundResponses:
         self._running[response["id"]] = RunningResponse(task, log)
         if self._renewal is None or self._renewal.done():
             self._renewal = self._tasks.start(self._renew(), "renew responses")
+        if start:
+            await log.serve(exchange, start)
+        else:
+            exchange.send_value(response)
 
     def _take_place(self, owner: str) -> None:
         """Count a response of `owner`. Raises `Overloaded`."""
@@ -132,7 +130,7 @@ class BackgroundResponses:
             writer.fail(InternalError("internal error", hint="see the server's log"))
         self._running.pop(writer.response["id"], None)
         self._release_place(turn.owner)
-        tail = writer.encode_last_event() if turn.chat.fields.stream else b""
+        tail = writer.encode_last_event() if exchange.streaming else b""
         try:
             await self._store.finish(writer.response, log.take_batch(tail))
         except StoreUnavailable as error:

@@ -6,8 +6,6 @@ import os
 from typing import Any
 from urllib.parse import parse_qs
 
-import msgspec
-
 from dynamo.application.access import ApiKeys
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway
@@ -74,19 +72,16 @@ class ResponsesHandler:
         if not turn.writer.response["background"]:
             await turn.answer(self._generation, exchange, self._store)
             return
-        turn.check(self._generation, exchange)
-        if turn.chat.fields.stream:
-            await self._background.stream(turn, exchange)
-            return
-        await self._background.start(turn, exchange)
-        exchange.send_json(200, msgspec.json.encode(turn.writer.response))
+        with turn.chat.names:  # raise what is wrong with the fields at once
+            self._generation.read_chat_request(exchange, turn.chat)
+        await self._background.answer(turn, exchange)
 
     async def count_input_tokens(self, exchange: Exchange) -> None:
         """POST /v1/responses/input_tokens."""
         turn = await self._read_turn(exchange)
-        tokens = await turn.count_tokens(self._generation, exchange)
-        answer = {"object": "response.input_tokens", "input_tokens": tokens}
-        exchange.send_json(200, msgspec.json.encode(answer))
+        with turn.chat.names:
+            tokens = await self._generation.count_tokens(exchange, turn.chat)
+        exchange.send_value({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def refuse_compaction(self, exchange: Exchange) -> None:
         """POST /v1/responses/compact."""
@@ -124,7 +119,7 @@ class ResponsesHandler:
             return
         else:
             answer = await self._store.get(self._owner(request), response_id)
-        exchange.send_json(200, msgspec.json.encode(answer))
+        exchange.send_value(answer)
 
     async def delete(self, exchange: Exchange) -> None:
         """DELETE /v1/responses/ID."""
@@ -132,7 +127,7 @@ class ResponsesHandler:
         await self._store.delete(self._owner(exchange.request), response_id)
         self._background.cancel(response_id)
         answer = {"id": response_id, "object": "response", "deleted": True}
-        exchange.send_json(200, msgspec.json.encode(answer))
+        exchange.send_value(answer)
 
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/responses/ID/cancel."""
@@ -144,7 +139,7 @@ class ResponsesHandler:
             )
         response = await self._store.cancel(self._owner(exchange.request), response_id)
         self._background.cancel(response_id)
-        exchange.send_json(200, msgspec.json.encode(response))
+        exchange.send_value(response)
 
     async def _read_turn(self, exchange: Exchange) -> Turn:
         body = read_responses_body(exchange.request)

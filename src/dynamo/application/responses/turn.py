@@ -39,16 +39,6 @@ class Turn(msgspec.Struct):
     chat: ChatParts
     writer: ResponseItemWriter
 
-    def check(self, generation: GenerationHandler, exchange: Exchange) -> None:
-        """Raise what `generate` would raise for the fields of the request."""
-        with self.chat.names:
-            generation.read_chat_request(exchange, self.chat)
-
-    async def count_tokens(self, generation: GenerationHandler, exchange: Exchange) -> int:
-        """Return the tokens of the prompt. Raises as `generate`."""
-        with self.chat.names:
-            return await generation.count_tokens(exchange, self.chat)
-
     async def generate(self, generation: GenerationHandler, exchange: Exchange) -> HttpReply | None:
         """Generate the response. Returns the reply, which holds its end back; None if the client
         left before. Raises errors with the names of the fields of a response."""
