@@ -23,6 +23,7 @@ import msgspec
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import (
     EngineInfo,
     Finish,
@@ -32,7 +33,7 @@ from dynamo.core.values import (
     StopConditions,
 )
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 from dynamo.scheduling.workers.ledger import Ledger
@@ -124,7 +125,7 @@ async def admission_us(number: int, ttft_s: float) -> float:
     ledger, plain_ledger = Ledger(), Ledger()
     for each in (ledger, plain_ledger):
         each.workers.update_instances(workers.instances)
-    limits = SloLimits(ttft_s=ttft_s)
+    limits = RouterSettings(ttft_slo=ttft_s)
     admission = Admission(cast("Any", workers), ledger, None, SystemClock(), limits)
     plain = WorkerRouter(
         RoundRobinPolicy(workers.instances.values()), answer_immediately, ledger=plain_ledger

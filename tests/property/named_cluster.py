@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.reply import Reply
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import (
     ROLES_BY_NAME,
     EngineInfo,
@@ -24,7 +25,7 @@ from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import chain
@@ -177,7 +178,7 @@ class Frontend:
     """Admission, migration and router over a policy. `first_token_s`: seconds by request."""
 
     def __init__(
-        self, cluster: NamedCluster, policy: Policy, ledger: Ledger, limits: SloLimits
+        self, cluster: NamedCluster, policy: Policy, ledger: Ledger, limits: RouterSettings
     ) -> None:
         clients = cluster.client, cluster.prefill_client
         clock = cluster.clock
@@ -204,7 +205,7 @@ class NamedCluster(ReplayCluster):
     def _read_prompt(self, request: GenerateRequest) -> Prompt:
         return read_query_prompt(request) if self.remote else super()._read_prompt(request)
 
-    async def open_frontends(self, limits: SloLimits) -> list[Frontend]:
+    async def open_frontends(self, limits: RouterSettings) -> list[Frontend]:
         """Open both. Their routers know the requests of each other in mode kv."""
         self.states: list[Ledger] = []
         policies, ledgers = [self.policy], [self.ledger]

@@ -27,7 +27,6 @@ from dynamo.core.values import (
 )
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
-from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.workers.ledger import Ledger
 
 LIMIT_S = 2.0
@@ -135,7 +134,7 @@ async def open_trial(
     cluster.log, cluster.remote = log, mode == "remote"
     async with cluster:
         clock.on_time_advanced(cluster.deliver_computed_tokens)
-        limits = SloLimits(ttft_s=limit_s, disaggregation=rules)
+        limits = RouterSettings(ttft_slo=limit_s, disaggregation=rules)
         frontends = await cluster.open_frontends(limits)
         await clock.sleep(0.5)
         yield Trial(fleet, cluster, frontends, clock)

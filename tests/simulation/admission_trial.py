@@ -12,7 +12,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import SendRequest
-from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
@@ -22,7 +22,7 @@ from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
-from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.stages import open_admission, open_router
 from dynamo.scheduling.workers.ledger import Ledger
@@ -126,15 +126,15 @@ class AdmissionCluster(ReplayCluster):
         await asyncio.sleep(0)
 
     async def add_admission(
-        self, limits: SloLimits, metrics: Registry | None = None
+        self, limits: RouterSettings, metrics: Registry | None = None
     ) -> tuple[SendRequest, Admission]:
         """Return a `send` that passes requests through admission and router, and the admission."""
-        self.limits, self.metrics = limits, metrics or Registry()
+        self.settings, self.metrics = limits, metrics or Registry()
         await open_admission(self)
         await open_router(self)
         return chain([self.admission], self.router.send), self.admission
 
-    async def add_frontend(self, first: AdmissionTrial, limits: SloLimits) -> AdmissionTrial:
+    async def add_frontend(self, first: AdmissionTrial, limits: RouterSettings) -> AdmissionTrial:
         """Add a second frontend; both receive the load reports after this call."""
         self.ledger = Ledger(self.clock, self.client, self.prefill_client)
         send, admission = await self.add_admission(limits)
@@ -152,7 +152,7 @@ class AdmissionCluster(ReplayCluster):
 @asynccontextmanager
 async def open_trial(
     clock: VirtualClock,
-    limits: SloLimits,
+    limits: RouterSettings,
     workers: ReplayWorkers,
     mode: str = "round_robin",
     metrics: Registry | None = None,

@@ -14,17 +14,16 @@ from tests.simulation.admission_trial import (
 )
 
 from dynamo.core.errors import NoWorkers
-from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.scheduling.admission import SloLimits
 from dynamo.telemetry import Registry
 
 
 @pytest.mark.parametrize("times", [1.0, 3.0])
 def test_frontends_share_the_workers(times: float) -> None:
     async def main(clock: VirtualClock) -> None:
-        limits = SloLimits(ttft_s=2.0)
+        limits = RouterSettings(ttft_slo=2.0)
         async with open_trial(clock, limits, make_workers()) as first:
             another = await first.cluster.add_frontend(first, limits)
             half = CAPACITY / 2
@@ -61,13 +60,13 @@ def test_the_ttft_slo_counts_the_workers_that_compute_prompts(
 
     async def main(clock: VirtualClock) -> None:
         settings = DisaggregationSettings(mode=disaggregation)
-        limits = SloLimits(ttft_s=2.0, disaggregation=settings)
+        limits = RouterSettings(ttft_slo=2.0, disaggregation=settings)
         async with open_trial(clock, limits, make_workers_apart(), mode) as run:
             await run.offer_load(1.0, 10, Random(7), prompt=6_000)
             before = len(run.first_token_s)
             await run.offer_load(5.0, 30, Random(3), prompt=6_000)
             took = run.first_token_s.values()
-            assert max(took) < 2 * limits.ttft_s
+            assert max(took) < 2 * limits.ttft_slo
             assert sum(seconds > 2.0 for seconds in took) < late * len(took)
             assert len(run.rejected) > 30
             assert len(run.first_token_s) - before > least * 30
@@ -84,7 +83,7 @@ def short_and_long(rng: Random) -> int:
 @pytest.mark.parametrize("times", [1.0, 2.0, 3.0])
 def test_the_ttft_slo_is_met_without_losing_throughput(mode: str, times: float) -> None:
     async def main(clock: VirtualClock) -> None:
-        async with open_trial(clock, SloLimits(ttft_s=2.0), make_workers(), mode) as run:
+        async with open_trial(clock, RouterSettings(ttft_slo=2.0), make_workers(), mode) as run:
             await run.offer_load(CAPACITY, 10, Random(7))
             before = len(run.first_token_s)
             await run.offer_load(times * CAPACITY, 40, Random(3))
@@ -101,7 +100,7 @@ def test_the_ttft_slo_is_met_without_losing_throughput(mode: str, times: float) 
 
 def test_the_slo_is_met_with_unequal_answer_lengths() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with open_trial(clock, SloLimits(ttft_s=2.0), make_workers()) as run:
+        async with open_trial(clock, RouterSettings(ttft_slo=2.0), make_workers()) as run:
             await run.offer_load(30.0, 60, Random(5), lengths=short_and_long, bound=400)
             assert len(run.rejected) > 200
             assert not [took for took in run.first_token_s.values() if took > 2.0]
@@ -114,7 +113,7 @@ def test_the_slo_is_met_with_unequal_answer_lengths() -> None:
 def test_no_request_is_rejected_while_a_worker_is_idle() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(ttft_s=0.001), make_workers(2)) as run,
+            open_trial(clock, RouterSettings(ttft_slo=0.001), make_workers(2)) as run,
             BackgroundTasks() as tasks,
         ):
             for _ in range(4):  # the prefill time is learnt from these
@@ -133,7 +132,7 @@ def test_no_request_is_rejected_while_a_worker_is_idle() -> None:
 def test_a_single_slot_serves_requests_in_order() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = make_workers(1, 1)
-        async with open_trial(clock, SloLimits(), workers) as run, BackgroundTasks() as tasks:
+        async with open_trial(clock, RouterSettings(), workers) as run, BackgroundTasks() as tasks:
             for _ in range(4):
                 await run.send_request()
             for _ in range(40):
@@ -157,7 +156,7 @@ def test_a_single_slot_serves_requests_in_order() -> None:
 def test_memory_limits_the_slots() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = make_workers(1, 64, blocks=32)  # 2,048 tokens; each request needs 316
-        async with open_trial(clock, SloLimits(), workers) as run, BackgroundTasks() as tasks:
+        async with open_trial(clock, RouterSettings(), workers) as run, BackgroundTasks() as tasks:
             await run.send_request()
             for _ in range(20):
                 tasks.start(run.send_request())
@@ -173,7 +172,7 @@ def test_memory_limits_the_slots() -> None:
 def test_a_request_deadline_limits_the_wait() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(1, 1)) as run,
+            open_trial(clock, RouterSettings(), make_workers(1, 1)) as run,
             BackgroundTasks() as tasks,
         ):
             await run.send_request()
@@ -194,7 +193,7 @@ def test_a_request_deadline_limits_the_wait() -> None:
 def test_a_higher_priority_goes_first() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(1, 1)) as run,
+            open_trial(clock, RouterSettings(), make_workers(1, 1)) as run,
             BackgroundTasks() as tasks,
         ):
             await run.send_request()
@@ -211,7 +210,7 @@ def test_a_higher_priority_goes_first() -> None:
 def test_the_queue_is_bounded() -> None:
     async def main(clock: VirtualClock) -> None:
         metrics = Registry()
-        limits = SloLimits(queue_bound=3)
+        limits = RouterSettings(queue_bound=3)
         async with (
             open_trial(clock, limits, make_workers(1, 1), metrics=metrics) as run,
             BackgroundTasks() as tasks,
@@ -230,7 +229,7 @@ def test_the_queue_is_bounded() -> None:
 
 def test_max_worker_requests_limits_each_worker() -> None:
     async def main(clock: VirtualClock) -> None:
-        limits = SloLimits(max_worker_requests=2)
+        limits = RouterSettings(max_worker_requests=2)
         async with open_trial(clock, limits, make_workers(2)) as run, BackgroundTasks() as tasks:
             for _ in range(10):
                 tasks.start(run.send_request())
@@ -244,7 +243,7 @@ def test_max_worker_requests_limits_each_worker() -> None:
 def test_queued_requests_survive_the_loss_of_the_worker() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(1, 1)) as run,
+            open_trial(clock, RouterSettings(), make_workers(1, 1)) as run,
             BackgroundTasks() as tasks,
         ):
             for _ in range(3):
@@ -269,7 +268,7 @@ def test_queued_requests_survive_the_loss_of_the_worker() -> None:
 def test_a_cancelled_request_does_not_block_the_queue() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(1, 1)) as run,
+            open_trial(clock, RouterSettings(), make_workers(1, 1)) as run,
             BackgroundTasks() as tasks,
         ):
             running = tasks.start(run.send_request())
@@ -291,15 +290,15 @@ def test_a_cancelled_request_does_not_block_the_queue() -> None:
 def test_limits_can_change_under_load(mode: str) -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(), mode) as run,
+            open_trial(clock, RouterSettings(), make_workers(), mode) as run,
             BackgroundTasks() as tasks,
         ):
             await run.offer_load(2 * CAPACITY, 10, Random(7))
             assert not run.rejected
-            run.admission.update(SloLimits(ttft_s=2.0))
+            run.admission.update(RouterSettings(ttft_slo=2.0))
             await run.offer_load(2 * CAPACITY, 40, Random(3))
             assert len(run.rejected) > CAPACITY * 20
-            run.admission.update(SloLimits(max_worker_requests=1))
+            run.admission.update(RouterSettings(max_worker_requests=1))
             before = len(run.rejected)
             for _ in range(8):
                 tasks.start(run.send_request())
@@ -315,7 +314,7 @@ def test_a_request_that_waits_much_longer_than_predicted_is_rejected() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = make_workers(1, 1)
         async with (
-            open_trial(clock, SloLimits(max_queue_wait_s=5.0), workers) as run,
+            open_trial(clock, RouterSettings(max_queue_wait=5.0), workers) as run,
             BackgroundTasks() as tasks,
         ):
             for _ in range(6):
@@ -336,7 +335,7 @@ def test_a_request_that_waits_much_longer_than_predicted_is_rejected() -> None:
 def test_a_new_max_tokens_is_predicted_from_the_usual_fill() -> None:
     async def main(clock: VirtualClock) -> None:
         async with (
-            open_trial(clock, SloLimits(), make_workers(1, 1)) as run,
+            open_trial(clock, RouterSettings(), make_workers(1, 1)) as run,
             BackgroundTasks() as tasks,
         ):
             for _ in range(8):

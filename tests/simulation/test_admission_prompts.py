@@ -7,13 +7,12 @@ from random import Random
 import pytest
 from tests.simulation.admission_trial import BLOCK, open_trial
 
-from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import ROLES_BY_NAME, EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
-from dynamo.scheduling.admission import SloLimits
 
 
 def make_slow_workers(
@@ -33,7 +32,7 @@ def count_overload(mode: str, workers: ReplayWorkers) -> tuple[int, int]:
     second: more than twice the capacity of four engines."""
 
     async def main(clock: VirtualClock) -> tuple[int, int]:
-        limits = SloLimits(ttft_s=2.0, disaggregation=DisaggregationSettings(mode="always"))
+        limits = RouterSettings(ttft_slo=2.0, disaggregation=DisaggregationSettings(mode="always"))
         async with open_trial(clock, limits, workers, mode) as run:
             await run.offer_load(1.0, 10, Random(7), prompt=6_000)
             assert not run.rejected
@@ -68,7 +67,7 @@ def test_short_prompts_promise_nothing_for_long_ones(mode: str, token_ms: float,
     async def main(clock: VirtualClock) -> None:
         workers = make_slow_workers(2, token_ms)
         async with (
-            open_trial(clock, SloLimits(ttft_s=2.0), workers, mode) as run,
+            open_trial(clock, RouterSettings(ttft_slo=2.0), workers, mode) as run,
             BackgroundTasks() as tasks,
         ):
             await run.offer_load(3.0, 20, Random(7), prompt=64)
@@ -89,7 +88,7 @@ def test_the_cached_share_of_short_prompts_says_nothing_of_long_ones() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = make_slow_workers(2, 0.3)
         async with (
-            open_trial(clock, SloLimits(ttft_s=2.0), workers) as run,
+            open_trial(clock, RouterSettings(ttft_slo=2.0), workers) as run,
             BackgroundTasks() as tasks,
         ):
             for _ in range(2):  # the time of a long prompt is learnt

@@ -14,12 +14,13 @@ import msgspec
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
 from dynamo.core.labels import LABELS_KEY
+from dynamo.core.settings.schema_router import RoutingStrategySettings
 from dynamo.core.values import Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.costs.alternatives import CostWeights, composite_terms, latency_score
+from dynamo.scheduling.router.costs.alternatives import composite_terms, latency_score
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
@@ -116,7 +117,7 @@ class KvRouter:
         selector: WorkerSelector | None = None,
         *,
         tokenizer: Tokenize | None = None,
-        weights: CostWeights | None = None,
+        weights: RoutingStrategySettings | None = None,
         on_routed: OnRouted | None = None,
     ) -> None:
         runtime = component.namespace.runtime
@@ -124,7 +125,7 @@ class KvRouter:
         self._block_size = block_size
         self._selector = selector or DefaultWorkerSelector(rng=runtime.rng)
         self._tokenizer = tokenizer
-        self._weights = weights or CostWeights()
+        self._weights = weights or RoutingStrategySettings()
         self._on_routed = on_routed
         self._clock = runtime.clock
         self._events = runtime.events
@@ -272,7 +273,7 @@ def worker_score(
     hit_ratio: float,
     status: WorkerStatus,
     requirements: PerformanceRequirements,
-    weights: CostWeights,
+    weights: RoutingStrategySettings,
     labels: Mapping[str, str] | None = None,
     *,
     prefill_s: float = 0.0,

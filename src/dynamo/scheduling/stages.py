@@ -15,7 +15,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.calls.client import Client
-from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
+from dynamo.scheduling.admission import Admission, WorkerStarts
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router import Observer, Policy, WorkerRouter
 from dynamo.scheduling.router.router import SendTo
@@ -35,8 +35,7 @@ class Stage(NamedTuple):
 class StagedPipeline:
     """The open stages of one model; each row of the table sets the attribute of its name.
 
-    `dispatch_to` sends a request to an instance, `send` passes one through all stages. `limits` are
-    those of admission.
+    `dispatch_to` sends a request to an instance, `send` passes one through all stages.
     """
 
     client: Client
@@ -52,13 +51,10 @@ class StagedPipeline:
     """The index of the caches in mode kv, if this process has one."""
     observers: Sequence[Observer] = ()
 
-    def __init__(
-        self, settings: RouterSettings, clock: Clock, metrics: Registry, limits: SloLimits | None
-    ) -> None:
+    def __init__(self, settings: RouterSettings, clock: Clock, metrics: Registry) -> None:
         self.settings = settings
         self.clock = clock
         self.metrics = metrics
-        self.limits = limits
         self.resources = AsyncExitStack()
         self.load_listeners: list[LoadListener] = []
         self.events: Events
@@ -90,13 +86,13 @@ async def open_ledger(pipeline: StagedPipeline) -> None:
 
 
 async def open_admission(pipeline: StagedPipeline, starts: WorkerStarts | None = None) -> None:
-    """Open admission with the pipeline's limits."""
+    """Open admission with the limits of the settings."""
     pipeline.admission = admission = Admission(
         pipeline.client,
         pipeline.ledger,
         pipeline.policy,
         pipeline.clock,
-        pipeline.limits,
+        pipeline.settings,
         pipeline.metrics,
         starts,
         pipeline.prefill_client,

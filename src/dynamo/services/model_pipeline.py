@@ -22,7 +22,7 @@ from dynamo.core.reply import Operator
 from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.admission import SloLimits, WorkerStarts
+from dynamo.scheduling.admission import WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs, chain
@@ -70,9 +70,7 @@ class ModelPipeline(StagedPipeline):
         card: ModelCard,
         failure_detector: FailureDetector | None = None,
     ) -> None:
-        settings = runtime.settings.router
-        limits = SloLimits.from_settings(settings)
-        super().__init__(settings, runtime.clock, runtime.metrics, limits)
+        super().__init__(runtime.settings.router, runtime.clock, runtime.metrics)
         self.runtime = runtime
         self.events = runtime.events
         self.routing = routing
@@ -199,9 +197,7 @@ async def _open_admission(pipeline: ModelPipeline) -> None:
     await open_admission(pipeline, pipeline.starts)
     admission = pipeline.admission
     pipeline.resources.callback(
-        pipeline.runtime.on_settings_change(
-            lambda new: admission.update(SloLimits.from_settings(new.router))
-        )
+        pipeline.runtime.on_settings_change(lambda new: admission.update(new.router))
     )
 
 

@@ -34,7 +34,7 @@ TABLE = (
 def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
     log = DecisionLog(SystemClock(), "frontend-1")
     decided = decision(
-        cost_table=TABLE,
+        cost_table=lambda: TABLE,
         overlap_blocks=3,
         prompt_blocks=4,
         best_overlap_blocks=3,
@@ -98,7 +98,7 @@ def test_blocks_in_memory_tiers_are_explained() -> None:
         TABLE[1],
     )
     log = DecisionLog(SystemClock())
-    log.add(request("abc"), decision(cost_table=table, overlap_blocks=3, prompt_blocks=4))
+    log.add(request("abc"), decision(cost_table=lambda: table, overlap_blocks=3, prompt_blocks=4))
     (explanation,) = log.find("abc")
     assert explanation.why.endswith("it holds 3 of the prompt's 4 blocks, of these 2 in tier host")
     shown = format_decision(msgspec.json.decode(msgspec.json.encode(explanation)))
@@ -115,7 +115,7 @@ def test_the_rank_that_computes_the_prompt_is_marked_with_its_cost() -> None:
     ]
     log = DecisionLog(SystemClock())
     prefill = Instance("p1", "tcp://", "dynamo", "worker", "prefill")
-    decided = decision(rank=0, prefill=prefill, prefill_rank=1, cost_table=rows)
+    decided = decision(rank=0, prefill=prefill, prefill_rank=1, cost_table=lambda: rows)
     log.add(request("abc"), decided)
     (explanation,) = log.find("abc")
     assert explanation.prefill == "p1/1"

@@ -111,7 +111,7 @@ def test_a_prompt_harms_answers_only_at_workers_that_write_some() -> None:
         cluster.add_prefill(name, 100)
     request = cluster.make_request(4_000)
     matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
-    table = matrix.candidate_table(request, matrix.row(request), 0)
+    table = matrix.candidate_table(request, matrix.row(request), 0)()
     harms = {candidate.worker: candidate.terms["harm"] for candidate in table}
 
     assert harms["p1"] == 0
@@ -234,7 +234,7 @@ def test_a_transfer_is_priced_by_block_size_and_learnt_rate() -> None:
 
     def transfer_ms() -> float:
         matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
-        return matrix.candidate_table(request, matrix.row(request), 0)[0].terms["transfer"]
+        return matrix.candidate_table(request, matrix.row(request), 0)()[0].terms["transfer"]
 
     unknown = transfer_ms()
     engine = ENGINE | {"roles": ["decode"]}
@@ -285,7 +285,7 @@ def test_the_terms_of_a_pair_add_up_to_its_cost() -> None:
     matrix = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now)
     row = matrix.row(request)
 
-    for candidate in matrix.candidate_table(request, row, 0):
+    for candidate in matrix.candidate_table(request, row, 0)():
         assert sum(candidate.terms.values()) == pytest.approx(candidate.cost)
 
 

@@ -78,7 +78,7 @@ def test_a_shortlist_has_the_pairs_of_lowest_cost(fleet: str) -> None:
         for matrix in (short, everyone):
             row = matrix.row(request)
             best = row.index(min(row))
-            table = matrix.candidate_table(request, row, best)
+            table = matrix.candidate_table(request, row, best)()
             pairs.append([(each.worker, each.decode_worker) for each in table])
             decode_worker = matrix.workers[matrix.decode_index(request, best)].name
             assert (table[0].decode_worker or table[0].worker) == decode_worker
@@ -105,7 +105,7 @@ def test_decisions_are_those_of_a_solver_that_prices_every_pair(
             for result in place_all(cluster.solver, cluster.now):
                 placed = result.placed
                 pair = placed.worker.name, decode_worker_of(placed)
-                history.append((result.request.id, pair, round(result.cost_table[0].cost, 6)))
+                history.append((result.request.id, pair, round(result.cost_table()[0].cost, 6)))
                 if rng.random() < 0.5:
                     cluster.first_token(placed, cluster.now + 0.01)
                 elif rng.random() < 0.5:

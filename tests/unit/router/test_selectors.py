@@ -13,6 +13,7 @@ from tests.unit.router.fake_cluster import FakeCluster, instance
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.labels import LABELS_KEY, parse_labels
+from dynamo.core.settings.schema_router import RoutingStrategySettings
 from dynamo.library.kv_router import worker_score
 from dynamo.scheduling.router import (
     DefaultWorkerSelector,
@@ -23,7 +24,6 @@ from dynamo.scheduling.router import (
     WorkerSelector,
     WorkerStatus,
 )
-from dynamo.scheduling.router.costs.alternatives import CostWeights
 from dynamo.scheduling.router.labels import ExcludedWorkersCache, excluded_workers
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
@@ -184,7 +184,10 @@ def test_the_score_of_the_seeds_example() -> None:
     """Overlaps of 5, 50, 75 %, loads of 30, 50, 80 %, equal latency, free memory = 1 - load."""
     scores = {
         name: worker_score(
-            hit, WorkerStatus(load, 0.01, 1.0 - load), PerformanceRequirements(), CostWeights()
+            hit,
+            WorkerStatus(load, 0.01, 1.0 - load),
+            PerformanceRequirements(),
+            RoutingStrategySettings(),
         )
         for name, hit, load in (("1", 0.05, 0.3), ("2", 0.5, 0.5), ("3", 0.75, 0.8))
     }

@@ -84,7 +84,7 @@ def test_decisions_are_those_of_a_solver_that_prices_every_worker(
                 submit_random(cluster, rng)
             results = place_all(cluster.solver, cluster.now)
             for result in results:
-                best = [(row.worker, row.cost) for row in result.cost_table][:TABLE_ROWS]
+                best = [(row.worker, row.cost) for row in result.cost_table()][:TABLE_ROWS]
                 history.append((result.request.id, result.placed.worker.name, best))
                 if rng.random() < 0.5:
                     cluster.first_token(result.placed, cluster.now + 0.01)

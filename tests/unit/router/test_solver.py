@@ -135,9 +135,9 @@ def test_the_cost_table_is_sorted_and_has_all_terms() -> None:
     cluster.view.caches["b"] = set(HASHES[:50])
     cluster.submit(800, HASHES[:50])
     (placed,) = cluster.solver.place(cluster.now)
-    best = placed.cost_table[0]
+    best = placed.cost_table()[0]
     assert (best.worker, best.overlap_blocks) == ("b", 50)
-    costs = [candidate.cost for candidate in placed.cost_table]
+    costs = [candidate.cost for candidate in placed.cost_table()]
     assert costs == sorted(costs)
     assert set(best.terms) == {"queue", "prefill", "harm", "eviction"}
 

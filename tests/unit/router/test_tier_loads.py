@@ -45,7 +45,7 @@ def test_blocks_in_host_memory_attract_a_prompt(cost: str) -> None:
     result = place(cluster)
     assert result.placed.worker.name == "c"
     assert result.placed.new_tokens == TOKENS - 200 * BLOCK
-    (row,) = [row for row in result.cost_table if row.worker == "c"]
+    (row,) = [row for row in result.cost_table() if row.worker == "c"]
     assert (row.overlap_blocks, row.tier_blocks) == (200, {"host": 192})
     assert row.cost == pytest.approx(sum(row.terms.values()))
 
@@ -163,7 +163,7 @@ def test_a_pair_uses_the_tiers_of_both_workers() -> None:
     result = place(cluster)
     assert result.placed.worker.name == "p2"
     assert result.placed.decode_worker is cluster.worker_states["d2"]
-    best = result.cost_table[0]
+    best = result.cost_table()[0]
     assert (best.worker, best.decode_worker, best.tier_blocks) == ("p2", "d2", {"host": 200})
     assert best.terms["load"] > 0
     assert best.cost == pytest.approx(sum(best.terms.values()))

@@ -11,7 +11,9 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.labels import LABELS_KEY, excluded_workers
 from dynamo.core.reply import Reply
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
     EngineInfo,
@@ -25,9 +27,8 @@ from dynamo.core.values import (
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
-from dynamo.scheduling.admission import Admission, SloLimits, WorkerStarts
+from dynamo.scheduling.admission import Admission, WorkerStarts
 from dynamo.scheduling.router.attempt import Attempt
-from dynamo.scheduling.router.labels import LABELS_KEY, excluded_workers
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
@@ -52,7 +53,7 @@ class FakeCluster:
     """
 
     def __init__(
-        self, clock: VirtualClock, tasks: BackgroundTasks, limits: SloLimits, slots: list[int]
+        self, clock: VirtualClock, tasks: BackgroundTasks, limits: RouterSettings, slots: list[int]
     ) -> None:
         self.clock, self.tasks = clock, tasks
         self.instances = {
@@ -166,12 +167,14 @@ class FakeCluster:
 
 
 def run_scenario(
-    scenario: Callable[[FakeCluster], Awaitable[None]], *slots: int, limits: SloLimits | None = None
+    scenario: Callable[[FakeCluster], Awaitable[None]],
+    *slots: int,
+    limits: RouterSettings | None = None,
 ) -> None:
     """Run a scenario on a cluster of workers with these slots."""
 
     async def main(clock: VirtualClock) -> None:
         async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-            await scenario(FakeCluster(clock, tasks, limits or SloLimits(), [*slots]))
+            await scenario(FakeCluster(clock, tasks, limits or RouterSettings(), [*slots]))
 
     run_in_virtual_time(main)

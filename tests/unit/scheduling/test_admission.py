@@ -9,8 +9,8 @@ from tests.unit.scheduling.fake_cluster import FakeCluster, make_worker, run_sce
 
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
-from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.labels import LABELS_KEY
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.testing.fakes import CollectedReply
@@ -249,11 +249,11 @@ def test_an_updated_worker_limit_applies_at_once() -> None:
             cluster.start(name)
         await cluster.clock.wait_until_idle()
         assert cluster.served == ["u"]
-        cluster.admission.update(SloLimits(max_worker_requests=3))
+        cluster.admission.update(RouterSettings(max_worker_requests=3))
         await cluster.clock.wait_until_idle()
         assert cluster.served == ["u", "v", "w"]
 
-    run_scenario(scenario, 4, limits=SloLimits(max_worker_requests=1))
+    run_scenario(scenario, 4, limits=RouterSettings(max_worker_requests=1))
 
 
 def test_a_full_queue_rejects_with_retry_after() -> None:
@@ -268,7 +268,7 @@ def test_a_full_queue_rejects_with_retry_after() -> None:
         await cluster.clock.sleep(3.0)
         assert cluster.served == ["u", "v", "w"]
 
-    run_scenario(scenario, 1, limits=SloLimits(queue_bound=2))
+    run_scenario(scenario, 1, limits=RouterSettings(queue_bound=2))
 
 
 def test_an_emptied_queue_keeps_the_pace_that_retry_after_follows() -> None:
@@ -285,7 +285,7 @@ def test_an_emptied_queue_keeps_the_pace_that_retry_after_follows() -> None:
             await cluster.start("rejected")
         assert caught.value.retry_after_s == pytest.approx(14.0)
 
-    run_scenario(scenario, 1, limits=SloLimits(queue_bound=2))
+    run_scenario(scenario, 1, limits=RouterSettings(queue_bound=2))
 
 
 def rejections(cluster: FakeCluster) -> list[str]:
@@ -309,7 +309,7 @@ def test_too_long_waits_are_rejected_with_growing_retry_after() -> None:
         await cluster.clock.sleep(10.0)
         assert cluster.served == ["u", "v", "w"]
 
-    run_scenario(scenario, 1, limits=SloLimits(max_queue_wait_s=9.0))
+    run_scenario(scenario, 1, limits=RouterSettings(max_queue_wait=9.0))
 
 
 def test_an_impossible_deadline_is_rejected_at_once() -> None:
@@ -343,7 +343,7 @@ def test_a_queued_request_is_rejected_when_its_ttft_limit_passes() -> None:
         await cluster.clock.wait_until_idle()
         assert cluster.served == ["u", "w"]
 
-    run_scenario(scenario, 1, limits=SloLimits(ttft_s=2.0))
+    run_scenario(scenario, 1, limits=RouterSettings(ttft_slo=2.0))
 
 
 def test_waits_are_measured_and_a_dequeue_ends_the_time_limit() -> None:
@@ -362,7 +362,7 @@ def test_waits_are_measured_and_a_dequeue_ends_the_time_limit() -> None:
         assert 'dynamo_admission_wait_seconds_bucket{le="1"} 1\n' in metrics
         assert rejections(cluster) == []
 
-    run_scenario(scenario, 1, limits=SloLimits(ttft_s=2.0))
+    run_scenario(scenario, 1, limits=RouterSettings(ttft_slo=2.0))
 
 
 def test_a_late_worker_gets_no_more_requests_than_slots() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.scheduling.fake_cluster import FakeCluster, make_worker, run_scenario
 
 from dynamo.core.errors import NoWorkers, Overloaded
-from dynamo.scheduling.admission import SloLimits
+from dynamo.core.settings.schema_router import RouterSettings
 
 
 async def error_of(call: asyncio.Task[None]) -> NoWorkers:
@@ -104,10 +104,10 @@ def test_a_start_beyond_the_limit_is_refused_with_the_remaining_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "timeout_s"), [(SloLimits(ttft_s=2.0), None), (SloLimits(), 2.0)]
+    ("limits", "timeout_s"), [(RouterSettings(ttft_slo=2.0), None), (RouterSettings(), 2.0)]
 )
 def test_limits_of_the_first_token_hold_for_a_start(
-    limits: SloLimits, timeout_s: float | None
+    limits: RouterSettings, timeout_s: float | None
 ) -> None:
     async def scenario(cluster: FakeCluster) -> None:
         cluster.announce(1, start_s=5.0)
@@ -174,7 +174,7 @@ def test_the_bound_of_the_queue_holds_for_held_requests() -> None:
         await cluster.clock.sleep(0.1)
         assert cluster.served == ["u", "v"]
 
-    run_scenario(scenario, 4, limits=SloLimits(queue_bound=2))
+    run_scenario(scenario, 4, limits=RouterSettings(queue_bound=2))
 
 
 def test_another_lost_worker_is_expected_after_the_last_one_was_drained() -> None:
@@ -191,7 +191,7 @@ def test_another_lost_worker_is_expected_after_the_last_one_was_drained() -> Non
         cluster.set_instances(a=make_worker("a", 4))
         await held
 
-    run_scenario(scenario, 4, limits=SloLimits(ttft_s=inf))
+    run_scenario(scenario, 4, limits=RouterSettings(ttft_slo=inf))
 
 
 def test_a_worker_that_changed_its_role_is_not_expected_to_start() -> None:

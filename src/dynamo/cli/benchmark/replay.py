@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
     from dynamo.operations.replay.trace import TraceConversation
     from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers, SimulatedTier
-    from dynamo.scheduling.admission import SloLimits
 
 ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
 """Defaults of a replay that differ from those of the engine's settings."""
@@ -188,16 +187,15 @@ def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     settings = replace(loaded.settings, engine=_engine_settings(loaded))
     workers = _make_workers(args, settings)
     routing = _router_settings(loaded)
-    slo = _slo_limits(loaded, routing)
     return ReplayPlan(
         trace=_trace_name(args),
         workers=workers,
         router_settings=routing,
         trace_block_tokens=args.trace_block_size if args.trace else workers.block_tokens,
         seed=args.seed,
-        slo=slo,
+        admission=_has_limits(routing),
         objectives=args.good or LatencyObjectives(),
-        settings=_settings_summary(args, settings, workers) | _router_summary(routing, slo),
+        settings=_settings_summary(args, settings, workers) | _router_summary(routing),
     )
 
 
@@ -260,19 +258,16 @@ def _tiers(args: argparse.Namespace) -> Sequence[SimulatedTier]:
 def _router_settings(loaded: LoadedSettings) -> RouterSettings:
     routing = loaded.settings.router
     if loaded.origins["router.queue_bound"] == "default":
-        return replace(routing, queue_bound=sys.maxsize)  # a replay rejects nothing by default
+        routing = replace(routing, queue_bound=sys.maxsize)  # nothing is rejected by default
+    if loaded.origins["router.max_queue_wait"] == "default":
+        routing = replace(routing, max_queue_wait=math.inf)
     return routing
 
 
-def _slo_limits(loaded: LoadedSettings, routing: RouterSettings) -> SloLimits | None:
-    """Return the limits of admission; None if no setting asks for admission."""
-    from dynamo.scheduling.admission import SloLimits
-
-    limited = loaded.origins["router.max_queue_wait"] != "default"
-    if not (limited or routing.ttft_slo or routing.max_worker_requests):
-        return None
-    slo = SloLimits.from_settings(routing)
-    return slo if limited else replace(slo, max_queue_wait_s=math.inf)
+def _has_limits(routing: RouterSettings) -> bool:
+    """Whether a setting asks for admission."""
+    wait_s = routing.max_queue_wait
+    return bool(wait_s < math.inf or routing.ttft_slo or routing.max_worker_requests)
 
 
 def _settings_summary(
@@ -328,10 +323,10 @@ def _tiers_summary(args: argparse.Namespace, workers: ReplayWorkers) -> dict[str
     return summary | {"kv_bytes_per_token": args.kv_bytes_per_token} if summary else {}
 
 
-def _router_summary(routing: RouterSettings, slo: SloLimits | None) -> dict[str, object]:
+def _router_summary(routing: RouterSettings) -> dict[str, object]:
     """Return the router settings for the result; None stands for a limit that is not set."""
     bounded = routing.queue_bound != sys.maxsize
-    wait_s = slo.max_queue_wait_s if slo is not None else math.inf
+    wait_s = routing.max_queue_wait
     return {
         "router_mode": routing.mode,
         "router_policy": routing.policy if routing.mode == "kv" else "",

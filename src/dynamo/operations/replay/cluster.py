@@ -44,7 +44,6 @@ from dynamo.runtime.calls.instances import (
     instance_key,
     instances_prefix,
 )
-from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy
@@ -69,7 +68,7 @@ _plane_numbers = count()
 
 class ReplayCluster(StagedPipeline):
     """A cluster that runs inside `async with`. `send` passes requests through the router, and
-    through admission if there is an `slo`. `engines` holds the ranks of the first worker, then
+    through `admission` if wanted. `engines` holds the ranks of the first worker, then
     those of the second, and so on."""
 
     def __init__(
@@ -79,9 +78,11 @@ class ReplayCluster(StagedPipeline):
         log: ReplayLog,
         clock: VirtualClock,
         rng: Random,
-        slo: SloLimits | None = None,
+        *,
+        admission: bool = False,
     ) -> None:
-        super().__init__(router_settings, clock, Registry(), slo)
+        super().__init__(router_settings, clock, Registry())
+        self.admits = admission
         self._workers = workers
         self._log = log
         self._rng = rng
@@ -107,7 +108,7 @@ class ReplayCluster(StagedPipeline):
         if self._workers.transfer is not None:
             for worker in self._workers_by_id.values():
                 await worker.open_links(self._workers.transfer, self._workers_by_id)
-        await self.open([row for row in STAGES if row.name != "admission" or self.limits])
+        await self.open([row for row in STAGES if row.name != "admission" or self.admits])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -263,7 +264,7 @@ async def _open_loads(cluster: ReplayCluster) -> None:
 
 async def _open_router(cluster: ReplayCluster) -> None:
     await open_router(cluster)
-    operators = [cluster.admission] if cluster.limits is not None else []
+    operators = [cluster.admission] if cluster.admits else []
     cluster.send = chain(operators, cluster.router.send)
 
 

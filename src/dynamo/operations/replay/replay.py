@@ -23,7 +23,6 @@ from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallba
 from dynamo.operations.replay.result import PrefillCounts, ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.operations.replay.workers import ReplayWorkers
-from dynamo.scheduling.admission import SloLimits
 
 SAMPLING = SamplingParams()
 SIMULTANEOUS_S = 1e-9
@@ -34,15 +33,16 @@ STOPS = StopConditions()
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """Everything that determines a replay but the conversations. There is no admission if `slo` is
-    None. `objectives` decide which requests are good. `settings` is copied into the result."""
+    """Everything that determines a replay but the conversations. Without `admission` no request is
+    queued for a slot or rejected. `objectives` decide which requests are good. `settings` is copied
+    into the result."""
 
     trace: str
     workers: ReplayWorkers
     router_settings: RouterSettings
     trace_block_tokens: int = 512
     seed: int = 0
-    slo: SloLimits | None = None
+    admission: bool = False
     objectives: LatencyObjectives = LatencyObjectives()
     settings: Mapping[str, object] = {}
 
@@ -70,7 +70,9 @@ class Replay:
         log = ReplayLog(clock, blocks, block_tokens, plan.objectives)
         rng = Random(plan.seed)
         async with (
-            ReplayCluster(plan.workers, plan.router_settings, log, clock, rng, plan.slo) as cluster,
+            ReplayCluster(
+                plan.workers, plan.router_settings, log, clock, rng, admission=plan.admission
+            ) as cluster,
             BackgroundTasks() as tasks,
         ):
             clock.on_time_advanced(lambda: self._on_clock_jump(cluster, log))

@@ -17,13 +17,13 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, SendRequest
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.admission.first_tokens import FirstTokens
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
 from dynamo.scheduling.admission.prompt_workers import PromptWorkers
-from dynamo.scheduling.admission.slo import SloLimits
 from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policy import Policy
@@ -60,23 +60,23 @@ class Admission(Operator):
         ledger: Ledger,
         policy: Policy | None,
         clock: Clock,
-        limits: SloLimits | None = None,
+        settings: RouterSettings | None = None,
         metrics: Registry | None = None,
         starts: WorkerStarts | None = None,
         prefill_client: Client | None = None,
     ) -> None:
-        self.limits = limits or SloLimits()
+        settings = settings or RouterSettings()
         self._client = client
         self._ledger = ledger
         self._starts = starts
         self._clock = clock
-        max_requests = self.limits.max_worker_requests
+        max_requests = settings.max_worker_requests
         self.capacity = ClusterCapacity(ledger.workers, max_requests, clock.now)
         self._prompt_workers = PromptWorkers(ledger, prefill_client, policy)
         self._first_tokens = FirstTokens(ledger, clock, self.capacity, self._prompt_workers)
         ledger.on_placed.append(self._on_placed)
         ledger.on_ended.append(self._on_ended)
-        self._queue = LabelQueues(self.limits.queue_order, self.limits.queue_bound)
+        self._queue = LabelQueues(settings.queue_order, settings.queue_bound)
         self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
         self._last_retry_at_s = 0.0
         self._dequeue_rate = DequeueRate()
@@ -94,14 +94,16 @@ class Admission(Operator):
         )
         clients = [client, prefill_client] if prefill_client is not None else [client]
         self._stop_listening = [each.on_change(self._on_instances_changed) for each in clients]
-        self.update(self.limits)
+        self.update(settings)
 
-    def update(self, limits: SloLimits) -> None:
+    def update(self, settings: RouterSettings) -> None:
         """Apply reloaded limits, except the queue's order and bound. Queued requests keep the old
-        ones."""
-        self.limits = limits
-        self._ttft_limit_s = limits.ttft_s * (1 - TTFT_RESERVE_SHARE)
-        self.capacity.max_worker_requests = limits.max_worker_requests
+        ones. Without a `ttft_slo`, a predicted wait above `max_queue_wait` rejects a request."""
+        self._limited = bool(settings.ttft_slo)
+        self._ttft_limit_s = (settings.ttft_slo or inf) * (1 - TTFT_RESERVE_SHARE)
+        self._max_queue_wait_s = settings.max_queue_wait
+        self._disaggregation = settings.disaggregation
+        self.capacity.max_worker_requests = settings.max_worker_requests
         self._on_instances_changed()
 
     def close(self) -> None:
@@ -215,8 +217,8 @@ class Admission(Operator):
         """Queue a request if a supervisor is expected to start a worker in time. Raises `NoWorkers`
         if that takes longer than the request may wait, or if the workers are in a crash loop."""
         limit_s = queued.ttft_limit_s
-        if self.limits.ttft_s == inf:
-            limit_s = min(limit_s, self.limits.max_queue_wait_s)
+        if not self._limited:
+            limit_s = min(limit_s, self._max_queue_wait_s)
         if self._starts is not None and self._starts.is_expected_within(limit_s):
             queued.awaits_start = True
             queued.set_order_key(prompt_tokens)
@@ -237,7 +239,7 @@ class Admission(Operator):
         if self._ttft_limit_s < inf:
             shed_at_s = now + self._ttft_limit_s - queued.predicted_prefill_s
         else:
-            shed_at_s = now + self.limits.max_queue_wait_s * QUEUE_TIMEOUT_FACTOR
+            shed_at_s = now + self._max_queue_wait_s * QUEUE_TIMEOUT_FACTOR
         self._push(queued, shed_at_s)
 
     def _push(self, queued: QueuedRequest, shed_at_s: float) -> None:
@@ -259,14 +261,14 @@ class Admission(Operator):
         limit_s = queued.ttft_limit_s
         if first_token_s > limit_s:
             over_s = first_token_s - limit_s
-        elif self.limits.ttft_s == inf and wait_s > self.limits.max_queue_wait_s:
-            over_s = wait_s - self.limits.max_queue_wait_s
+        elif not self._limited and wait_s > self._max_queue_wait_s:
+            over_s = wait_s - self._max_queue_wait_s
         else:
             return
         if self._first_tokens.would_start(queued, wait_s):
             return
         if first_token_s <= limit_s:
-            reason, limit_s = "queue_wait", self.limits.max_queue_wait_s
+            reason, limit_s = "queue_wait", self._max_queue_wait_s
             hint = "the limit is router.max_queue_wait: raise it or add workers"
         elif limit_s < self._ttft_limit_s:
             reason, hint = "deadline", "the limit is the request's own timeout"
@@ -360,8 +362,8 @@ class Admission(Operator):
         return suitable > taken
 
     def _on_instances_changed(self) -> None:
-        live, limited = self._client.instances, self.limits.ttft_s < inf
-        self._prompt_workers.update(self.limits.disaggregation, limited=limited)
+        live = self._client.instances
+        self._prompt_workers.update(self._disaggregation, limited=self._limited)
         self.capacity.update_workers()
         self._queue.update_instances(live)
         if live:

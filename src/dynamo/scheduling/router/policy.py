@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -42,22 +42,26 @@ class Candidate(msgspec.Struct, frozen=True):
     tier_blocks: dict[str, int] = {}
 
 
+CandidateTable = Callable[[], Sequence[Candidate]]
+"""Returns the candidates of a decision. Most tables are never read, and so never built."""
+
+
 class Decision(msgspec.Struct, frozen=True):
     """The choice of an instance for one request. `candidates`: number of instances considered.
-    `cost_table`: the best of them with their costs at that moment, best first. `overlap_blocks`:
-    leading blocks of the prompt that the instance should hold. `waited_s`: time held in the router.
-    `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
-    look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
-    still held in the router. `prefill`, `prefill_rank`: those that compute the prompt, if others.
-    `prompt`, `new_tokens`: the prompt, and how many of its tokens are computed (0: all), where the
-    policy knows. `placement`: the ledger's entry, where the policy has made it with the choice.
-    `harm_weight`: the price of a pause for answers, if it is steered so that gaps between tokens
-    stay below `itl_slo_ms`."""
+    `cost_table` returns the best of them with their costs at that moment, best first.
+    `overlap_blocks`: leading blocks of the prompt that the instance should hold. `waited_s`: time
+    held in the router. `view`: how the instance's cache is known (exact, stale, approximate; ""
+    when the policy did not look). `rank`: the data-parallel rank on an instance with several.
+    `queue_length`: requests still held in the router. `prefill`, `prefill_rank`: those that compute
+    the prompt, if others. `prompt`, `new_tokens`: the prompt, and how many of its tokens are
+    computed (0: all), where the policy knows. `placement`: the ledger's entry, where the policy has
+    made it with the choice. `harm_weight`: the price of a pause for answers, if it is steered so
+    that gaps between tokens stay below `itl_slo_ms`."""
 
     instance: Instance
     mode: str
     candidates: int
-    cost_table: Sequence[Candidate] = ()
+    cost_table: CandidateTable = tuple
     overlap_blocks: int = 0
     prompt_blocks: int = 0
     best_overlap_blocks: int = 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-import msgspec
-
-from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings, RoutingStrategySettings
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
@@ -16,36 +14,20 @@ MAX_LATENCY_MS = 2_000.0
 """Latency that scores 0 when a request names no limit."""
 
 
-class CostWeights(msgspec.Struct, frozen=True):
-    """The weight of each share."""
-
-    cache_hit: float = 0.4
-    load: float = 0.3
-    latency: float = 0.2
-    memory: float = 0.1
-
-    @classmethod
-    def from_settings(cls, settings: RouterSettings) -> CostWeights:
-        """Return the weights of `router.routing_strategy`."""
-        weights = settings.routing_strategy
-        return cls(
-            weights.cache_hit_weight,
-            weights.load_weight,
-            weights.latency_weight,
-            weights.memory_weight,
-        )
-
-
 def composite_terms(
-    weights: CostWeights, hit_ratio: float, load: float, latency_score: float, free_memory: float
+    weights: RoutingStrategySettings,
+    hit_ratio: float,
+    load: float,
+    latency_score: float,
+    free_memory: float,
 ) -> dict[str, float]:
     """Return the summands of the score. All arguments are in 0 to 1; the score grows with each of
     them except `load`."""
     return {
-        "cache_hit": weights.cache_hit * hit_ratio,
-        "load": weights.load * (1.0 - load),
-        "latency": weights.latency * latency_score,
-        "memory": weights.memory * free_memory,
+        "cache_hit": weights.cache_hit_weight * hit_ratio,
+        "load": weights.load_weight * (1.0 - load),
+        "latency": weights.latency_weight * latency_score,
+        "memory": weights.memory_weight * free_memory,
     }
 
 
@@ -59,16 +41,16 @@ class CompositeCost(Cost):
 
     uses_load_reports = True
 
-    def __init__(self, weights: CostWeights | None = None) -> None:
-        self._weights = weights or CostWeights()
+    def __init__(self, weights: RoutingStrategySettings | None = None) -> None:
+        self._weights = weights or RoutingStrategySettings()
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> Self:
         """Make a cost with the weights of `router.routing_strategy`."""
-        return cls(CostWeights.from_settings(settings))
+        return cls(settings.routing_strategy)
 
     def update_settings(self, settings: RouterSettings) -> None:
-        self._weights = CostWeights.from_settings(settings)
+        self._weights = settings.routing_strategy
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
         hit = request.overlaps.get(worker.name, 0) * request.block_tokens / request.prompt.tokens

@@ -12,7 +12,7 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
@@ -152,7 +152,7 @@ class CheckedMatrix(CostMatrix):
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
-    ) -> Sequence[Candidate]:
+    ) -> CandidateTable:
         if request.id in self._predicted_requests:
             return self._predicted.candidate_table(request, costs, chosen)
         return super().candidate_table(request, costs, chosen)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.policy import Candidate, CandidateTable
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
@@ -139,11 +139,11 @@ class CostMatrix:
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
-    ) -> Sequence[Candidate]:
+    ) -> CandidateTable:
         """Return the best candidates and the chosen one. `costs` is a result of `row` that does
         not change any more."""
         workers, overlaps, terms = self.workers, request.overlaps, self._cost.terms
-        return tuple(
+        candidates = tuple(
             Candidate(
                 workers[index].name,
                 overlaps.get(workers[index].name, 0),
@@ -153,6 +153,7 @@ class CostMatrix:
             )
             for index in best_indices(costs, chosen)
         )
+        return lambda: candidates
 
 
 def lowest_indices(costs: Sequence[float], tolerance: float = TIE_TOLERANCE) -> list[int]:

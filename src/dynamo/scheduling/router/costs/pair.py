@@ -33,7 +33,6 @@ from dynamo.scheduling.router.costs.pair_price import (
     queued_prefill_ms,
 )
 from dynamo.scheduling.router.costs.predicted import (
-    LazyCandidateTable,
     PredictedCost,
     PredictedCostMatrix,
     WorkerRate,
@@ -41,7 +40,7 @@ from dynamo.scheduling.router.costs.predicted import (
 )
 from dynamo.scheduling.router.harm_steering import START_WEIGHT, HarmSteering
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.policy import Candidate, CandidateTable
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import WorkerState
@@ -243,7 +242,7 @@ class PairCostMatrix(PredictedCostMatrix):
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
-    ) -> Sequence[Candidate]:
+    ) -> CandidateTable:
         indices = [at for at in best_indices(costs, chosen) if costs[at] < inf]
         size, overlaps = request.block_tokens, request.overlaps
         rows: list[PairRow] = []
@@ -258,9 +257,7 @@ class PairCostMatrix(PredictedCostMatrix):
                 terms["harm"] = self._long_pause_cost(request, index)
             overlap, blocks = overlaps.get(worker.name, 0), request.tier_blocks(worker.name)
             rows.append((rate, overlap, costs[index], decode_worker, terms, blocks))
-        return LazyCandidateTable(
-            len(rows), partial(_build_candidates, request.prompt.tokens, size, rows)
-        )
+        return partial(_build_candidates, request.prompt.tokens, size, rows)
 
     def _long_pause_cost(self, request: PendingRequest, index: int) -> float:
         worker = self.workers[index]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix, best_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.policy import Candidate, CandidateTable
 from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.workers.worker import WorkerState
 
@@ -119,7 +119,7 @@ class PredictedCostMatrix(CostMatrix):
 
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
-    ) -> Sequence[Candidate]:
+    ) -> CandidateTable:
         if request.loads:  # the queues of tiers change
             return super().candidate_table(request, costs, chosen)
         rates, overlaps = self._rates, request.overlaps
@@ -131,32 +131,7 @@ class PredictedCostMatrix(CostMatrix):
         else:
             rates = rates.copy()
         tokens, size = request.prompt.tokens, request.block_tokens
-        return LazyCandidateTable(
-            len(costs), partial(_build_candidates, tokens, size, overlaps, rates, costs)
-        )
-
-
-class LazyCandidateTable(Sequence[Candidate]):
-    """A candidate table that is built at the first access, since most tables are never read."""
-
-    __slots__ = ("_build", "_candidates", "_length")
-
-    def __init__(self, length: int, build: Callable[[], list[Candidate]]) -> None:
-        self._length = length
-        self._build = build
-        self._candidates: list[Candidate] | None = None
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if self._candidates is None:
-            self._candidates = self._build()
-        return self._candidates[index]
+        return partial(_build_candidates, tokens, size, overlaps, rates, costs)
 
 
 def _build_candidates(

@@ -92,7 +92,7 @@ class DecisionEntry:
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
             harm_weight=decision.harm_weight,
             itl_slo_ms=decision.itl_slo_ms,
-            costs=tuple(decision.cost_table),
+            costs=tuple(decision.cost_table()),
             outcome=self.outcome,
             why=describe_decision(decision),
         )
@@ -142,7 +142,7 @@ def http_request_id(request_id: str, client_id: str) -> str:
 
 def describe_decision(decision: Decision) -> str:
     """Return a decision as a sentence."""
-    worker, table = decision.worker, decision.cost_table
+    worker, table = decision.worker, decision.cost_table()
     prefill = decision.prefill_worker
     candidates = f"of {decision.candidates} worker" + ("s" if decision.candidates != 1 else "")
     if not table:

@@ -32,7 +32,7 @@ from dynamo.scheduling.router.placement.regret import (
     SentBlocks,
     workers_of,
 )
-from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
@@ -53,7 +53,7 @@ class PlacementResult(msgspec.Struct, frozen=True):
 
     request: PendingRequest
     placed: PlacedRequest
-    cost_table: Sequence[Candidate]
+    cost_table: CandidateTable
     candidates: int
 
 

@@ -66,7 +66,9 @@ class AdaptivePolicy(Policy):
         self._states.refresh_next(self._clock.now())
         worker = self._choose_worker(workers, request)
         table = self._build_cost_table(workers)
-        return Decision(worker.instance, ADAPTIVE, len(workers), cost_table=table, rank=worker.rank)
+        return Decision(
+            worker.instance, ADAPTIVE, len(workers), cost_table=lambda: table, rank=worker.rank
+        )
 
     async def close(self) -> None:
         self._stop_listening()
