@@ -47,8 +47,8 @@ from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt, make_prompt_reader
 

@@ -31,6 +31,7 @@ from dynamo.core.context import Context
 from dynamo.core.hashing import block_hashes
 from dynamo.core.kv_events import encode_kv_events
 from dynamo.core.reply import Reply
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import BlocksStored, GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
@@ -42,12 +43,11 @@ from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.kv import KvPolicy
-from dynamo.scheduling.router.policy import Decision, Policy
+from dynamo.scheduling.router.policy import Decision, Policy, PolicyInputs
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
-from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256
@@ -121,7 +121,10 @@ class SimulatedFrontend:
         ledger.workers.update_instances(self.workers.instances)
         placement = PlacementSolver(ledger, self.view, PredictedCost(), random.Random(3))
         client = cast("Client", self.workers)
-        policy = KvPolicy(client, placement, make_prompt_reader(BLOCK), clock, block_tokens=BLOCK)
+        events: Any = None
+        policy = KvPolicy(
+            PolicyInputs(RouterSettings(), client, events, clock, ledger, BLOCK), placement
+        )
         ReplicaSync(clock, "me", ledger)
         self.loads.add_listener(placement.worker_states.on_load_report)
         recorder = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))

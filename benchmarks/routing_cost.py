@@ -21,7 +21,6 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
-from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
@@ -32,6 +31,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     request_from_query,
 )
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
+from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.replicas.sync import (
     FirstTokenEmitted,
     ReplicaSync,

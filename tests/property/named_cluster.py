@@ -30,7 +30,7 @@ from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import (
     QUERY_ACCEPTED,
@@ -39,6 +39,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import SendTo
 from dynamo.scheduling.workers.ledger import Ledger

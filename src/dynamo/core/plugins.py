@@ -149,7 +149,7 @@ ROUTER_MODES = PluginTable(
         "adaptive": "dynamo.scheduling.router.factory:open_adaptive_policy",
     },
 )
-"""`async (PolicyInputs) -> Policy` (`scheduling/router/factory.py`)."""
+"""`async (PolicyInputs) -> Policy` (`scheduling/router/policy.py`)."""
 
 ROUTER_COSTS = PluginTable(
     "router policy",

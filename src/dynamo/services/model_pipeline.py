@@ -27,9 +27,10 @@ from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import OperatorInputs, chain
 from dynamo.scheduling.router import Policy
-from dynamo.scheduling.router.factory import KV, PolicyInputs, open_policy
+from dynamo.scheduling.router.factory import KV, open_policy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.stages import (

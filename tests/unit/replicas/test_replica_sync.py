@@ -18,8 +18,8 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.alternatives import BlockCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest

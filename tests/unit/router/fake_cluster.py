@@ -13,8 +13,8 @@ from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.tiered_index import LowerTierIndex, TierRuns
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt

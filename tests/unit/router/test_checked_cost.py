@@ -16,8 +16,8 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router import DefaultWorkerSelector
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.factory import make_cost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import LARGE_FLEET
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState

@@ -38,8 +38,9 @@ from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.costs.alternatives import CompositeCost
-from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.workers.ledger import Ledger
 
 TWO_RANKS = {"engine": ENGINE | {"data_parallel": 2}}

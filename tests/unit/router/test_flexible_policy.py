@@ -10,8 +10,9 @@ from tests.unit.processes import Open
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.values import BlocksRemoved, BlocksStored
-from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.workers.ledger import Ledger
 
 

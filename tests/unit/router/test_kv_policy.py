@@ -53,9 +53,10 @@ from dynamo.scheduling.router import (
 )
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.explain.decision_log import describe_decision
-from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 

@@ -13,7 +13,7 @@ from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.core.values import Load
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import HarmPrice, answer_cost, answer_price
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.prompt import Prompt
 
 ROLES = {"p": ["prefill"], "d": ["decode"], "b": ["prefill", "decode"]}

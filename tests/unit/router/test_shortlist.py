@@ -10,13 +10,13 @@ import pytest
 from tests.unit.router.fake_cluster import BLOCK, FakeCluster, place_all
 
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement import regret, solver
 from dynamo.scheduling.router.placement.shortlist import (
     SHORTLIST,
     ShortlistCandidates,
     find_cheapest,
 )
+from dynamo.scheduling.router.queue import PendingRequest
 
 WORKERS = 200
 TENANTS = 12

@@ -11,8 +11,8 @@ from tests.unit.router.fake_cluster import FakeCluster
 
 from dynamo.scheduling.router.costs.alternatives import AffinityCost
 from dynamo.scheduling.router.costs.predicted import PredictedCost, PredictedCostMatrix, TtftCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import HoldLimits
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
 HASHES = list(range(1, 501))

@@ -12,10 +12,9 @@ from dynamo.core.errors import Overloaded
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import HoldLimits
-from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.queue import PendingRequest, WaitingQueue
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 

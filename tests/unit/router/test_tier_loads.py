@@ -11,8 +11,8 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Load, Tier, TierLoad
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.factory import make_cost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import LARGE_FLEET, PlacementResult
+from dynamo.scheduling.router.queue import PendingRequest
 
 TOKENS = 4_096
 HASHES = list(range(1, TOKENS // BLOCK + 1))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.core.errors import ConfigError, Overloaded
-from dynamo.scheduling.router.placement.queue import QUEUE_ORDERS, QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.queue import QUEUE_ORDERS, QueueOrderKey, WaitingQueue
 
 
 def queue_of(order: str, **keys: QueueOrderKey) -> WaitingQueue[str]:

@@ -11,7 +11,7 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.labels import LABELS_KEY, excluded_workers
+from dynamo.core.labels import LABELS_KEY
 from dynamo.core.reply import Reply
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
@@ -29,6 +29,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
 from dynamo.scheduling.admission import Admission, WorkerStarts
 from dynamo.scheduling.router.attempt import Attempt
+from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry

@@ -47,8 +47,9 @@ from dynamo.runtime.calls.instances import (
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy
-from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
+from dynamo.scheduling.router.factory import KV, make_cost, open_policy
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.stages import (
     Stage,

@@ -14,7 +14,7 @@ from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.labels import find_excluded_workers
-from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
 
 DispatchKey = str
 """The key of one choice from admission to its first attempt: request id/choice. The keys of its

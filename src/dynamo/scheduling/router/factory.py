@@ -4,55 +4,25 @@ from __future__ import annotations
 
 from random import Random
 
-import msgspec
-
-from dynamo.communication.events import Events
-from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
-from dynamo.scheduling.router.costs.pair import PairCost
-from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policies.prefill import PrefillPolicy
-from dynamo.scheduling.router.policy import BasicPolicy, Policy
+from dynamo.scheduling.router.policy import BasicPolicy, Policy, PolicyInputs
+from dynamo.scheduling.router.queue import PendingRequest, WaitingQueue
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
 from dynamo.scheduling.workers.ledger import Ledger
-from dynamo.scheduling.workers.prompt import PromptReader, make_prompt_reader
 
 KV = "kv"
 KV_EVENTS_SUFFIX = ".kv_events"
 QUEUE_STARVATION_S = 10.0
 """Wait after which a request goes before all others, whatever the queue order."""
-
-
-class PolicyInputs(msgspec.Struct, frozen=True):
-    """The arguments of every router mode. The policy chooses among the instances of `client`, whose
-    workers have blocks of `block_tokens` tokens and whose requests `ledger` has. `read_prompt` and
-    `view` replace the prompt reader and the cache view of mode kv. `prefill_client`: the workers
-    that only compute prompts."""
-
-    settings: RouterSettings
-    client: Client
-    events: Events
-    clock: Clock
-    ledger: Ledger
-    block_tokens: int
-    read_prompt: PromptReader | None = None
-    view: CacheView | None = None
-    prefill_client: Client | None = None
-
-    @property
-    def component(self) -> str:
-        """The path of the workers' component, below which they publish events."""
-        return self.client.path.rsplit(".", 1)[0]
 
 
 def make_cost(settings: RouterSettings) -> Cost:
@@ -118,21 +88,8 @@ async def open_adaptive_policy(inputs: PolicyInputs) -> Policy:
 
 async def open_kv_policy(inputs: PolicyInputs) -> Policy:
     """Open mode kv, which follows the workers' KV events unless a cache view is given."""
-    settings, client, clock, view = inputs.settings, inputs.client, inputs.clock, inputs.view
+    view = inputs.view
     if view is None:
-        view = CacheView(clock, block_tokens=inputs.block_tokens)
+        view = CacheView(inputs.clock, block_tokens=inputs.block_tokens)
         await view.subscribe(inputs.events, inputs.component + KV_EVENTS_SUFFIX)
-    policy = KvPolicy(
-        client,
-        make_solver(settings, view, client.rng, inputs.ledger),
-        inputs.read_prompt or make_prompt_reader(inputs.block_tokens),
-        clock,
-        block_tokens=inputs.block_tokens,
-        name=settings.policy,
-        pair_cost=PairCost(settings.disaggregation),
-        prefill_client=inputs.prefill_client,
-    )
-    policy.on_close = view.close
-    if view.remote_match is not None:
-        policy.prefetch = view.fetch_remote_match
-    return policy
+    return KvPolicy(inputs, make_solver(inputs.settings, view, inputs.client.rng, inputs.ledger))

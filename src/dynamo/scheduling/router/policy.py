@@ -8,6 +8,8 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
+from dynamo.communication.events import Events
+from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.kv_events import worker_name
@@ -16,10 +18,12 @@ from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
+from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
-from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.prompt import Prompt, PromptReader
 from dynamo.scheduling.workers.worker import WorkerState
 
 
@@ -113,6 +117,28 @@ class Observer(ABC):
     @abstractmethod
     def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         """Called when the request has left that worker."""
+
+
+class PolicyInputs(msgspec.Struct, frozen=True):
+    """The arguments of every router mode. The policy chooses among the instances of `client`, whose
+    workers have blocks of `block_tokens` tokens and whose requests `ledger` has. `read_prompt` and
+    `view` replace the prompt reader and the cache view of mode kv. `prefill_client`: the workers
+    that only compute prompts."""
+
+    settings: RouterSettings
+    client: Client
+    events: Events
+    clock: Clock
+    ledger: Ledger
+    block_tokens: int
+    read_prompt: PromptReader | None = None
+    view: CacheView | None = None
+    prefill_client: Client | None = None
+
+    @property
+    def component(self) -> str:
+        """The path of the workers' component, below which they publish events."""
+        return self.client.path.rsplit(".", 1)[0]
 
 
 class Policy(ABC):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.tiered_index import ANY_WORKER, TierRun, TierRuns, skip_blocks
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates
 

@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates

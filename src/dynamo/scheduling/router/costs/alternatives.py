@@ -6,7 +6,7 @@ from typing import Self
 
 from dynamo.core.settings.schema_router import RouterSettings, RoutingStrategySettings
 from dynamo.scheduling.router.costs.interface import Cost
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 

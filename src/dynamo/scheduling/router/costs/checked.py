@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import CandidateTable
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 

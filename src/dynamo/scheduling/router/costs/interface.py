@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate, CandidateTable
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 

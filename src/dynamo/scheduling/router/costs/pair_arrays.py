@@ -25,7 +25,7 @@ from dynamo.scheduling.router.costs.pair_price import (
     price_long_pause,
 )
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays
 from dynamo.scheduling.workers.worker import PREFILL_SHARE_S, WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates

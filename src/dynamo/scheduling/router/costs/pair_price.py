@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.roles import DisaggregationRouter
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState

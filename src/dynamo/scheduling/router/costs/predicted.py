@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix, best_indices
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.policy import Candidate, CandidateTable
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.workers.worker import WorkerState
 

@@ -10,8 +10,8 @@ from random import Random
 import msgspec
 
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.regret import RegretRow
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from random import Random
 
 from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE, CostMatrix
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import common_prefix_blocks
 from dynamo.scheduling.workers.worker import WorkerState

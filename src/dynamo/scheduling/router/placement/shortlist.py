@@ -9,12 +9,12 @@ from random import Random
 import numpy as np
 
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, TABLE_ROWS, Cost, CostMatrix
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import (
     SHORT_PROMPT_TOKENS,
     STEP_FILL_SHARE,
     Candidates,
 )
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.worker_arrays import Floats, Indices
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates

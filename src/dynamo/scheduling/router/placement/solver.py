@@ -19,13 +19,11 @@ from dynamo.core.errors import DynamoError
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.checked import checked
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW, Cost, CostMatrix, lowest_indices
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.candidates import (
     SHORT_PROMPT_TOKENS,
     Candidates,
     HoldLimits,
 )
-from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.placement.regret import (
     RegretRow,
     RegretStep,
@@ -33,6 +31,11 @@ from dynamo.scheduling.router.placement.regret import (
     workers_of,
 )
 from dynamo.scheduling.router.policy import CandidateTable
+from dynamo.scheduling.router.queue import (
+    PendingRequest,
+    PendingRequestQueue,
+    WaitingQueue,
+)
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
@@ -135,13 +138,13 @@ class PlacementSolver:
             if not any(map(self._is_eligible, self._pending)):
                 return []
             states.refresh_next(now)
-            self._sent_blocks.clear()
             if states.workers is not self._workers or self.cost is not self._candidates.cost:
                 self._choose_candidates()
             self.cost.begin_round(self._pending, states.workers, now)
             joint = self.cost.joint and self._select is None and not self._threshold
             if joint and len(self._pending) == 1:
                 return self._place_alone(next(iter(self._pending)))
+            self._sent_blocks.clear()
             self._round = self._run_round(joint)
         elif not states.workers:
             self._round, self.unfinished = None, False
@@ -180,9 +183,7 @@ class PlacementSolver:
         candidates, overdue = self._candidates, self._is_overdue(request)
         candidates.begin(self._now)
         if overdue or candidates.any_nearly_free(request.excluded):
-            row = self._build_regret_row(request)
-            if overdue or candidates.is_nearly_free(row.matrix.workers[row.best_index]):
-                self._assign(request, row.matrix, row.costs, row.best_index)
+            self._place_one(request, may_hold=not overdue)
         self._pending.end_round()
         return self._placed
 
@@ -270,7 +271,8 @@ class PlacementSolver:
             worker.pending_prefill_tokens > limit * worker.token_budget for worker in workers
         )
 
-    def _place_one(self, request: PendingRequest) -> None:
+    def _place_one(self, request: PendingRequest, *, may_hold: bool = False) -> None:
+        """Place a request at its best worker. `may_hold`: unless that one is busy."""
         self._refresh_overlaps(request)
         matrix = self._candidates.matrix_for(request)
         costs = matrix.row(request)
@@ -283,9 +285,12 @@ class PlacementSolver:
             except DynamoError as error:
                 self._pending.reject(request, error)
                 return
+        if may_hold and not self._candidates.is_nearly_free(matrix.workers[index]):
+            return
         placed = self._assign(request, matrix, costs, index)
-        for shared, worker in product(self._candidates.shared, workers_of(placed)):
-            shared.refresh_worker(worker)
+        if self._round is not None:
+            for shared, worker in product(self._candidates.shared, workers_of(placed)):
+                shared.refresh_worker(worker)
 
     def _place_jointly(self, waiting: Iterable[PendingRequest]) -> Iterator[bool]:
         """Place windows by regret. After a window that is held as a whole, only new requests are
@@ -350,7 +355,7 @@ class PlacementSolver:
     def _refresh_overlaps(self, request: PendingRequest) -> None:
         """Look the overlaps up again if they are old or if this round sent shared blocks."""
         late = self._now - request.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
-        if late or self._sent_blocks.extend_overlap_of(request):
+        if late or (self._round is not None and self._sent_blocks.extend_overlap_of(request)):
             request.overlaps_updated_s = self._now
             request.overlaps = self.view.find_overlaps(request.prompt.hashes)
             if self.view.has_lower_tiers:
@@ -384,7 +389,7 @@ class PlacementSolver:
         if placed.first_token_s is None:
             for worker in workers_of(placed):
                 self.view.on_request_routed(worker.name, placed.hashes)
-                if not placed.peer:
+                if self._round is not None and not placed.peer:
                     self._sent_blocks.add(worker.name, placed.hashes)
         self.cost.on_placed(placed)
 

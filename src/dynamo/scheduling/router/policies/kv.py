@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load
-from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.harm_steering import HarmSteering
 from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constraints
-from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
-from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
+from dynamo.scheduling.router.policy import Decision, Policy, PolicyInputs, no_workers_error
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import NOT_SENT
 from dynamo.scheduling.workers.placed_request import PlacedRequest
-from dynamo.scheduling.workers.prompt import PromptReader
+from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.scheduling.workers.worker import WorkerState
 
 MAX_TURN_S = 0.002
 """Time after which a round of placements lets the event loop run other callbacks."""
-
-PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
-"""Fetch what a remote index knows of a prompt's blocks, before the prompt is placed."""
 
 
 class KvPolicy(Policy):
@@ -35,33 +30,20 @@ class KvPolicy(Policy):
     placed together. Further rounds run when a worker may have become free for the requests that are
     held."""
 
-    def __init__(
-        self,
-        client: Client,
-        solver: PlacementSolver,
-        read_prompt: PromptReader,
-        clock: Clock,
-        *,
-        block_tokens: int,
-        name: str = "predicted",
-        pair_cost: PairCost | None = None,
-        prefill_client: Client | None = None,
-    ) -> None:
-        """`name` is the mode in decisions. `pair_cost` replaces the solver's cost while workers of
-        `prefill_client` compute prompts, or any worker may. `prefetch` and `on_close` are optional
-        and set after construction."""
+    def __init__(self, inputs: PolicyInputs, solver: PlacementSolver) -> None:
+        """The cost of pairs replaces the solver's cost while workers of the prefill client compute
+        prompts, or any worker may."""
+        client, prefill_client = inputs.client, inputs.prefill_client
         self.solver = solver
         self._own_cost = solver.cost
-        self._pair_cost = pair_cost
-        self._steering = HarmSteering() if pair_cost is None else pair_cost.steering
+        self._pair_cost = PairCost(inputs.settings.disaggregation)
+        self._steering = self._pair_cost.steering
         self._prefill_client = prefill_client
-        self.prefetch: PrefetchOverlaps | None = None
-        self.on_close: Callable[[], None] | None = None
         self._client = client
-        self._read_prompt = read_prompt
-        self._clock = clock
-        self._block_tokens = block_tokens
-        self._name = name
+        self._read_prompt = inputs.read_prompt or make_prompt_reader(inputs.block_tokens)
+        self._clock = inputs.clock
+        self._block_tokens = inputs.block_tokens
+        self._name = inputs.settings.policy
         self._excluded_workers = ExcludedWorkersCache()
         self._placement_scheduled = False
         self._round_wanted = False
@@ -87,8 +69,8 @@ class KvPolicy(Policy):
         key = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
         prompt = self._read_prompt(request)
-        if self.prefetch is not None:
-            await self.prefetch(prompt.hashes)
+        if self.solver.view.remote_match is not None:
+            await self.solver.view.fetch_remote_match(prompt.hashes)
         pending = PendingRequest(key, prompt, self._block_tokens, now, excluded)
         pending.decision_future = loop.create_future()
         pending.priority, pending.max_tokens = request.priority, request.stops.max_tokens
@@ -112,8 +94,7 @@ class KvPolicy(Policy):
         self._fail_unplaceable()
         if self._stop_timer is not None:
             self._stop_timer()
-        if self.on_close is not None:
-            self.on_close()
+        self.solver.view.close()
 
     @property
     def waiting(self) -> int:
@@ -139,9 +120,8 @@ class KvPolicy(Policy):
 
     def update_settings(self, settings: RouterSettings) -> None:
         self._own_cost.update_settings(settings)
-        if self._pair_cost is not None:
-            self._pair_cost.update_settings(settings)
-            self._use_cost()
+        self._pair_cost.update_settings(settings)
+        self._use_cost()
 
     def on_load_report(self, worker: str, load: Load, now: float) -> None:
         self.solver.worker_states.on_load_report(worker, load, now)
@@ -166,10 +146,7 @@ class KvPolicy(Policy):
     def _use_cost(self) -> None:
         """Price pairs of workers where prompts may be computed elsewhere, else single workers."""
         pair_cost, prefill_client = self._pair_cost, self._prefill_client
-        if pair_cost is not None and (
-            pair_cost.rules.mode == FLEXIBLE
-            or (prefill_client is not None and prefill_client.instances)
-        ):
+        if pair_cost.rules.mode == FLEXIBLE or (prefill_client and prefill_client.instances):
             self.solver.cost = pair_cost
             removed_blocks = pair_cost.removed_blocks
         else:
