@@ -18,7 +18,7 @@ from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
+from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
 from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation, http_request_id
 from dynamo.scheduling.router.explain.timeline import (
@@ -180,7 +180,7 @@ def _join_explanations(first: Explanation, second: Explanation) -> Explanation:
 
 def build_report(
     records: Sequence[RoutingRecord],
-    collector: RoutingMetricsCollector,
+    collector: DecisionCollector,
     time_range: tuple[float, float] | None,
 ) -> PerformanceReport:
     """Return a report on the records of several processes, with this collector's alerts."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import InvalidRequest
+from dynamo.library.routing_collector import RoutingMetricsCollector
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.collector.collector import (
     Alert,
     CollectorConfig,
     PerformanceReport,
-    RoutingMetricsCollector,
 )
 from dynamo.scheduling.router.collector.report import ALERT_RULES, RoutingRecord
 from dynamo.telemetry.logs import request_id

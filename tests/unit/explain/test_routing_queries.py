@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from dynamo.core.errors import ProtocolError
-from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
+from dynamo.library.routing_collector import RoutingMetricsCollector
+from dynamo.scheduling.router.collector.collector import Alert
 from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import Explanation
 from dynamo.scheduling.router.policy import Candidate, Outcome

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import Overloaded
+from dynamo.library.adaptive_balancer import AdaptiveLoadBalancer
 from dynamo.scheduling.router.policies.adaptive_balancer import (
-    AdaptiveLoadBalancer,
     Capacity,
     LoadBalancingError,
     LoadPredictionModel,

@@ -3,13 +3,11 @@
 from typing import TYPE_CHECKING
 
 from dynamo.core.public_names import load_on_use
-from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
+from dynamo.scheduling.router.collector.collector import PerformanceReport
 from dynamo.scheduling.router.policies.adaptive_balancer import (
-    AdaptiveLoadBalancer,
     Capacity,
     LoadBalancingError,
     LoadPredictionModel,
-    WorkerAssignment,
 )
 from dynamo.scheduling.router.policy import (
     BasicPolicy,
@@ -19,7 +17,6 @@ from dynamo.scheduling.router.policy import (
     Outcome,
     Policy,
 )
-from dynamo.scheduling.router.roles import DisaggregationRouter, QueueStatus
 from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
@@ -30,6 +27,8 @@ from dynamo.scheduling.router.selectors import (
 )
 
 if TYPE_CHECKING:
+    from dynamo.library.adaptive_balancer import AdaptiveLoadBalancer, WorkerAssignment
+    from dynamo.library.disaggregation_router import DisaggregationRouter, QueueStatus
     from dynamo.library.kv_indexer import KVIndexer
     from dynamo.library.kv_metrics_aggregator import KvMetricsAggregator
     from dynamo.library.kv_router import (
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         WorkerSelectionResult,
         WorkerStatus,
     )
+    from dynamo.library.routing_collector import RoutingMetricsCollector
 
 __all__ = [
     "AdaptiveLoadBalancer",
@@ -76,7 +76,13 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
-    homes = dict.fromkeys(__all__, "dynamo.library.kv_router")
-    homes["KVIndexer"] = "dynamo.library.kv_indexer"
-    homes["KvMetricsAggregator"] = "dynamo.library.kv_metrics_aggregator"
+    homes = dict.fromkeys(__all__, "dynamo.library.kv_router") | {
+        "AdaptiveLoadBalancer": "dynamo.library.adaptive_balancer",
+        "DisaggregationRouter": "dynamo.library.disaggregation_router",
+        "KVIndexer": "dynamo.library.kv_indexer",
+        "KvMetricsAggregator": "dynamo.library.kv_metrics_aggregator",
+        "QueueStatus": "dynamo.library.disaggregation_router",
+        "RoutingMetricsCollector": "dynamo.library.routing_collector",
+        "WorkerAssignment": "dynamo.library.adaptive_balancer",
+    }
     __getattr__ = load_on_use(__name__, homes)

@@ -70,32 +70,28 @@ class PerformanceReport(msgspec.Struct, frozen=True):
     alerts: list[Alert] = []
 
 
-class RoutingMetricsCollector:
-    """A bounded buffer of records, packed to 150 bytes each (420 as objects). `config` is a
-    CollectorConfig or any object with a `buffer_size`."""
+class DecisionCollector:
+    """A bounded buffer of records, packed to 150 bytes each (420 as objects)."""
 
     def __init__(
-        self, config: Any = None, *, wall: Callable[[], float] = time.time, workers: int = 0
+        self,
+        config: CollectorConfig | None = None,
+        *,
+        wall: Callable[[], float] = time.time,
+        workers: int = 0,
     ) -> None:
         """`workers` is the number of live workers, including workers that were never chosen."""
-        if not isinstance(config, CollectorConfig):
-            config = CollectorConfig(getattr(config, "buffer_size", CollectorConfig().buffer_size))
-        self.config: CollectorConfig = config
+        self.config = config = config or CollectorConfig()
         self.workers = workers
         self._wall = wall
         self._buffer: deque[bytes] = deque(maxlen=config.buffer_size)
         self._alerts: dict[str, Alert] = {}
-        self._listeners: list[Callable[[Alert], None]] = []
         self._last_check_s = 0.0
 
     @property
     def alerts(self) -> Sequence[Alert]:
         """The current alerts, oldest first."""
         return tuple(self._alerts.values())
-
-    def on_alert(self, listener: Callable[[Alert], None]) -> None:
-        """Call `listener` once with each new alert."""
-        self._listeners.append(listener)
 
     def record(self, record: RoutingRecord) -> None:
         """Add a record. Every `check_s`, alerts are checked too."""
@@ -104,28 +100,6 @@ class RoutingMetricsCollector:
             self._last_check_s = record.timestamp
             # An alert is about many requests, so its log line has no request's id.
             copy_context().run(self._check_without_request_id, record.timestamp)
-
-    async def record_routing_decision(self, decision_context: Any) -> None:
-        """Add a decision from any object with these attributes: request_id, selected_worker (an id
-        or an object with one), cache_hit_ratio, decision_time, worker_load, queue_length."""
-        worker = decision_context.selected_worker
-        self.record(
-            RoutingRecord(
-                timestamp=self._wall(),
-                request_id=decision_context.request_id,
-                selected_worker=str(getattr(worker, "id", worker)),
-                cache_hit_ratio=decision_context.cache_hit_ratio,
-                decision_latency=decision_context.decision_time,
-                worker_load=decision_context.worker_load,
-                queue_length=decision_context.queue_length,
-            )
-        )
-
-    async def generate_performance_report(
-        self, time_range: tuple[float, float] | float | None = None
-    ) -> PerformanceReport:
-        """Call `report`. The name is that of Dynamo's documents."""
-        return self.report(time_range)
 
     def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
         """Report on a range of Unix times, on the last `time_range` seconds, or on all records.
@@ -159,9 +133,9 @@ class RoutingMetricsCollector:
             alerts=list(self.alerts),
         )
 
-    def with_records(self, records: Sequence[RoutingRecord]) -> RoutingMetricsCollector:
+    def with_records(self, records: Sequence[RoutingRecord]) -> DecisionCollector:
         """Return a copy with the same alerts and other records, which must be in order of time."""
-        collector = RoutingMetricsCollector(self.config, wall=self._wall, workers=self.workers)
+        collector = DecisionCollector(self.config, wall=self._wall, workers=self.workers)
         collector._buffer = deque(map(pack_record, records))
         collector._alerts = dict(self._alerts)
         return collector
@@ -199,10 +173,9 @@ class RoutingMetricsCollector:
         }
 
     def _raise_alert(self, alert: Alert) -> None:
+        """Note a new alert."""
         fields = {"alert": alert.name, "value": round(alert.value, 4), "evidence": alert.message}
         log.warning("routing alert", extra={"fields": fields})
-        for listener in self._listeners:
-            listener(alert)
 
     def records_between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
         """Return the records of a range of Unix times, in order. Call in a thread, since 10,000

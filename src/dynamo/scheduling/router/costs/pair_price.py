@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
 from dynamo.scheduling.router.queue import PendingRequest
-from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.router.roles import exceeds_thresholds
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 
@@ -120,13 +120,11 @@ class PairRules:
     """Which workers may compute a prompt in each mode of disaggregation."""
 
     def __init__(self, settings: DisaggregationSettings) -> None:
-        self._thresholds = DisaggregationRouter()
         self.update_settings(settings)
 
     def update_settings(self, settings: DisaggregationSettings) -> None:
         """Apply reloaded settings."""
-        self.mode = settings.effective_mode
-        self._thresholds.update_settings(settings)
+        self.mode, self._settings = settings.effective_mode, settings
 
     def is_prefiller(self, worker: WorkerState, any_prefills: bool) -> bool:
         """Whether `worker` computes prompts for others. `any_prefills`: workers that decode, too,
@@ -139,7 +137,7 @@ class PairRules:
         if not any_prefiller:
             return Ways(local=True, remote=False)
         if self.mode == THRESHOLDS:
-            remote = self._thresholds.exceeds_thresholds(*queue())
+            remote = exceeds_thresholds(self._settings, *queue())
             return Ways(not remote, remote)
         return Ways(self.mode != ALWAYS, remote=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dynamo.core.clock import Clock
 from dynamo.core.errors import WorkerDraining
 from dynamo.core.values import GenerateRequest
-from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
+from dynamo.scheduling.router.collector.collector import DecisionCollector
 from dynamo.scheduling.router.collector.report import RoutingRecord
 from dynamo.scheduling.router.explain.decision_log import DecisionEntry, DecisionLog
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
@@ -80,7 +80,7 @@ class RoutingRecorder(Observer):
         self._prefix_history = PrefixHistory()
         self._in_flight: dict[tuple[str, int], tuple[DecisionEntry, int]] = {}
         self.decision_log = DecisionLog(clock, name)
-        self.collector = RoutingMetricsCollector(wall=clock.wall)
+        self.collector = DecisionCollector(wall=clock.wall)
         self.routed_requests: Counter[str] = Counter()
         self._declare_metrics(registry, waiting)
 

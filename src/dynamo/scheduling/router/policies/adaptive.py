@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-import msgspec
-
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.values import GenerateRequest, Load
@@ -14,7 +12,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     DEFAULT_TOKENS_PER_S,
-    AdaptiveLoadBalancer,
+    CapacityBalancer,
     LoadBalancingError,
     WorkerMetrics,
 )
@@ -25,12 +23,6 @@ from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
 
 ADAPTIVE = "adaptive"
 DEFAULT_CAPACITY_TOKENS = 65_536.0
-
-
-class BalancerWorkerRef(msgspec.Struct, frozen=True):
-    """A worker whose metrics the balancer already has."""
-
-    id: str
 
 
 class AdaptivePolicy(Policy):
@@ -46,7 +38,7 @@ class AdaptivePolicy(Policy):
         self._clock = clock
         self._tie_mode = tie_mode
         self._states = ledger.workers
-        self.balancer = AdaptiveLoadBalancer(tie_breaker=self._break_tie)
+        self.balancer = CapacityBalancer(tie_breaker=self._break_tie)
         ledger.follow_answers()
         ledger.on_ended.append(self._on_ended)
         self._stop_listening = client.on_change(self._on_instances_changed)
@@ -81,13 +73,11 @@ class AdaptivePolicy(Policy):
         for worker in workers:
             balancer.update_metrics(worker.name, balancer_metrics(worker))
         try:
-            assignment = balancer.assign(
-                [BalancerWorkerRef(worker.name) for worker in workers], request
-            )
+            name, _, _ = balancer.choose([worker.name for worker in workers], request)
         except LoadBalancingError:
             metrics = balancer.worker_metrics
             return min(workers, key=lambda worker: metrics[worker.name].current_load)
-        return self._states[assignment.worker_id]
+        return self._states[name]
 
     def _break_tie(self, equal: Sequence[str]) -> str:
         ids = {self._states[name].instance.id: name for name in reversed(equal)}

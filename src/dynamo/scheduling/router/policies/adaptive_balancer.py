@@ -3,9 +3,8 @@ capacity left after it. Caches are not considered, so engines need not publish K
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,7 +19,6 @@ MEMORY_CONSTRAINED_BELOW = 0.8
 DEFAULT_TOKENS_PER_S = 1000.0
 """Speed of a worker before the first observation."""
 INITIAL_MEAN_OUTPUT_TOKENS = 256
-LOAD_HISTORY_LENGTH = 256
 RETRY_S = 1.0
 
 TieBreaker = Callable[[Sequence[str]], str]
@@ -55,16 +53,6 @@ class Capacity(msgspec.Struct, frozen=True):
     memory_constrained: bool
 
 
-class WorkerAssignment(msgspec.Struct, frozen=True):
-    """The worker for a request. A higher `assignment_score` is better; `expected_completion_time`
-    is in seconds from now."""
-
-    worker_id: str
-    predicted_load: PredictedLoad
-    assignment_score: float
-    expected_completion_time: float
-
-
 class WorkerMetrics(msgspec.Struct, frozen=True):
     """Metrics of a worker. Load and memory are shares, 0 to 1. `capacity_tokens` is the size of its
     KV memory. `speed` in tokens per second replaces the speed measured from completed requests."""
@@ -73,13 +61,6 @@ class WorkerMetrics(msgspec.Struct, frozen=True):
     available_memory: float = 1.0
     capacity_tokens: float = 1 << 20
     speed: float | None = None
-
-
-class BalancedWorker(Protocol):
-    """A worker with an `id`, and optionally `metrics`: a mapping with WorkerMetrics' fields."""
-
-    @property
-    def id(self) -> str: ...
 
 
 class LoadPredictionModel:
@@ -105,38 +86,21 @@ class LoadPredictionModel:
         self._mean_output_tokens[octave] = mean + (output - mean) * EWMA_WEIGHT
 
 
-class AdaptiveLoadBalancer:
-    """Assign requests to workers, whose metrics, history and speed are kept by id."""
+class CapacityBalancer:
+    """Choose workers by the room that they have left. `worker_metrics` has theirs by name."""
 
-    def __init__(self, config: Any = None, tie_breaker: TieBreaker | None = None) -> None:
-        """`config` is not read here. `tie_breaker` chooses between equal workers (default: the
-        first)."""
-        self.config = config
+    def __init__(self, tie_breaker: TieBreaker | None = None) -> None:
+        """`tie_breaker` chooses between equal workers (default: the first)."""
         self._tie_breaker = tie_breaker
         self.worker_metrics: dict[str, WorkerMetrics] = {}
-        self.load_history: defaultdict[str, deque[PredictedLoad]] = defaultdict(
-            lambda: deque(maxlen=LOAD_HISTORY_LENGTH)
-        )
         self.prediction_model = LoadPredictionModel()
         self._speeds: dict[str, float] = {}
 
-    async def balance_load(
-        self, workers: Sequence[BalancedWorker], new_request: Any
-    ) -> WorkerAssignment:
-        """Call `assign`."""
-        return self.assign(workers, new_request)
-
-    def assign(self, workers: Sequence[BalancedWorker], new_request: Any) -> WorkerAssignment:
-        """Return the worker with the most room left. Raises `LoadBalancingError` if none has room.
-        Metrics that a worker carries are applied first."""
-        for worker in workers:
-            metrics = getattr(worker, "metrics", None)
-            if isinstance(metrics, Mapping):
-                self.update_metrics(
-                    worker.id, msgspec.convert(metrics, WorkerMetrics, strict=False)
-                )
-        predicted = self.prediction_model.predict_request_load(new_request)
-        capacities = {worker.id: self.capacity(worker.id) for worker in workers}
+    def choose(self, names: Sequence[str], request: Any) -> tuple[str, PredictedLoad, float]:
+        """Return the worker with the most room left, the load of the request and its score. Raises
+        `LoadBalancingError` if none has room."""
+        predicted = self.prediction_model.predict_request_load(request)
+        capacities = {name: self.capacity(name) for name in names}
         scores = {
             name: self._score(name, predicted, capacity)
             for name, capacity in capacities.items()
@@ -149,8 +113,7 @@ class AdaptiveLoadBalancer:
                 retry_after_s=RETRY_S,
             )
         best = self._best_worker(scores)
-        self.load_history[best].append(predicted)
-        return WorkerAssignment(best, predicted, scores[best], self._completion_s(best, predicted))
+        return best, predicted, scores[best]
 
     def update_metrics(self, worker_id: str, metrics: WorkerMetrics) -> None:
         """Replace the metrics of a worker."""
@@ -158,18 +121,10 @@ class AdaptiveLoadBalancer:
         if metrics.speed is not None:
             self._speeds[worker_id] = metrics.speed
 
-    def on_completed(self, worker_id: str, prompt: int, output: int, seconds: float) -> None:
-        """Learn the answer's length and the worker's speed from a completed request."""
-        self.prediction_model.observe(prompt, output)
-        if seconds > 0 and output:
-            speed = (prompt + output) / seconds
-            before = self._speeds.get(worker_id, speed)
-            self._speeds[worker_id] = before + (speed - before) * EWMA_WEIGHT
-
     def remove_worker(self, worker_id: str) -> None:
         """Drop everything known of a worker."""
-        for by_worker in (self.worker_metrics, self.load_history, self._speeds):
-            by_worker.pop(worker_id, None)
+        self.worker_metrics.pop(worker_id, None)
+        self._speeds.pop(worker_id, None)
 
     def capacity(self, worker_id: str) -> Capacity:
         """Return base * (1 - load) * share of free memory. The base is the worker's memory times
@@ -195,11 +150,6 @@ class AdaptiveLoadBalancer:
         """Return the share of capacity left after the request, times the relative speed."""
         left = (capacity.effective - predicted.total) / max(capacity.base, 1.0)
         return left * self._relative_speed(worker_id)
-
-    def _completion_s(self, worker_id: str, predicted: PredictedLoad) -> float:
-        load = self.worker_metrics.get(worker_id, WorkerMetrics()).current_load
-        speed = self._speeds.get(worker_id, self._mean_speed())
-        return predicted.total * (1.0 + load) / speed
 
     def _relative_speed(self, worker_id: str) -> float:
         mean = self._mean_speed()

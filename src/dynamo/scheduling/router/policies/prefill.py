@@ -16,7 +16,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
 from dynamo.scheduling.router.policy import Decision, Policy
-from dynamo.scheduling.router.roles import DisaggregationRouter
+from dynamo.scheduling.router.roles import exceeds_thresholds
 
 FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""
@@ -32,7 +32,6 @@ class PrefillPolicy(Policy):
         self._client = prefill_client
         mode = resolve_mode_alias(settings.mode)
         self._mode = mode if mode in BASIC_MODES else FALLBACK_MODE
-        self._thresholds = DisaggregationRouter()
         self._stop_listening = prefill_client.on_change(self._skip_without_prefill)
         self._update(settings.disaggregation)
 
@@ -41,9 +40,9 @@ class PrefillPolicy(Policy):
     ) -> Decision:
         decision = await self._policy.choose(request, context, tried)
         prompt_tokens = len(request.token_ids) // TOKEN_BYTES
-        if self._disaggregation == THRESHOLDS:
+        if self._disaggregation.effective_mode == THRESHOLDS:
             pending = sum(map(self._client.in_flight, self._client.instances))
-            if not self._thresholds.exceeds_thresholds(prompt_tokens, pending):
+            if not exceeds_thresholds(self._disaggregation, prompt_tokens, pending):
                 return decision
         allowed = self._client.instances.keys() - tried
         if not allowed:
@@ -72,13 +71,12 @@ class PrefillPolicy(Policy):
         self._update(settings.disaggregation)
 
     def _update(self, settings: DisaggregationSettings) -> None:
-        self._disaggregation = settings.effective_mode
-        self._thresholds.update_settings(settings)
+        self._disaggregation = settings
         self._skip_without_prefill()
 
     def _skip_without_prefill(self) -> None:
         """Let the other policy choose alone while no prompt can be computed elsewhere, so that
         plain deployments pay nothing for this one."""
-        skip = not self._client.instances or self._disaggregation == OFF
+        skip = not self._client.instances or self._disaggregation.effective_mode == OFF
         choose = self._policy.choose if skip else partial(PrefillPolicy.choose, self)
         self.choose = choose  # type: ignore[method-assign]
