@@ -23,8 +23,7 @@ from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission
-from dynamo.scheduling.pipeline import chain
-from dynamo.scheduling.stages import open_admission, open_router
+from dynamo.scheduling.pipeline import chain, open_admission, open_router
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.telemetry import Registry

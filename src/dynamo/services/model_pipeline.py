@@ -25,7 +25,16 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.admission import WorkerStarts
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
-from dynamo.scheduling.pipeline import OperatorInputs, chain
+from dynamo.scheduling.pipeline import (
+    OperatorInputs,
+    Stage,
+    StagedPipeline,
+    chain,
+    open_admission,
+    open_ledger,
+    open_loads,
+    open_router,
+)
 from dynamo.scheduling.router import Policy
 from dynamo.scheduling.router.factory import KV, open_policy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
@@ -33,14 +42,6 @@ from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, r
 from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.roles import decodes, only_prefills
-from dynamo.scheduling.stages import (
-    Stage,
-    StagedPipeline,
-    open_admission,
-    open_ledger,
-    open_loads,
-    open_router,
-)
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.sdk.decorators import spec_of

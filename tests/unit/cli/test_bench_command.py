@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.cli import main
 from dynamo.cli.benchmark import bench
-from dynamo.operations.bench import latency
+from dynamo.operations.bench import bench as runs
 from dynamo.operations.bench.bench_result import BenchResult, BenchRun, compute_result
 from dynamo.operations.bench.request_sample import RequestSample
 from dynamo.operations.bench.workload import LatencyObjectives
@@ -44,7 +44,7 @@ def test_a_preset_names_the_cases_without_an_answer(
     async def run_bench(*_: Any) -> BenchResult:
         return result_of_failures()
 
-    monkeypatch.setattr(latency, "run_bench", run_bench)
+    monkeypatch.setattr(runs, "run_bench", run_bench)
     assert main(["bench", "http://127.0.0.1:1", "--preset", "benchmark_latency"]) == 1
 
     printed = capsys.readouterr()

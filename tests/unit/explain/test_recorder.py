@@ -104,5 +104,5 @@ def test_queries_and_replies_survive_encoding() -> None:
     assert (again.choice, again.priority, again.stops.max_tokens) == (1, 2, 7)
     decided = decision([1, 2], overlap_blocks=1, predicted_ttft_s=0.5, view="stale")
     reply = decode_reply(encode_reply(decided))
-    assert (reply.instance, reply.overlap_blocks, reply.cache_view) == ("w1", 1, "stale")
+    assert (reply.instance, reply.overlap_blocks, reply.view) == ("w1", 1, "stale")
     assert reply.predicted_ttft_s == 0.5

@@ -55,7 +55,6 @@ from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies import kv
-from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
@@ -120,7 +119,7 @@ async def serve(
     return runtime.instance_id
 
 
-async def open_kv_policy(runtime: DistributedRuntime, workers: int) -> tuple[Client, KvPolicy]:
+async def open_kv_policy(runtime: DistributedRuntime, workers: int) -> tuple[Client, kv.KvPolicy]:
     client = await runtime.endpoint(ENDPOINT).client()
     if workers:
         await client.wait_for_instances(workers)
@@ -130,7 +129,7 @@ async def open_kv_policy(runtime: DistributedRuntime, workers: int) -> tuple[Cli
             runtime.settings.router, client, runtime.events, runtime.clock, ledger, block_tokens=16
         )
     )
-    assert isinstance(policy, KvPolicy)
+    assert isinstance(policy, kv.KvPolicy)
     return client, policy
 
 

@@ -34,9 +34,8 @@ from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.migration import Migration
-from dynamo.scheduling.pipeline import OperatorInputs
+from dynamo.scheduling.pipeline import OperatorInputs, StagedPipeline
 from dynamo.scheduling.router import WorkerRouter
-from dynamo.scheduling.stages import StagedPipeline
 from dynamo.services.model_pipeline import (
     REQUEST_ORDER,
     ROUTER_PROCESS_STAGES,

@@ -80,7 +80,7 @@ def _run_single(bench: BenchConfig) -> BenchResult:
 
 
 def _run_preset(args: argparse.Namespace, bench: BenchConfig) -> Sequence[BenchResult]:
-    from dynamo.operations.bench.latency import PRESET_CASES, run_cases
+    from dynamo.operations.bench.bench import PRESET_CASES, run_cases
     from dynamo.runtime.processes.process import run_on_loop
 
     write = sys.stderr.write if args.json else sys.stdout.write

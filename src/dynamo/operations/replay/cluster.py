@@ -45,20 +45,20 @@ from dynamo.runtime.calls.instances import (
     instances_prefix,
 )
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.pipeline import chain
-from dynamo.scheduling.router import Policy
-from dynamo.scheduling.router.factory import KV, make_cost, open_policy
-from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
-from dynamo.scheduling.router.policy import PolicyInputs
-from dynamo.scheduling.router.roles import decodes, only_prefills
-from dynamo.scheduling.stages import (
+from dynamo.scheduling.pipeline import (
     Stage,
     StagedPipeline,
+    chain,
     open_admission,
     open_ledger,
     open_loads,
     open_router,
 )
+from dynamo.scheduling.router import Policy
+from dynamo.scheduling.router.factory import KV, make_cost, open_policy
+from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.policy import PolicyInputs
+from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.workers.load_view import LOAD_METRICS_SUFFIX
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry

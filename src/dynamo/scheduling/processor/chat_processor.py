@@ -15,7 +15,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.features import GRAMMAR_FEATURES
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import Reply, SendRequest
+from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
 from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
@@ -37,14 +37,32 @@ from dynamo.scheduling.processor.answer_parsing import AnswerParsing
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.parsed_detokeniser import ParsedDetokeniser
 from dynamo.scheduling.processor.prompt_encoder import EncodedPrompt, PromptEncoder
-from dynamo.scheduling.processor.prompt_logprobs import (
-    PromptLogprobsReader,
-    check_prompt_logprobs,
-)
+from dynamo.scheduling.processor.prompt_logprobs import PromptLogprobsReader, check_prompt_logprobs
 from dynamo.scheduling.processor.request_defaults import RequestDefaults
 from dynamo.scheduling.processor.stop_strings import StopStrings
-from dynamo.scheduling.processor.token_counter import TokenCounter
 from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+
+class TokenCounter(Reply):
+    """Calls `count(tokens)` for each group of tokens, then passes them to `answer`. The fast path
+    stays closed, because it tells no tokens."""
+
+    __slots__ = ("_answer", "_count")
+
+    def __init__(self, answer: Reply, count: Callable[[int], None]) -> None:
+        self._answer = answer
+        self._count = count
+
+    def begin(self, started: Started) -> None:
+        self._answer.begin(started)
+
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        self._count(len(ids))
+        return self._answer.tokens(ids, logprobs)
+
+    def finish(self, end: Finish) -> None:
+        self._answer.finish(end)
+
 
 T = TypeVar("T")
 CHOICES_PER_SLICE = 16
@@ -73,8 +91,8 @@ class ChatProcessor:
         clock: Clock,
         rng: Random | None = None,
     ) -> None:
+        rng = rng or Random()
         self.card = card
-        self._model = card.names[0]
         self._tokenizer = tokenizer
         self._send = send
         self._clock = clock
@@ -83,19 +101,14 @@ class ChatProcessor:
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
         self._eos_token_ids = tuple(card.eos_token_ids)
-        self._answers = AnswerParsing(
-            card, tokenizer, self._vocabulary, rng if rng is not None else Random()
-        )
+        self._answers = AnswerParsing(card, tokenizer, self._vocabulary, rng)
         engine = card.engine
         own_grammars = engine is None or GRAMMAR_FEATURES[-1] in engine.features
         self._grammar_checker = GrammarChecker() if own_grammars else None
         self._takes_bias = engine is None or "logit_bias" in engine.features
+        of_engine = {} if engine is None else engine.sampling
         self._defaults = RequestDefaults(
-            sampling,
-            card.generation,
-            card.context_tokens,
-            rng if rng is not None else Random(),
-            {} if engine is None else engine.sampling,
+            sampling, card.generation, card.context_tokens, rng, of_engine
         )
 
     @property
@@ -172,20 +185,22 @@ class ChatProcessor:
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's string of each id, in the tokenizer's alphabet."""
-        return [string or "" for string in await self._map_ids(self._tokenizer.id_to_token, ids)]
+        return [text or "" for text in await self._map_ids(self._tokenizer.id_to_token, ids)]
 
     async def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each id, whose concatenation is the text."""
         return await self._map_ids(self._vocabulary.get_token_bytes, ids)
 
     async def _map_ids(self, convert: Callable[[int], T], ids: Sequence[int]) -> list[T]:
-        if len(ids) <= MAX_INLINE_IDS:
-            return list(map(convert, ids))
-        return await self._clock.offload(lambda: list(map(convert, ids)))
+        return await self._convert(lambda ids: list(map(convert, ids)), ids)
 
     async def _decode(self, ids: Sequence[int]) -> str:
-        decode = self._vocabulary.decode
-        return decode(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(decode, ids)
+        return await self._convert(self._vocabulary.decode, ids)
+
+    async def _convert(self, convert: Callable[[Sequence[int]], T], ids: Sequence[int]) -> T:
+        """Convert ids, many of them in a thread."""
+        short = len(ids) <= MAX_INLINE_IDS
+        return convert(ids) if short else await self._clock.offload(convert, ids)
 
     async def _chat_when_ready(
         self, ids: EncodedPrompt, request: ChatRequest, context: Context, reply: TextReply
@@ -267,7 +282,7 @@ class ChatProcessor:
     ) -> Awaitable[None]:
         request = GenerateRequest(
             request_id=context.request_id,
-            model=self._model,
+            model=self.card.names[0],
             token_ids=prompt,
             sampling=self._defaults.resolve_sampling(options.sampling),
             stops=self._stop_conditions(options, max_tokens, make_reader is not None),
@@ -352,7 +367,7 @@ class ChatProcessor:
     ) -> Awaitable[None]:
         if len(readers) == 1:
             return self._send(request, context, readers[0])
-        return self._fan_out(request, context, readers)
+        return fan_out(self._send, request, context, readers)
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:
         for token_id in (min(ids), max(ids)) if ids else ():
@@ -362,17 +377,18 @@ class ChatProcessor:
                     param=param,
                 )
 
-    async def _fan_out(
-        self, request: GenerateRequest, context: Context, choices: Sequence[Reply]
-    ) -> None:
-        """Send each choice as a separate request. The first failure cancels the others."""
-        request = replace(request, group=RequestGroup(request))
 
-        async def send_choice(number: int, choice: Reply) -> None:
-            await self._send(replace(request, choice=number), context, choice)
+async def fan_out(
+    send: SendRequest, request: GenerateRequest, context: Context, choices: Sequence[Reply]
+) -> None:
+    """Send each choice as a separate request. The first failure cancels the others."""
+    request = replace(request, group=RequestGroup(request))
 
-        work = (send_choice(number, choice) for number, choice in enumerate(choices))
-        await run_in_slices(work, CHOICES_PER_SLICE)
+    async def send_choice(number: int, choice: Reply) -> None:
+        await send(replace(request, choice=number), context, choice)
+
+    work = (send_choice(number, choice) for number, choice in enumerate(choices))
+    await run_in_slices(work, CHOICES_PER_SLICE)
 
 
 async def _finish_without_tokens(choices: Sequence[Detokeniser]) -> None:

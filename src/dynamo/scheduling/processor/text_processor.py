@@ -14,7 +14,6 @@ from dynamo.core.errors import Unsupported
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
 from dynamo.core.settings.schema import SamplingSettings
-from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import (
     REPLACEMENT,
     CallEnded,
@@ -31,14 +30,13 @@ from dynamo.core.text import (
 from dynamo.core.values import (
     Finish,
     GenerateRequest,
-    RequestGroup,
     SamplingParams,
     Started,
     StopConditions,
     TextParameters,
 )
 from dynamo.models.card import ModelCard
-from dynamo.scheduling.processor.chat_processor import CHOICES_PER_SLICE
+from dynamo.scheduling.processor.chat_processor import fan_out
 
 OPENAI_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
 """The values that answers show where neither caller nor configuration names one."""
@@ -254,16 +252,11 @@ class TextProcessor:
             adapter=options.adapter,
             text=parameters,
         )
-        if options.n == 1:
-            await self._send(request, context, TextAnswerReply(0, reply, echo))
-            return
-        request = replace(request, group=RequestGroup(request))
-
-        async def send_choice(choice: int) -> None:
-            answer = TextAnswerReply(choice, reply, echo)
-            await self._send(replace(request, choice=choice), context, answer)
-
-        await run_in_slices(map(send_choice, range(options.n)), CHOICES_PER_SLICE)
+        answers = [TextAnswerReply(choice, reply, echo) for choice in range(options.n)]
+        if len(answers) == 1:
+            await self._send(request, context, answers[0])
+        else:
+            await fan_out(self._send, request, context, answers)
 
 
 def _pad(text: bytes) -> bytes:

@@ -17,10 +17,9 @@ from dynamo.core.text import TextPart
 from dynamo.core.values import Finish, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.policy import Outcome
-from dynamo.scheduling.workers.data_parallel import NO_RANKS, data_parallel_ranks
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
-from dynamo.scheduling.workers.workers import WorkerStates
+from dynamo.scheduling.workers.workers import NO_RANKS, WorkerStates, data_parallel_ranks
 
 
 class RankBalancer:

@@ -21,9 +21,9 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import Attempt, RankBalancer
 from dynamo.scheduling.router.features import FeatureFilter
 from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
-from dynamo.scheduling.workers.data_parallel import NO_RANKS, data_parallel_ranks
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import NO_RANKS, data_parallel_ranks
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from math import exp, inf
 from typing import Protocol
 
-from dynamo.core.values import BOTH_ROLES, Load
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.values import BOTH_ROLES, EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.workers.data_parallel import engine_info, predict_token_transfer_ms
 from dynamo.scheduling.workers.latency_model import (
     OUTLIER_RATIO,
     PrefillGroup,
@@ -30,6 +32,35 @@ PREFILL_SHARE_S = 3.0
 """Time over which the share of prefill is measured. A longer one would keep workers apart late."""
 STALL_HALVING_TOKENS = 50.0
 """Length at which an answer suffers half as much from a pause as a new answer does."""
+DEFAULT_TOKEN_BYTES = 131_072.0
+"""Size of a token's KV in a model of 8 billion parameters."""
+INITIAL_TRANSFER_BYTES_PER_S = 8e9
+"""Rate at which a worker gets KV of others until its first report names another one."""
+
+
+def engine_info(instance: Instance, rank: int | None = None) -> EngineInfo | None:
+    """Return the engine description that the instance announced, if any that can be read. With a
+    `rank`, return the share of one rank."""
+    try:
+        info = msgspec.convert(instance.capabilities.get("engine"), EngineInfo | None)
+    except msgspec.ValidationError:
+        info = None
+    if info is None or rank is None:
+        return info
+    blocks, slots = info.num_blocks // info.data_parallel, info.max_num_seqs // info.data_parallel
+    return replace(info, num_blocks=blocks, max_num_seqs=max(1, slots), data_parallel=1)
+
+
+def predict_token_transfer_ms(instance: Instance, bytes_per_s: float) -> float:
+    """Return the time to move a token's KV to the instance, by the size of the blocks in the memory
+    that it exposes to other workers. 0 `bytes_per_s`: no rate is known."""
+    capabilities = instance.capabilities
+    try:
+        slot_bytes = float(capabilities["transfer"][0]["slot_bytes"])
+        token_bytes = slot_bytes / int(capabilities["engine"]["block_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
+        token_bytes = DEFAULT_TOKEN_BYTES
+    return token_bytes / (bytes_per_s or INITIAL_TRANSFER_BYTES_PER_S) * 1e3
 
 
 class RequestAtWorker(Protocol):

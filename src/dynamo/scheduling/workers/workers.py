@@ -7,13 +7,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import Load
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.workers.data_parallel import engine_info, list_workers
 from dynamo.scheduling.workers.latency_model import WorkerLatencyModel
 from dynamo.scheduling.workers.tier_queues import TierQueues
-from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.worker import WorkerState, engine_info
 
 REFRESHES_PER_CALL = 16
 """Workers refreshed by one call, so that a decision over hundreds of workers stays fast."""
+
+
+NO_RANKS = (None,)
+
+
+def data_parallel_ranks(instance: Instance) -> Sequence[int | None]:
+    """Return the ranks of the instance; a single None for an instance without ranks."""
+    capability = instance.capabilities.get("engine")
+    ranks = capability.get("data_parallel", 1) if isinstance(capability, dict) else 1
+    return range(ranks) if ranks > 1 else NO_RANKS
 
 
 class WorkerStates:
@@ -95,7 +104,11 @@ class WorkerStates:
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
         """Replace the set of workers that may be chosen."""
-        live = list_workers(instances)
+        live = {
+            worker_name(name, rank): (instance, rank)
+            for name, instance in instances.items()
+            for rank in data_parallel_ranks(instance)
+        }
         for name in [name for name in self._by_name if name not in live]:
             worker = self._gone[name] = self._by_name.pop(name)
             worker.live = False

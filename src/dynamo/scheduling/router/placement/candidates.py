@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
 from random import Random
@@ -10,7 +10,6 @@ from random import Random
 import msgspec
 
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
-from dynamo.scheduling.router.placement.regret import RegretRow
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates
@@ -20,6 +19,11 @@ STEP_FILL_SHARE = 0.25
 
 SHORT_PROMPT_TOKENS = 512
 """Largest prompt that counts as short: a better worker would save little time."""
+
+
+SelectWorker = Callable[[PendingRequest, Sequence[WorkerState], Sequence[float], Random], int]
+"""Called with a request, its workers, their costs and a generator; returns the chosen index.
+Raises DynamoError to refuse the request."""
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
@@ -61,10 +65,6 @@ class Candidates:
             workers = self.allowed_workers(excluded) if excluded else self._states.workers
             matrix = self._matrices[excluded] = self.cost.build_matrix(workers, self._now)
         return matrix
-
-    def rank(self, request: PendingRequest, rng: Random) -> RegretRow:
-        """Return the candidates of `request` with their costs, and the best of them."""
-        return RegretRow(request, self.matrix_for(request), rng)
 
     @property
     def shared(self) -> Collection[CostMatrix]:

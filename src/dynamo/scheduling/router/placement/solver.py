@@ -8,7 +8,7 @@ that a large burst does not block the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, product
 from random import Random
@@ -23,6 +23,7 @@ from dynamo.scheduling.router.placement.candidates import (
     SHORT_PROMPT_TOKENS,
     Candidates,
     HoldLimits,
+    SelectWorker,
 )
 from dynamo.scheduling.router.placement.regret import (
     RegretRow,
@@ -60,11 +61,6 @@ class PlacementResult(msgspec.Struct, frozen=True):
     candidates: int
 
 
-SelectWorker = Callable[[PendingRequest, Sequence[WorkerState], Sequence[float], Random], int]
-"""Called with a request, its workers, their costs and a generator; returns the chosen index.
-Raises DynamoError to refuse the request."""
-
-
 class PlacementSolver:
     """Own the pending requests and place them on the workers of `ledger`."""
 
@@ -83,7 +79,7 @@ class PlacementSolver:
         """`select` replaces the lowest cost and places each request alone. `queue` holds requests
         that must wait (default: first come, unbounded). `threshold`: a worker with more pending
         prompt tokens than this many of its steps gets nothing while all are so (0: no limit)."""
-        self.worker_states = worker_states = ledger.workers
+        self.worker_states = ledger.workers
         ledger.follow_answers()
         ledger.on_placed.append(self._on_placed)
         ledger.on_first_token.append(self._on_first_token)
@@ -94,8 +90,8 @@ class PlacementSolver:
         self._select = select
         self._hold_limits = hold_limits or HoldLimits()
         self._threshold = threshold
-        self._candidates = Candidates(worker_states, cost, self._hold_limits.max_backlog_s)
         self._workers: Sequence[WorkerState] = ()
+        self._candidates = Candidates(ledger.workers, cost, self._hold_limits.max_backlog_s)
         self._now, self._slice_requests = 0.0, 0
         self._round: Iterator[bool] | None = None
         self.unfinished = False
@@ -115,7 +111,7 @@ class PlacementSolver:
         self._pending.add(request)
 
     def cancel(self, request: PendingRequest) -> None:
-        """Remove a request; a request that is not pending is ignored."""
+        """Remove a request; others are ignored."""
         self._pending.remove(request)
 
     def pop_rejected(self) -> list[tuple[PendingRequest, DynamoError]]:
@@ -126,7 +122,7 @@ class PlacementSolver:
         """Remove and return the requests for which no worker is left."""
         unplaceable = [request for request in self._pending if not self._is_eligible(request)]
         for request in unplaceable:
-            self._pending.remove(request)
+            self.cancel(request)
         return unplaceable
 
     def place(self, now: float) -> list[PlacementResult]:
@@ -325,8 +321,7 @@ class PlacementSolver:
                 step.on_held(row, overdue)
                 continue
             placed = self._assign(row.request, row.matrix, row.costs, row.best_index)
-            worker = placed.worker
-            if not (candidates.is_nearly_free(worker) or candidates.any_nearly_free()):
+            if not (candidates.is_nearly_free(placed.worker) or candidates.any_nearly_free()):
                 step.keep_due(overdue)
             step.on_placed(placed, candidates.shared, self._rng)
         return len(self._placed) > before
@@ -350,7 +345,7 @@ class PlacementSolver:
 
     def _build_regret_row(self, request: PendingRequest) -> RegretRow:
         self._refresh_overlaps(request)
-        return self._candidates.rank(request, self._rng)
+        return RegretRow(request, self._candidates.matrix_for(request), self._rng)
 
     def _refresh_overlaps(self, request: PendingRequest) -> None:
         """Look the overlaps up again if they are old or if this round sent shared blocks."""

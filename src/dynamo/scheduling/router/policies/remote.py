@@ -25,6 +25,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.policies.remote_messages import (
     QUERY_ACCEPTED,
     RouteReply,
+    decision_from_reply,
     decode_reply,
     encode_query,
 )
@@ -140,7 +141,7 @@ class RemotePolicy(Policy):
             self._failing.discard(router.id)
             instance = self._client.instances.get(reply.instance)
             if instance is not None:
-                decision = _decision(instance, reply, self._find_prefill(reply.prefill))
+                decision = decision_from_reply(reply, instance, self._find_prefill(reply.prefill))
                 if decision.view:
                     self._cache_views[decision.worker] = instance.id, decision.view
                 return decision
@@ -228,22 +229,3 @@ class RemotePolicy(Policy):
             log.info("a router answers again")
         else:
             log.warning("no router answers: choosing workers in this process")
-
-
-def _decision(instance: Instance, reply: RouteReply, prefill: Instance | None) -> Decision:
-    return Decision(
-        instance,
-        reply.mode,
-        reply.candidates,
-        overlap_blocks=reply.overlap_blocks,
-        prompt_blocks=reply.prompt_blocks,
-        best_overlap_blocks=reply.best_overlap_blocks,
-        predicted_ttft_s=reply.predicted_ttft_s,
-        waited_s=reply.waited_s,
-        view=reply.cache_view,
-        rank=reply.rank,
-        prefill=prefill,
-        harm_weight=reply.harm_weight,
-        itl_slo_ms=reply.itl_slo_ms,
-        prefill_rank=reply.prefill_rank,
-    )

@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.workers.prompt import Prompt
 
@@ -32,9 +33,8 @@ class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouteReply(msgspec.Struct, frozen=True, array_like=True):
-    """The decision without its cost table, which stays in the router's decision log. `prefill` is
-    the id of the instance that computes the prompt, if another worker does, on its rank
-    `prefill_rank`."""
+    """The fields of a `Decision` that a frontend needs; its cost table stays in the router's
+    decision log. `instance` and `prefill` are ids; "" if no other worker computes the prompt."""
 
     instance: str
     mode: str
@@ -44,7 +44,7 @@ class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     best_overlap_blocks: int
     predicted_ttft_s: float | None
     waited_s: float
-    cache_view: str
+    view: str
     rank: int | None = None
     prefill: str = ""
     harm_weight: float | None = None
@@ -77,31 +77,29 @@ def decode_query(payload: bytes) -> RouteQuery:
     return _query_decode(payload)
 
 
+_SHARED_FIELDS = [
+    name for name in RouteReply.__struct_fields__ if name not in ("instance", "prefill")
+]
+
+
 def encode_reply(decision: Decision) -> bytes:
     """Encode a decision."""
-    return _encode(
-        RouteReply(
-            decision.instance.id,
-            decision.mode,
-            decision.candidates,
-            decision.overlap_blocks,
-            decision.prompt_blocks,
-            decision.best_overlap_blocks,
-            decision.predicted_ttft_s,
-            decision.waited_s,
-            decision.view,
-            decision.rank,
-            "" if decision.prefill is None else decision.prefill.id,
-            decision.harm_weight,
-            decision.itl_slo_ms,
-            decision.prefill_rank,
-        )
-    )
+    values = {name: getattr(decision, name) for name in _SHARED_FIELDS}
+    prefill = "" if decision.prefill is None else decision.prefill.id
+    return _encode(RouteReply(instance=decision.instance.id, prefill=prefill, **values))
 
 
 def decode_reply(payload: bytes) -> RouteReply:
     """Decode a reply. Raises `msgspec.DecodeError`."""
     return _reply_decode(payload)
+
+
+def decision_from_reply(
+    reply: RouteReply, instance: Instance, prefill: Instance | None
+) -> Decision:
+    """Return the decision of a router for instances of this process."""
+    values = {name: getattr(reply, name) for name in _SHARED_FIELDS}
+    return Decision(instance=instance, prefill=prefill, **values)
 
 
 def request_from_query(query: RouteQuery, request_id: str) -> GenerateRequest:
