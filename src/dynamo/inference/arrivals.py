@@ -7,10 +7,16 @@ import logging
 from functools import partial
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InternalError, TransferFailed
+from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest
-from dynamo.inference.kv_source import Arrival, ArrivalCounters, FirstToken, KvSource
+from dynamo.inference.kv_source import (
+    Arrival,
+    ArrivalCounters,
+    FirstToken,
+    KvSource,
+    count_fallback,
+)
 from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence
 
@@ -134,22 +140,11 @@ class EngineArrivals:
             await source.fill(arrival)
             if source.counters is None and arrival.request.kv_from and arrival.blocks_arrived:
                 counters.moved += 1
-        except TransferFailed as error:
-            reason, failure = f"transfer {error.reason}", str(error)
-        except DynamoError as error:
-            reason, failure = error.code, str(error)
         except Exception as error:
-            log.exception("a KV source failed")
-            reason, failure = InternalError.code, str(error)
-        else:
-            return
+            if not isinstance(error, DynamoError):
+                log.exception("a KV source failed")
+            request = arrival.request
+            worker = request.kv_from or request.prefill
+            count_fallback(counters, error, request.request_id, worker)
         finally:
             counters.wait_s += now() - started_s
-        counters.fallbacks[reason] += 1
-        fields = {
-            "request": arrival.request.request_id,
-            "from": arrival.request.kv_from or arrival.request.prefill,
-            "reason": reason,
-            "error": failure,
-        }
-        log.warning("KV did not arrive: the rest is computed here", extra={"fields": fields})

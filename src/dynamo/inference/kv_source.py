@@ -7,6 +7,7 @@ runs on from what arrived, and the engine computes the rest.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from typing import Annotated
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, InternalError, TransferFailed
 from dynamo.core.values import GenerateRequest, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 class ArrivalCounters(msgspec.Struct):
@@ -34,6 +37,18 @@ class ArrivalCounters(msgspec.Struct):
     blocks_arrived: int = 0
     blocks_saved: int = 0
     fallbacks: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+def count_fallback(
+    counters: ArrivalCounters, error: Exception, request_id: str, source: str
+) -> None:
+    """Count and log that a prompt, or its rest, is computed here because `source` failed."""
+    reason = error.code if isinstance(error, DynamoError) else InternalError.code
+    if isinstance(error, TransferFailed):
+        reason = f"transfer {error.reason}"
+    counters.fallbacks[reason] += 1
+    fields = {"request": request_id, "from": source, "reason": reason, "error": str(error)}
+    log.warning("KV did not arrive: the rest is computed here", extra={"fields": fields})
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,6 @@ when the prompt is computed. The engine of the caller then loads the KV by itsel
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,10 @@ from msgspec.structs import replace
 from dynamo.core.errors import DECODE_ERRORS, DynamoError, ProtocolError, TransferFailed
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.kv_events import split_worker_name
-from dynamo.inference.disaggregation.messages import (
-    PrefillRequest,
-    decode_prefill_request,
-    encode_prefill_request,
-)
+from dynamo.inference.disaggregation.messages import PrefillRequest, encode_prefill_request
 from dynamo.inference.disaggregation.peer_prefill import PromptTime
 from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
-from dynamo.inference.kv_source import ArrivalCounters
+from dynamo.inference.kv_source import ArrivalCounters, count_fallback
 from dynamo.inference.worker_metrics import declare_remote_prompt_metrics
 from dynamo.models.card import BlockIdentity
 
@@ -40,8 +35,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.calls.instances import Instance
     from dynamo.runtime.component import Component, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
-
-log = logging.getLogger(__name__)
 
 CONNECTOR_KEY = "kv_connector"
 """Capability of an instance: the kind of its engine's connector."""
@@ -102,15 +95,7 @@ class ConnectorPrefill(RemotePrefill):
 
         self._client = await self._follow(is_candidate)
         declare_remote_prompt_metrics(runtime.metrics, self._read_counters)
-
-        async def handle(payload: bytes, outgoing: ResponseWriter) -> None:
-            on_load_changed()
-            try:
-                await self._compute(payload, outgoing)
-            finally:
-                on_load_changed()
-
-        return (await self._endpoint.serve(handle, capabilities=capabilities),)
+        return (await self._serve(capabilities, on_load_changed),)
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         """Answer a request with the prompt of its prefill worker."""
@@ -121,14 +106,10 @@ class ConnectorPrefill(RemotePrefill):
             kv = await self._fetch(request, context)
         await self._engine.generate(replace(request, kv=kv) if kv else request, context, reply)
 
-    async def _compute(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        try:
-            request = decode_prefill_request(payload).request
-        except DECODE_ERRORS as error:
-            raise ProtocolError(f"not a prefill request: {error}") from error
+    async def _compute(self, call: PrefillRequest, outgoing: ResponseWriter) -> None:
         clock = self._runtime.clock
         started_s = clock.now()
-        kv = await self._connector.prefill(request, outgoing.context)
+        kv = await self._connector.prefill(call.request, outgoing.context)
         outgoing.send(
             _encode_prompt(ComputedPrompt(kv, clock.now() - started_s, self._connector.lease_s))
         )
@@ -140,21 +121,11 @@ class ConnectorPrefill(RemotePrefill):
         counters.prompts += 1
         try:
             return await self._call(request, context, started_s)
-        except TransferFailed as error:
-            reason, failure = f"transfer {error.reason}", str(error)
         except DynamoError as error:
-            reason, failure = error.code, str(error)
+            count_fallback(counters, error, request.request_id, request.prefill)
+            return b""
         finally:
             counters.wait_s += clock.now() - started_s
-        counters.fallbacks[reason] += 1
-        fields = {
-            "request": request.request_id,
-            "from": request.prefill,
-            "reason": reason,
-            "error": failure,
-        }
-        log.warning("KV did not arrive: the prompt is computed here", extra={"fields": fields})
-        return b""
 
     async def _call(self, request: GenerateRequest, context: Context, started_s: float) -> bytes:
         """Call the prefill worker. Its answer holds for the incarnation that was called and until

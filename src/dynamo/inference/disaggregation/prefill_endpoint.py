@@ -1,4 +1,4 @@
-"""The endpoint `prefill` of a worker: it computes prompts for other workers."""
+"""A prompt that an engine computes for another worker, which has to take its blocks in time."""
 
 from __future__ import annotations
 
@@ -7,56 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DECODE_ERRORS, DeadlineExceeded, InvalidRequest, ProtocolError
+from dynamo.core.errors import DeadlineExceeded
 from dynamo.core.values import GenerateRequest
-from dynamo.inference.disaggregation.handover import Handover
-from dynamo.inference.disaggregation.messages import PrefillEncoder, decode_prefill_request
 from dynamo.inference.kv_source import FirstToken, PrefillSink
 
 if TYPE_CHECKING:
-    from dynamo.communication.requests import ResponseWriter
     from dynamo.inference.engine import BatchedEngine
 
 HOLD_S = 10.0
 """The blocks of a computed prompt are held for this time, and longer if they are many."""
 MIN_BYTES_PER_S = 100e6
 """A slower transfer of the blocks may exceed the time for which they are held."""
-
-
-class PrefillEndpoint:
-    """Serves the engines of a worker, one for each data-parallel rank. `on_load_changed` is called
-    when a prompt arrives and when its call ends."""
-
-    def __init__(
-        self,
-        engines: Sequence[BatchedEngine],
-        handover: Handover,
-        on_load_changed: Callable[[], None],
-    ) -> None:
-        self._engines = engines
-        self._handover = handover
-        self._on_load_changed = on_load_changed
-
-    async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Serve one call of the request plane."""
-        try:
-            call = decode_prefill_request(payload)
-        except DECODE_ERRORS as error:
-            raise ProtocolError(f"not a prefill request: {error}") from error
-        if call.rank >= len(self._engines):
-            raise InvalidRequest(f"rank {call.rank}: this worker has {len(self._engines)} ranks")
-        self._on_load_changed()
-        try:
-            with self._handover.track_call(call.request):
-                await compute_for_peer(
-                    self._engines[call.rank],
-                    call.request,
-                    outgoing.context,
-                    call.have_blocks,
-                    PrefillEncoder(outgoing.send, sends_queue=call.wants_queue),
-                )
-        finally:
-            self._on_load_changed()
 
 
 async def compute_for_peer(

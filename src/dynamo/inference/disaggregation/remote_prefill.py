@@ -6,11 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dynamo.core.errors import DECODE_ERRORS, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.inference.disaggregation.messages import PREFILL_ENDPOINT
+from dynamo.inference.disaggregation.messages import (
+    PREFILL_ENDPOINT,
+    PrefillRequest,
+    decode_prefill_request,
+)
 from dynamo.runtime.calls.failure_detector import FailureDetector
 
 if TYPE_CHECKING:
+    from dynamo.communication.requests import ResponseWriter
     from dynamo.core.reply import SendRequest
     from dynamo.core.values import GenerateRequest
     from dynamo.runtime.calls.client import Client
@@ -60,6 +66,29 @@ class RemotePrefill(ABC):
     async def close(self) -> None:
         """Leave the other workers. A second call does nothing."""
         await self._tasks.close()
+
+    @abstractmethod
+    async def _compute(self, call: PrefillRequest, outgoing: ResponseWriter) -> None:
+        """Compute a prompt for another worker, and tell it of the blocks or the KV."""
+
+    async def _serve(
+        self, capabilities: Mapping[str, Any], on_load_changed: Callable[[], None]
+    ) -> ServedEndpoint:
+        """Serve the endpoint. `on_load_changed` is called when a prompt arrives and when its call
+        ends."""
+
+        async def handle(payload: bytes, outgoing: ResponseWriter) -> None:
+            try:
+                call = decode_prefill_request(payload)
+            except DECODE_ERRORS as error:
+                raise ProtocolError(f"not a prefill request: {error}") from error
+            on_load_changed()
+            try:
+                await self._compute(call, outgoing)
+            finally:
+                on_load_changed()
+
+        return await self._endpoint.serve(handle, capabilities=capabilities)
 
     async def _follow(self, is_candidate: Callable[[Instance], bool]) -> Client:
         """Return a client of the other workers, in which failures are detected."""

@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from dynamo.communication.transfer import RegionDescriptor, TransferPlane
+from dynamo.core.errors import InvalidRequest
 from dynamo.core.kv_events import worker_name
 from dynamo.core.tasks import wait_at_most
 from dynamo.core.values import ROLES_BY_NAME, GenerateRequest
 from dynamo.inference.disaggregation.handover import Handover
-from dynamo.inference.disaggregation.messages import TRANSFER_KEY
+from dynamo.inference.disaggregation.messages import (
+    TRANSFER_KEY,
+    PrefillEncoder,
+    PrefillRequest,
+)
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill
-from dynamo.inference.disaggregation.prefill_endpoint import PrefillEndpoint
+from dynamo.inference.disaggregation.prefill_endpoint import compute_for_peer
 from dynamo.inference.disaggregation.prefill_peers import PeerCheck, PrefillPeers
 from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
 from dynamo.inference.worker_metrics import declare_disaggregation_metrics
 
 if TYPE_CHECKING:
+    from dynamo.communication.requests import ResponseWriter
     from dynamo.core.reply import Engine
     from dynamo.inference.engine import BatchedEngine
     from dynamo.runtime.component import Component, ServedEndpoint
@@ -71,9 +77,16 @@ class WorkerPrefill(RemotePrefill):
         if not self._regions:
             return ()
         await self._follow_peers(capabilities)
-        handler = PrefillEndpoint(self._engines, self._handover, on_load_changed).handle
-        self._prefill_endpoint = await self._endpoint.serve(handler, capabilities=capabilities)
+        self._prefill_endpoint = await self._serve(capabilities, on_load_changed)
         return (self._prefill_endpoint,)
+
+    async def _compute(self, call: PrefillRequest, outgoing: ResponseWriter) -> None:
+        if call.rank >= len(self._engines):
+            raise InvalidRequest(f"rank {call.rank}: this worker has {len(self._engines)} ranks")
+        sink = PrefillEncoder(outgoing.send, sends_queue=call.wants_queue)
+        engine, context = self._engines[call.rank], outgoing.context
+        with self._handover.track_call(call.request):
+            await compute_for_peer(engine, call.request, context, call.have_blocks, sink)
 
     def withdraw_after(self, generate_endpoint: ServedEndpoint) -> None:
         """As in the interface. No router chooses the draining worker for new prompts."""
