@@ -39,7 +39,7 @@ def encoder() -> SumEncoder:
 @pytest.fixture
 async def running(encoder: SumEncoder) -> AsyncIterator[EmbeddingBatcher]:
     async with BackgroundTasks() as tasks:
-        embeddings = EmbeddingBatcher(encoder, 2)
+        embeddings = EmbeddingBatcher(encoder.encode, 2)
         tasks.start(embeddings.run())
         yield embeddings
         await tasks.close()
@@ -52,7 +52,7 @@ async def test_each_request_gets_its_vectors_in_order(running: EmbeddingBatcher)
         answers = [await task for task in [tasks.start(running.embed(r)) for r in requests]]
     for request, vectors in zip(requests, answers, strict=True):
         assert [float(vector[0]) for vector in vectors] == [float(sum(text)) for text in request]
-    assert running.waiting_requests == 0
+    assert not running.waiting
     assert (running.texts, running.tokens) == (20 * 39, 2 * 20 * 39)
     assert running.steps < 20
 
@@ -84,7 +84,7 @@ async def test_a_cancelled_request_is_not_computed(
         await asyncio.sleep(0.01)
         second.cancel()
         await asyncio.wait([second])
-        assert running.waiting_requests == 0
+        assert not running.waiting
         encoder.gate.set()
         await first
     assert encoder.steps == [[(1,)]]
@@ -99,7 +99,7 @@ async def test_a_failing_step_fails_its_requests_and_no_later_one(
 
 
 async def test_requests_that_wait_fail_when_the_worker_stops(encoder: SumEncoder) -> None:
-    embeddings = EmbeddingBatcher(encoder, 1)
+    embeddings = EmbeddingBatcher(encoder.encode, 1)
     async with BackgroundTasks() as tasks:
         waiting = tasks.start(embeddings.embed([(1,)]))
         await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_requests_that_wait_fail_when_the_worker_stops(encoder: SumEncoder
 async def test_requests_in_the_present_step_fail_when_the_worker_stops(
     encoder: SumEncoder,
 ) -> None:
-    embeddings = EmbeddingBatcher(encoder, 1)
+    embeddings = EmbeddingBatcher(encoder.encode, 1)
     encoder.gate.clear()
     async with BackgroundTasks() as steps, BackgroundTasks() as tasks:
         steps.start(embeddings.run())

@@ -163,7 +163,7 @@ class ConnectorPrefill(RemotePrefill):
         finally:
             if not used:
                 for answer in answers:
-                    with suppress(ProtocolError, *DECODE_ERRORS):  # what ended the call is raised
+                    with suppress(ProtocolError, *DECODE_ERRORS):  # the call has ended by an error
                         self._connector.release(_decode_prompt(answer).kv)
         return prompt.kv
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.tasks import run_all
@@ -22,12 +22,6 @@ TEXTS_PER_TURN = 16
 TokenIds = Sequence[int]
 
 
-class TextEncoder(Protocol):
-    """Computes one vector for each text: `inference.embedding.bert.BertEncoder`."""
-
-    def encode(self, texts: Sequence[TokenIds]) -> Floats: ...
-
-
 class _Request:
     """The texts of one request. `next_text` is the first that is in no step yet."""
 
@@ -40,23 +34,22 @@ class _Request:
 
 
 class EmbeddingBatcher:
-    """Texts wait in the order of their requests, which take turns. `threads` compute a step."""
+    """Texts wait in the order of their requests, which take turns. `threads` compute a step by
+    `encode`, which returns one vector for each text.
 
-    def __init__(self, encoder: TextEncoder, threads: int) -> None:
-        self._encoder = encoder
+    `waiting`: the requests with texts that are in no step yet.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[TokenIds]], Floats], threads: int) -> None:
+        self._encode = encode
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, "embedding")
-        self._waiting: deque[_Request] = deque()
+        self.waiting: deque[_Request] = deque()
         self._open: set[_Request] = set()
         self._work = asyncio.Event()
         self.steps = 0
         self.texts = 0
         self.tokens = 0
-
-    @property
-    def waiting_requests(self) -> int:
-        """The number of requests with texts that are in no step yet."""
-        return len(self._waiting)
 
     async def embed(self, texts: Sequence[TokenIds]) -> list[Floats]:
         """Return the vectors of `texts`, none of which is empty. Cancellation drops those that
@@ -64,21 +57,21 @@ class EmbeddingBatcher:
         """
         request = _Request(texts)
         self._open.add(request)
-        self._waiting.append(request)
+        self.waiting.append(request)
         self._work.set()
         try:
             await request.done
         finally:
             self._open.discard(request)
-            if request in self._waiting:
-                self._waiting.remove(request)
+            if request in self.waiting:
+                self.waiting.remove(request)
         return [vector for vector in request.vectors if vector is not None]
 
     async def run(self) -> None:
         """Compute steps until cancelled."""
         while True:
             await self._work.wait()
-            while self._waiting:
+            while self.waiting:
                 await self._compute_step(self._plan_step())
             self._work.clear()
 
@@ -87,27 +80,27 @@ class EmbeddingBatcher:
         for request in self._open:
             if not request.done.done():
                 request.done.set_exception(WorkerFailed("the worker was stopped"))
-        self._waiting.clear()
+        self.waiting.clear()
         self._executor.shutdown(wait=False)
 
     def _plan_step(self) -> list[tuple[_Request, int]]:
         """Take texts until the step is full. Every request in turn gives some of them."""
         step: list[tuple[_Request, int]] = []
         room = STEP_TOKENS * self._threads
-        while self._waiting:
-            request = self._waiting.popleft()
+        while self.waiting:
+            request = self.waiting.popleft()
             for number in range(
                 request.next_text, min(request.next_text + TEXTS_PER_TURN, len(request.texts))
             ):
                 length = len(request.texts[number])
                 if step and length > room:
-                    self._waiting.appendleft(request)
+                    self.waiting.appendleft(request)
                     return step
                 step.append((request, number))
                 room -= length
                 request.next_text = number + 1
             if request.next_text < len(request.texts):
-                self._waiting.append(request)
+                self.waiting.append(request)
         return step
 
     async def _compute_step(self, step: Sequence[tuple[_Request, int]]) -> None:
@@ -118,7 +111,7 @@ class EmbeddingBatcher:
         texts = [request.texts[number] for request, number in part]
         loop = asyncio.get_running_loop()
         try:
-            vectors = await loop.run_in_executor(self._executor, self._encoder.encode, texts)
+            vectors = await loop.run_in_executor(self._executor, self._encode, texts)
         except Exception as error:  # noqa: BLE001 - the next step may succeed
             for request, _ in part:
                 self._fail(request, error)
@@ -135,8 +128,8 @@ class EmbeddingBatcher:
             request.done.set_result(None)
 
     def _fail(self, request: _Request, error: Exception) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
         if not request.done.done():
             request.done.set_exception(WorkerFailed(f"the encoder failed: {error}"))
 

@@ -46,7 +46,7 @@ class EmbeddingServer:
         `ModelUnavailable`."""
         self._runtime, card = runtime, self._card
         encoder = await runtime.clock.offload(load_encoder, self._folder, self._model)
-        self._batcher = batcher = EmbeddingBatcher(encoder, len(os.sched_getaffinity(0)))
+        self._batcher = batcher = EmbeddingBatcher(encoder.encode, len(os.sched_getaffinity(0)))
         runtime.tasks.start(batcher.run(), "embedding steps")
         self._declare_metrics()
         component = runtime.namespace().component(EMBEDDING_COMPONENT)
@@ -103,14 +103,16 @@ class EmbeddingServer:
         registry.gauge(
             "dynamo_embedding_waiting_requests",
             "Requests with texts that no step has taken yet.",
-            callback=lambda: batcher.waiting_requests,
+            callback=lambda: len(batcher.waiting),
         )
-        for name, text, value in (
-            ("texts", "Texts embedded.", lambda: batcher.texts),
-            ("tokens", "Tokens of the embedded texts.", lambda: batcher.tokens),
-            ("steps", "Steps computed.", lambda: batcher.steps),
-        ):
-            registry.counter(f"dynamo_embedding_{name}_total", text, callback=value)
+        counter = registry.counter
+        counter("dynamo_embedding_texts_total", "Texts embedded.", callback=lambda: batcher.texts)
+        counter(
+            "dynamo_embedding_tokens_total",
+            "Tokens of the embedded texts.",
+            callback=lambda: batcher.tokens,
+        )
+        counter("dynamo_embedding_steps_total", "Steps computed.", callback=lambda: batcher.steps)
 
     def _discovery_key(self) -> str:
         prefix = embedding_models_prefix(self._runtime.settings.runtime.namespace)

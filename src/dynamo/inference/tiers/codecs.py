@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
 from dynamo.communication.transfer.compression import check_zstd, compress, decompress
@@ -28,25 +27,9 @@ class ForeignBlock(CorruptBlock):
     """A block of another prompt has the same hash. Clients can bring that about."""
 
 
-class BlockCodec(ABC):
-    """Encodes blocks of `block_bytes` in at most `max_bytes`. Usable from any thread."""
-
-    kind: int
-    block_bytes: int
-    max_bytes: int
-
-    @abstractmethod
-    def encode(self, block: memoryview) -> tuple[int, bytes | memoryview]:
-        """Return the kind of encoding and the encoded block."""
-
-    @abstractmethod
-    def decode(self, kind: int, data: memoryview, block: memoryview) -> None:
-        """Write the decoded block to `block`. Raises `CorruptBlock` if `data` is not an encoding of
-        a block of this size."""
-
-
-class RawCodec(BlockCodec):
-    """Stores blocks as they are."""
+class BlockCodec:
+    """Encodes blocks of `block_bytes` in at most `max_bytes`: this one as they are. Usable from any
+    thread."""
 
     kind = RAW
 
@@ -54,15 +37,18 @@ class RawCodec(BlockCodec):
         self.block_bytes = self.max_bytes = block_bytes
 
     def encode(self, block: memoryview) -> tuple[int, bytes | memoryview]:
+        """Return the kind of encoding and the encoded block."""
         return RAW, block
 
     def decode(self, kind: int, data: memoryview, block: memoryview) -> None:
+        """Write the decoded block to `block`. Raises `CorruptBlock` if `data` is not an encoding of
+        a block of this size."""
         if kind != RAW or len(data) != len(block):
             raise CorruptBlock(f"{len(data)} bytes in encoding {kind} are no block")
         block[:] = data
 
 
-class ZstdCodec(RawCodec):
+class ZstdCodec(BlockCodec):
     """Compresses blocks by zstd, level 1, without loss. A block that does not shrink is stored as
     it is."""
 
@@ -83,7 +69,7 @@ class ZstdCodec(RawCodec):
             raise CorruptBlock(error.message) from error
 
 
-class Int8Codec(RawCodec):
+class Int8Codec(BlockCodec):
     """Rounds numbers to 8 bits, with a scale for each channel of each [tokens, channels] array.
 
     An encoding has the scales as float32, [groups, channels], then int8, [groups, tokens,
@@ -148,7 +134,7 @@ def open_codec(
     """Return the codec "none", "zstd" or "int8", which `setting` names. Raises `ConfigError` if it
     cannot work here."""
     if name == "none":
-        return RawCodec(block_bytes)
+        return BlockCodec(block_bytes)
     if name == "zstd":
         check_zstd(setting)
         return ZstdCodec(block_bytes)

@@ -26,7 +26,7 @@ from dynamo.core.errors import TransferFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import Tier
 from dynamo.inference.tiers.block_table import NONE, BlockTable
-from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, RawCodec
+from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock
 from dynamo.inference.tiers.copy_pool import CopyPool
 from dynamo.inference.tiers.disk_part import DiskPart
 from dynamo.inference.tiers.resident_blocks import SlotTier, TierSlots
@@ -95,7 +95,7 @@ class DiskTier(SlotTier, MeasuredTier):
     ) -> Self:
         """Lock a folder under `path` for blocks of `layout` and read its index. A lost index is
         rebuilt in the background. Raises `ConfigError`."""
-        block_codec = codec or RawCodec(region.slot_bytes)
+        block_codec = codec or BlockCodec(region.slot_bytes)
 
         def open_part() -> tuple[DiskPart, BlockTable]:
             part = DiskPart(Path(path).expanduser(), region, capacity_bytes, layout, block_codec)

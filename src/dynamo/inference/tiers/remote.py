@@ -27,7 +27,7 @@ from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import KvEvent, Tier
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.inference.tiers.block_table import Listing, RunTable
-from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, ForeignBlock, RawCodec
+from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, ForeignBlock
 from dynamo.inference.tiers.copy_pool import CopyPool
 from dynamo.inference.tiers.object_store import (
     TIMEOUT_S,
@@ -124,7 +124,7 @@ class RemoteTier(MeasuredTier):
         Raises `ConfigError` if the URL, the bucket or the credentials are wrong. A store that does
         not answer is tried again later."""
         store = ObjectStore(url)
-        codec = codec or RawCodec(region.slot_bytes)
+        codec = codec or BlockCodec(region.slot_bytes)
         tier = cls(store, region, layout, clock, codec, max_store_bytes)
         try:
             await store.check()
