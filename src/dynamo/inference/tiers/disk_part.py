@@ -96,15 +96,15 @@ class DiskPart:
         generations, source = self._region.generations, self._region.slot(block.slot)
         if generations[block.slot] != block.generation:
             return False
-        file, kind, length, buffer = self.file, RAW, len(source), None
-        if self._is_direct:
-            payload = source
-        else:
-            kind, data = self._codec.encode(source)
-            length, buffer = len(data), file.buffer()
-            payload = memoryview(buffer)[PAGE_BYTES : PAGE_BYTES + pad_to_pages(length)]
-            payload[:length] = data
-        try:
+        kind, length = RAW, len(source)
+        with ExitStack() as lent:
+            if self._is_direct:
+                payload = source
+            else:
+                kind, data = self._codec.encode(source)
+                length, buffer = len(data), lent.enter_context(self.file.buffer())
+                payload = buffer[PAGE_BYTES : PAGE_BYTES + pad_to_pages(length)]
+                payload[:length] = data
             checksum = xxh3_64_intdigest(payload[:length], self._seed)
             if generations[block.slot] != block.generation:
                 return False  # after the checksum: a later change does not match it
@@ -112,10 +112,7 @@ class DiskPart:
             header = SlotHeader(
                 block.block_hash, block.parent_hash, generation, identity, kind, length, checksum
             )
-            file.write(slot, header.encode(self._seed), payload)
-        finally:
-            if buffer is not None:
-                file.release(buffer)
+            self.file.write(slot, header.encode(self._seed), payload)
         return generations[block.slot] == block.generation
 
     def read_block(self, slot: int, block: TierBlock) -> None:
@@ -125,13 +122,10 @@ class DiskPart:
         if self._is_direct:
             self._verify(block, file.read(slot, target), target)
             return
-        buffer = file.buffer()
-        try:
-            payload = memoryview(buffer)[PAGE_BYTES:]
+        with file.buffer() as buffer:
+            payload = buffer[PAGE_BYTES:]
             header = self._verify(block, file.read(slot, payload), payload)
             self._codec.decode(header.codec, payload[: header.length], target)
-        finally:
-            file.release(buffer)
 
     def _verify(self, block: TierBlock, page: bytes, payload: memoryview) -> SlotHeader:
         header = SlotHeader.decode(page, self._seed)

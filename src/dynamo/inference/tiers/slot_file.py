@@ -10,7 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from typing import Final
@@ -77,7 +78,7 @@ class SlotFile:
         self.payload_bytes = payload_bytes
         self.slot_bytes = PAGE_BYTES + pad_to_pages(payload_bytes)
         self.is_direct = False
-        self._buffers: list[mmap.mmap] = []
+        self._buffers: list[memoryview] = []
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.fd = os.open(path, flags, 0o600)
         try:
@@ -120,62 +121,49 @@ class SlotFile:
     def read(self, slot: int, payload: memoryview) -> bytes:
         """Read a slot and return its header page. `payload` has room for whole pages and is aligned
         to pages, or it is a slice of a buffer of `buffer()`. Raises OSError."""
-        page = self.buffer()
+        start, wanted = slot * self.slot_bytes, PAGE_BYTES + len(payload)
         try:
-            header = memoryview(page)[:PAGE_BYTES]
-            wanted = PAGE_BYTES + len(payload)
-            count = os.preadv(self.fd, [header, payload], slot * self.slot_bytes)
-            if count < wanted:
-                raise OSError(errno.EIO, f"{count} of {wanted} bytes are in the file")
-            return bytes(header[:HEADER_BYTES])
+            with self.buffer() as page:
+                count = os.preadv(self.fd, [page[:PAGE_BYTES], payload], start)
+                if count < wanted:
+                    raise OSError(errno.EIO, f"{count} of {wanted} bytes are in the file")
+                return bytes(page[:HEADER_BYTES])
         finally:
-            self.release(page)
-            self._drop_cached(slot)
+            if not self.is_direct:
+                os.posix_fadvise(self.fd, start, self.slot_bytes, os.POSIX_FADV_DONTNEED)
 
     def read_header(self, slot: int) -> bytes:
         """Read the header of a slot. The result is shorter at the end of the file. Raises
         OSError."""
-        page = self.buffer()
-        try:
-            count = os.preadv(self.fd, [memoryview(page)[:PAGE_BYTES]], slot * self.slot_bytes)
+        with self.buffer() as page:
+            count = os.preadv(self.fd, [page[:PAGE_BYTES]], slot * self.slot_bytes)
             return bytes(page[: min(count, HEADER_BYTES)])
-        finally:
-            self.release(page)
 
     def write(self, slot: int, header: bytes, payload: memoryview) -> None:
         """Write a slot. `payload` is aligned as in `read`. Raises OSError."""
-        page = self.buffer()
-        try:
+        start, wanted = slot * self.slot_bytes, PAGE_BYTES + len(payload)
+        with self.buffer() as page:
             page[: len(header)] = header
-            start, buffers = slot * self.slot_bytes, [memoryview(page)[:PAGE_BYTES], payload]
-            wanted = PAGE_BYTES + len(payload)
-            count = os.pwritev(self.fd, buffers, start)
+            count = os.pwritev(self.fd, [page[:PAGE_BYTES], payload], start)
             if count < wanted:
                 raise OSError(errno.ENOSPC, f"{count} of {wanted} bytes were written")
-        finally:
-            self.release(page)
 
-    def buffer(self) -> mmap.mmap:
-        """Return a buffer for a slot: a page for the header, and the pages of the payload. Give it
-        back by `release`."""
+    @contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        """Lend a buffer for a slot: a page for the header, and the pages of the payload."""
         try:
-            return self._buffers.pop()
+            buffer = self._buffers.pop()
         except IndexError:
-            return mmap.mmap(-1, self.slot_bytes)
-
-    def release(self, buffer: mmap.mmap) -> None:
-        """Take a buffer back."""
-        self._buffers.append(buffer)
+            buffer = memoryview(mmap.mmap(-1, self.slot_bytes))
+        try:
+            yield buffer
+        finally:
+            self._buffers.append(buffer)
 
     def close(self) -> None:
         """Close the file. No read or write may be in progress."""
         os.close(self.fd)
         self._buffers.clear()
-
-    def _drop_cached(self, slot: int) -> None:
-        if not self.is_direct:
-            start = slot * self.slot_bytes
-            os.posix_fadvise(self.fd, start, self.slot_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def pad_to_pages(size: int) -> int:
