@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
-from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
+from dynamo.core.errors import WorkerFailed
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.values import (
     EngineInfo,
@@ -18,6 +18,7 @@ from dynamo.core.values import (
     Load,
     Started,
 )
+from dynamo.inference.engines.answer import check_prompt
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
@@ -64,12 +65,7 @@ class EchoEngine(Engine):
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         del context
         ids = unpack_ids(request.token_ids)
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(ids) >= self._context_tokens:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens; the limit is {self._context_tokens - 1}"
-            )
+        check_prompt(ids, self._context_tokens, 0)
         self._running += 1
         try:
             await self._stream_answer(ids[: len(ids) - request.resumed], len(ids), request, reply)

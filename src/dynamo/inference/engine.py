@@ -26,10 +26,8 @@ from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import RealTime
 from dynamo.inference.kv_source import KvSource, PrefillSink
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.requests.constrained import open_grammar
-from dynamo.inference.requests.engine_core import EngineCore
+from dynamo.inference.requests.engine_core import EngineCore, RetriedRequests, open_grammar
 from dynamo.inference.requests.prefill_calls import PrefillCall, report_blocks
-from dynamo.inference.requests.retried import RetriedRequests
 from dynamo.inference.sequence import EngineSequence, RequestState, SequenceFactory
 from dynamo.inference.step_scheduler import HitsFrom, StepScheduler
 from dynamo.inference.tiers.kv_tiers import KvTiers, OpenTiers

@@ -29,8 +29,8 @@ from dynamo.core.values import EngineInfo
 from dynamo.inference.arrival_queue import ArrivalQueue, admission_order, running_order
 from dynamo.inference.block import Block
 from dynamo.inference.block_pool import BlockPool
+from dynamo.inference.engine_tiers import EngineTiers
 from dynamo.inference.model_runner import StepChunk, StepPlan
-from dynamo.inference.no_tiers import NoTiers
 from dynamo.inference.sequence import EngineSequence
 
 MAX_MATCHED_BLOCKS = 32_768
@@ -54,7 +54,7 @@ class StepScheduler:
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []
         self.arriving = ArrivalQueue(pool.block_tokens)
-        self.tiers = NoTiers()
+        self.tiers = EngineTiers()
         self.preemptions = 0
         self._block_tokens = pool.block_tokens
         self._registers_at_schedule = hits_from == "scheduled"

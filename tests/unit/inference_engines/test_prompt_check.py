@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
-from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.inference.engines.answer import check_prompt
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import (
@@ -88,6 +89,23 @@ class ForeignAnswer:
             "prompt_logprobs": self.prompt_logprobs,
         } | fields
         self._reply.finish(Finish(reason, stop_token=stop_token, **fields))
+
+
+def check_prompt(ids: Sequence[int], context_tokens: int, vocab_size: int) -> None:
+    """Raise `InvalidRequest` for a prompt that an engine cannot compute. A limit of 0 is none.
+
+    An id beyond the vocabulary may kill an engine that looks it up.
+    """
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if context_tokens and len(ids) >= context_tokens:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(ids)} tokens; the limit is {context_tokens - 1}"
+        )
+    if vocab_size and max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token id {max(ids)} is not in the vocabulary of {vocab_size}", param="prompt"
+        )
 
 
 def read_ranked_logprobs(

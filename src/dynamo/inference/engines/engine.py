@@ -17,10 +17,9 @@ from dynamo.core.errors import DynamoError, InvalidRequest, ModelUnavailable, Wo
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load, sum_loads
-from dynamo.inference.engines.answer import ForeignAnswer
+from dynamo.inference.engines.answer import ForeignAnswer, check_prompt
 from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.engines.processes import EngineProcesses
-from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.engines.rank import ViewedRank
 from dynamo.runtime.calls.interruptible import Interruptible
 

@@ -14,7 +14,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, WorkerFailed
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
-from dynamo.inference.engines.prompt_check import check_prompt
+from dynamo.inference.engines.answer import check_prompt
 from dynamo.inference.llamacpp.answer import SlotAnswer
 from dynamo.inference.llamacpp.request import FEATURES, make_body
 from dynamo.inference.llamacpp.server import (

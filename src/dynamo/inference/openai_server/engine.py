@@ -32,9 +32,9 @@ from dynamo.core.reply import Engine, Reply
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
+from dynamo.inference.engines.answer import check_prompt
 from dynamo.inference.engines.engine import NEUTRAL_SAMPLING
 from dynamo.inference.engines.event_reader import KvEventEndpoint
-from dynamo.inference.engines.prompt_check import check_prompt
 from dynamo.inference.engines.rank import ForeignRank, ViewedRank
 from dynamo.inference.openai_server.completion import (
     FEATURES,

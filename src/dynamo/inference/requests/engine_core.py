@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dynamo.core.reply import Engine, KvEventListener
-from dynamo.core.values import EngineTotals, TokenLogprobs
+from dynamo.core.errors import Unsupported
+from dynamo.core.reply import Engine, KvEventListener, Reply
+from dynamo.core.values import EngineTotals, Finish, Started, TokenLogprobs
+from dynamo.inference.engine_tiers import EngineTiers
 from dynamo.inference.fast_forward import RealTime
 from dynamo.inference.kv_source import FirstToken
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.no_tiers import NoTiers
-from dynamo.inference.requests.retried import begin_reply
 from dynamo.inference.sequence import EngineSequence
 from dynamo.inference.step_scheduler import StepScheduler
 from dynamo.inference.step_times import PrefillSpeed, TokenGaps
+from dynamo.models.grammar.matcher import GrammarCompiler
 
 
 class EngineCore(Engine):
@@ -25,7 +26,7 @@ class EngineCore(Engine):
 
     def __init__(self, runner: ModelRunner, time: RealTime) -> None:
         self.runner = runner
-        self.tiers = NoTiers()
+        self.tiers = EngineTiers()
         self.counters = EngineTotals()
         self.token_gaps = TokenGaps()
         self.prefill_speed = PrefillSpeed()
@@ -137,3 +138,52 @@ class EngineCore(Engine):
         elif sequence.length >= sequence.max_length:
             reply.finish(sequence.make_finish("length"))
             self.end_sequence(sequence)
+
+
+def begin_reply(sequence: EngineSequence) -> None:
+    """Begin the reply of a sequence. A second call changes nothing."""
+    state = sequence.request_state
+    if not state.reply_begun:
+        state.reply_begun = True
+        state.reply.begin(
+            Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
+        )
+
+
+class RetriedRequests(set[EngineSequence]):
+    """The sequences of retried requests that no step has computed yet."""
+
+    async def begin(self, plan: StepPlan, end: Callable[[EngineSequence, Exception], None]) -> None:
+        """Begin the replies of those in `plan` before the step is computed. If that step kills the
+        worker, the router knows which requests were in the batch. `end` ends one that fails."""
+        admitted = self.intersection(chunk.sequence for chunk in plan.chunks)
+        for sequence in admitted:
+            try:
+                begin_reply(sequence)
+            except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
+                end(sequence, error)
+        self.difference_update(admitted)
+        await asyncio.sleep(0)
+
+
+async def open_grammar(
+    grammars: GrammarCompiler | None, sequence: EngineSequence, reply: Reply
+) -> bool:
+    """Give a sequence the grammar that its request names, fed with the tokens of earlier attempts.
+
+    Returns False if these have completed the answer, which then ends here. Raises `Unsupported`
+    without `grammars`, and `InvalidRequest` for a grammar that cannot be enforced.
+    """
+    request = sequence.request
+    if grammars is None or request is None or request.structured is None:
+        raise Unsupported("this engine cannot enforce the form of an answer")
+    grammar = grammars.copy_compiled(request.structured)
+    if grammar is None:
+        grammar = await asyncio.to_thread(grammars.open_matcher, request.structured)
+    sequence.grammar = grammar
+    if not sequence.feed_grammar():
+        raise grammar.failure()
+    if grammar.finished:
+        reply.begin(Started(prompt_tokens=sequence.prompt_tokens))
+        reply.finish(Finish("stop"))
+    return not grammar.finished

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, KvEvent, TierLoad
+from dynamo.inference.engine_tiers import EngineTiers
 from dynamo.inference.kv_source import ArrivalCounters, KvSource
 from dynamo.inference.model_runner import StepPlan
-from dynamo.inference.no_tiers import NoTiers
 from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.tiers.announcements import TierAnnouncements
@@ -36,7 +36,7 @@ OpenTiers = Callable[[EngineCore, EngineInfo], Awaitable[OpenedTiers]]
 """Opens the tiers of an engine that has started."""
 
 
-class KvTiers(NoTiers):
+class KvTiers(EngineTiers):
     """The tiers of one engine, fastest first. Used on the engine's loop."""
 
     tiers: Sequence[KvTier]
@@ -53,10 +53,10 @@ class KvTiers(NoTiers):
         self._prefetcher = self._open_prefetcher()
 
     @classmethod
-    async def open(cls, engine: EngineCore, open_tiers: OpenTiers, info: EngineInfo) -> NoTiers:
+    async def open(cls, engine: EngineCore, open_tiers: OpenTiers, info: EngineInfo) -> EngineTiers:
         """Open the tiers of an engine. Raises `ConfigError`."""
         opened = await open_tiers(engine, info)
-        return cls(engine, opened) if opened.tiers else NoTiers()
+        return cls(engine, opened) if opened.tiers else EngineTiers()
 
     @property
     def storing(self) -> bool:

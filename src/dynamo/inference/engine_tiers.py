@@ -1,4 +1,4 @@
-"""`NoTiers`: the interface of the tiers below an engine's blocks, and its form without any."""
+"""`EngineTiers`: the interface of the tiers below an engine's blocks. By itself, it has none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dynamo.inference.model_runner import StepPlan
 from dynamo.inference.sequence import EngineSequence
 
 
-class NoTiers:
-    """The tiers below the blocks of an engine that has none. `KvTiers` overrides every method."""
+class EngineTiers:
+    """The tiers below the blocks of an engine: none, unless `KvTiers` overrides every method."""
 
     tiers: Sequence[Any] = ()
     """The `KvTier` objects, fastest first."""
