@@ -29,7 +29,7 @@ def make_view(ids: Sequence[int] = range(65)) -> tuple[ViewedRank, list[KvEvent]
 def fill(view: ViewedRank, ids: Sequence[int] = range(65)) -> None:
     cache = FakeEngineCache(STYLES["vllm_0.32"])
     cache.compute(ids)
-    view.apply(decode_batch(cache.drain_payload()))
+    view.blocks.apply_batch(decode_batch(cache.drain_payload()))
 
 
 def answer(view: ViewedRank, cached_tokens: int | None) -> None:
@@ -75,7 +75,9 @@ def test_repairs_that_do_not_help_end_the_view() -> None:
 def test_blocks_that_leave_while_a_request_runs_are_no_error() -> None:
     view, _ = make_view()
     prediction = view.drift.on_submitted(PROMPT, "")
-    view.apply(decode_batch(msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]])))
+    view.blocks.apply_batch(
+        decode_batch(msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]]))
+    )
     fill(view)
     view.drift.on_ended(prediction, 0)
     assert view.drift.counts == {"checked": 1}
@@ -103,7 +105,9 @@ def test_events_from_before_a_reset_are_dropped() -> None:
     view.clear(view.blocks.clears)
     fill(view)
     assert view.blocks.predict(PROMPT) == 0
-    view.apply(decode_batch(msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]])))
+    view.blocks.apply_batch(
+        decode_batch(msgspec.msgpack.encode([0.0, [{"type": "AllBlocksCleared"}]]))
+    )
     fill(view)
     assert view.blocks.predict(PROMPT) == 64
 

@@ -38,7 +38,8 @@ class Engine:
         endpoint = KvEventEndpoint(self.address, self.replay, bind=bind)
         if publisher.get("replay") == "":
             endpoint = KvEventEndpoint(self.address, bind=bind)
-        self.reader = KvEventReader(EngineBlocks(16, 32), endpoint, self.events.extend)
+        self.reader = KvEventReader(EngineBlocks(16, 32), endpoint)
+        self.reader.blocks.listeners.append(self.events.extend)
         self.counts = self.reader.counts
         self.start_publisher()
 
@@ -140,9 +141,8 @@ async def test_reader_that_comes_late_asks_for_a_replay(make_engine) -> None:
     ids = [*range(65)]
     engine.publisher.publish(engine.compute(*ids))
     await engine.wait_for_prediction(64, ids)
-    late = KvEventReader(
-        EngineBlocks(16), KvEventEndpoint(engine.address, engine.replay), engine.events.extend
-    )
+    late = KvEventReader(EngineBlocks(16), KvEventEndpoint(engine.address, engine.replay))
+    late.blocks.listeners.append(engine.events.extend)
     late.open()
     await engine.wait_for(lambda: late.blocks.predict(pack_ids(ids)) == 64)
     await late.close()
@@ -231,6 +231,6 @@ async def test_ranks_have_their_own_ports() -> None:
 
 async def test_address_in_use_is_an_error(make_engine) -> None:
     engine = make_engine()
-    second = KvEventReader(EngineBlocks(16), KvEventEndpoint(engine.address, bind=True), print)
+    second = KvEventReader(EngineBlocks(16), KvEventEndpoint(engine.address, bind=True))
     with pytest.raises(ConfigError, match="cannot be read from tcp://127"):
         second.open()

@@ -187,7 +187,7 @@ def publish(view: ViewedRank, *steps: list[int] | None) -> None:
             cache.reset()
         else:
             cache.compute(ids)
-    view.apply(decode_batch(cache.drain_payload()))
+    view.blocks.apply_batch(decode_batch(cache.drain_payload()))
 
 
 def predict(view: ViewedRank) -> list[int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from dynamo.core.values import KvEvent
 from dynamo.inference.engines.engine_blocks import EngineBlocks
 
 log = logging.getLogger(__name__)
@@ -44,16 +43,10 @@ class DriftCheck:
     "repairs".
     """
 
-    def __init__(
-        self,
-        blocks: EngineBlocks,
-        repair: Callable[[], None],
-        give_up: Callable[[Sequence[KvEvent]], None],
-    ) -> None:
-        """`repair` rebuilds the view. `give_up` takes the last events of a view that is wrong."""
+    def __init__(self, blocks: EngineBlocks, repair: Callable[[], object]) -> None:
+        """`repair` rebuilds the view."""
         self._blocks = blocks
         self._repair = repair
-        self._give_up = give_up
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
         self._repairs_in_a_row = 0
         self._in_flight = 0
@@ -88,7 +81,7 @@ class DriftCheck:
         self._repairs_in_a_row += 1
         if self._repairs_in_a_row > MAX_REPAIRS:
             reason = f"its events disagree with its answers after {MAX_REPAIRS} repairs"
-            self._give_up(self._blocks.distrust(reason))
+            self._blocks.distrust(reason)
             log.error("the KV events of an engine are wrong; its cache is predicted from now on")
             return
         self.counts["repairs"] += 1

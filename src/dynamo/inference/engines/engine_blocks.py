@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from dynamo.core.hashing import TOKEN_BYTES, block_hashes, root_hash
+from dynamo.core.reply import KvEventListener
 from dynamo.core.values import KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.inference.engines.engine_events import (
@@ -15,6 +16,7 @@ from dynamo.inference.engines.engine_events import (
     EngineBlocksRemoved,
     EngineBlocksStored,
     EngineEvent,
+    EventBatch,
 )
 
 SPARE_FACTOR: Final = 2
@@ -45,7 +47,8 @@ class EngineBlocks:
     `counts` counts blocks and events that are not applied, by reason. `removals` increases whenever
     blocks leave the view. `clears` increases with each event of the engine that its cache is empty,
     and with each `clear`. `unusable` says why the view can tell nothing, and is "" while it can.
-    Without `count_copies` the first removal of a block ends all its copies.
+    Without `count_copies` the first removal of a block ends all its copies. `listeners` are told
+    what changes, which the methods also return.
     """
 
     def __init__(self, block_tokens: int, engine_block_tokens: int = 0) -> None:
@@ -63,6 +66,7 @@ class EngineBlocks:
         self._main_group: int | None = None
         self._was_reset = False
         self._events = KvEventBuffer()
+        self.listeners: list[KvEventListener] = []
         if engine_block_tokens:
             self._set_size(engine_block_tokens)
 
@@ -73,6 +77,13 @@ class EngineBlocks:
     def __len__(self) -> int:
         """Return the number of the engine's blocks in the view."""
         return len(self._held)
+
+    def apply_batch(self, batch: EventBatch) -> None:
+        """Apply the events of one step. After a damaged batch the view starts empty."""
+        self.counts.update(batch.skipped)
+        self.apply(batch.events)
+        if batch.damaged:
+            self.clear()
 
     def apply(self, events: Iterable[EngineEvent]) -> list[KvEvent]:
         """Apply events of the engine in order, and return what changed."""
@@ -85,13 +96,13 @@ class EngineBlocks:
                 self._store(event)
             else:
                 self._remove(event)
-        return self._events.drain()
+        return self._report()
 
     def clear(self) -> list[KvEvent]:
         """Forget all blocks. All later events are applied to the empty view, also after `reset`,
         whose event may be lost. Blocks below unknown ones are left out."""
         self._begin_anew()
-        return self._events.drain()
+        return self._report()
 
     def reset(self) -> list[KvEvent]:
         """Forget all blocks after the engine has emptied its cache. The engine's own event for it
@@ -100,7 +111,7 @@ class EngineBlocks:
         dropped."""
         self._clear()
         self._was_reset = True
-        return self._events.drain()
+        return self._report()
 
     def distrust(self, reason: str) -> list[KvEvent]:
         """Forget all blocks and apply no more events, because of `reason`."""
@@ -135,6 +146,12 @@ class EngineBlocks:
                 break
             blocks += 1
         return blocks * size
+
+    def _report(self) -> list[KvEvent]:
+        events = self._events.drain()
+        for listener in self.listeners if events else ():
+            listener(events)
+        return events
 
     def _store(self, event: EngineBlocksStored) -> None:
         count = len(event.keys)

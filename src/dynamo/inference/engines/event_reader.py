@@ -21,7 +21,6 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import checksum
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import KvEvent
 from dynamo.inference.engines.engine_blocks import EngineBlocks
 from dynamo.inference.engines.engine_events import decode_batch
 
@@ -74,7 +73,7 @@ class _Message(NamedTuple):
 
 
 class KvEventReader:
-    """Keeps an `EngineBlocks` equal to the prefix cache of one rank, and reports what changes.
+    """Keeps an `EngineBlocks` equal to the prefix cache of one rank.
 
     A gap in the numbers is filled by a replay. If the replay does not begin with the last message
     that was applied, or there is none, the view is emptied and goes on from what can be had: it
@@ -85,13 +84,10 @@ class KvEventReader:
         self,
         blocks: EngineBlocks,
         endpoint: KvEventEndpoint,
-        listener: Callable[[Sequence[KvEvent]], None],
     ) -> None:
-        """`listener` is called on the loop with the changes of each message."""
         self.blocks = blocks
         self.counts: Counter[str] = Counter()
         self._endpoint = endpoint
-        self._listener = listener
         self._tasks = BackgroundTasks()
         self._lock = Lock()
         self._socket: Socket | None = None
@@ -195,7 +191,7 @@ class KvEventReader:
     async def _rebuild(self, message: _Message | None = None) -> None:
         """Empty the view and apply a replay of everything, or `message` alone."""
         self.counts["cleared"] += 1
-        self._report(self.blocks.clear())
+        self.blocks.clear()
         started = False
 
         def apply(replayed: _Message) -> bool:
@@ -208,7 +204,7 @@ class KvEventReader:
         if message is None or (started and self._next > message.number):
             return
         if self._next != message.number:
-            self._report(self.blocks.clear())
+            self.blocks.clear()
         self._apply(message)
 
     async def _replay(self, first: int, apply: Callable[[_Message], bool]) -> bool:
@@ -270,16 +266,9 @@ class KvEventReader:
         self._next = message.number + 1
         self._applied = checksum(message.payload)
         batch = decode_batch(message.payload)
-        self.blocks.counts.update(batch.skipped)
-        changes = self.blocks.apply(batch.events)
         if batch.damaged:
             self.counts["damaged"] += 1
-            changes = self.blocks.clear()
-        self._report(changes)
-
-    def _report(self, changes: Sequence[KvEvent]) -> None:
-        if changes:
-            self._listener(changes)
+        self.blocks.apply_batch(batch)
 
 
 def import_zmq() -> Any:

@@ -9,7 +9,6 @@ from dynamo.core.values import KvEvent, Load
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.drift_check import DriftCheck, Prediction
 from dynamo.inference.engines.engine_blocks import EngineBlocks
-from dynamo.inference.engines.engine_events import EventBatch
 from dynamo.inference.engines.event_reader import KvEventEndpoint, KvEventReader
 
 
@@ -78,11 +77,9 @@ class ViewedRank(ForeignRank):
         """`endpoint`: where the engine publishes over ZMQ; None for an engine that is polled."""
         super().__init__()
         self.blocks = EngineBlocks(block_tokens, engine_block_tokens)
-        self.reader = (
-            None if endpoint is None else KvEventReader(self.blocks, endpoint, self._report)
-        )
-        self.drift = DriftCheck(self.blocks, self._rebuild, self._report)
-        self._listeners: list[KvEventListener] = []
+        self.reader = None if endpoint is None else KvEventReader(self.blocks, endpoint)
+        repair = self.blocks.clear if self.reader is None else self.reader.rebuild
+        self.drift = DriftCheck(self.blocks, repair)
 
     def enter(self, answer: ForeignAnswer) -> None:
         request = answer.request
@@ -105,7 +102,7 @@ class ViewedRank(ForeignRank):
         return len(blocks) * blocks.engine_block_tokens // blocks.block_tokens
 
     def on_kv_events(self, listener: KvEventListener) -> None:
-        self._listeners.append(listener)
+        self.blocks.listeners.append(listener)
 
     def snapshot_kv_events(self) -> Sequence[KvEvent]:
         return self.blocks.snapshot()
@@ -141,25 +138,4 @@ class ViewedRank(ForeignRank):
         before the engine was asked. If it has increased since, the engine's own event has come, or
         was lost: no other event would end a reset, and the view stays as the events tell it."""
         if self.blocks.clears == clears_before:
-            self._report(self.blocks.reset())
-
-    def give_up(self, reason: str) -> None:
-        """Empty the view for good, because of `reason`."""
-        self._report(self.blocks.distrust(reason))
-
-    def apply(self, batch: EventBatch) -> None:
-        """Apply polled events. After a damaged batch the view starts empty."""
-        self.blocks.counts.update(batch.skipped)
-        changes = self.blocks.apply(batch.events)
-        self._report(self.blocks.clear() if batch.damaged else changes)
-
-    def _rebuild(self) -> None:
-        if self.reader is None:
-            self._report(self.blocks.clear())
-        else:
-            self.reader.rebuild()
-
-    def _report(self, changes: Sequence[KvEvent]) -> None:
-        if changes:
-            for listener in self._listeners:
-                listener(changes)
+            self.blocks.reset()

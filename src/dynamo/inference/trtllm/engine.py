@@ -116,7 +116,7 @@ class TrtllmEngine(MultiprocessEngine):
             options["cache_salt"] = request.salt
             for other in self.ranks:
                 if not other.kv_problem:
-                    other.give_up(SALTED)
+                    other.blocks.distrust(SALTED)
         if len(self.ranks) > 1:
             scheduling = import_module("tensorrt_llm.scheduling_params").SchedulingParams
             options["scheduling_params"] = scheduling(
@@ -165,7 +165,7 @@ class TrtllmEngine(MultiprocessEngine):
         events = await asyncio.to_thread(self._llm.get_kv_cache_events, POLL_TIMEOUT_S)
         for rank, batch in self._events.read(events or ()).items():
             if rank < len(self.ranks):
-                self.ranks[rank].apply(batch)
+                self.ranks[rank].blocks.apply_batch(batch)
         return bool(events)
 
 
