@@ -145,7 +145,7 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
         return 0
     if tier == ALL_TIERS:
         return engine.clear_prefix_cache()
-    names = [below.name for below in tiers_below(engine)]
+    names = [below.name for below in engine.tiers.tiers]
     if tier not in names:
         raise NotFound(
             f"this worker has no tier {tier!r} below the device",
@@ -156,15 +156,10 @@ def clear_tier(engine: BatchedEngine, tier: str) -> int:
     return count
 
 
-def tiers_below(engine: BatchedEngine) -> Sequence[KvTier]:
-    """Return the tiers below the device, the fastest first."""
-    return engine.tiers.tiers
-
-
 def pin_prompt(engine: BatchedEngine, order: PinRequest) -> str:
     """Pin the full blocks of a prompt in a tier and return the pin's name. Raises `NotFound` if the
     engine has no such tier that pins, and `InvalidRequest`."""
-    pinning = {tier.name: tier for tier in tiers_below(engine) if tier.pins is not None}
+    pinning = {tier.name: tier for tier in engine.tiers.tiers if tier.pins is not None}
     if not isinstance(engine.tiers, KvTiers) or order.tier not in pinning:
         raise NotFound(
             f"this worker pins no prompts in a tier {order.tier!r}",
@@ -189,7 +184,7 @@ def unpin(engines: Sequence[BatchedEngine], name: str) -> int:
     no such pin."""
     count = 0
     for engine in engines:
-        for tier in tiers_below(engine):
+        for tier in engine.tiers.tiers:
             if tier.pins is not None:
                 names = list(tier.pins.prompts()) if name == ALL_TIERS else [name]
                 count += sum(map(tier.pins.remove, names))
@@ -211,7 +206,7 @@ def _tiers_of(engine: BatchedEngine, rank: int, uptime_s: float) -> Iterator[Tie
         evicted=pool.evictions,
         age_s=_age_s(uptime_s, pool.cached, pool.evictions),
     )
-    for tier in tiers_below(engine):
+    for tier in engine.tiers.tiers:
         counters, pins = tier.counters, tier.pins
         yield TierStatus(
             tier.name,
@@ -229,13 +224,15 @@ def _tiers_of(engine: BatchedEngine, rank: int, uptime_s: float) -> Iterator[Tie
             age_s=_age_s(uptime_s, tier.blocks, counters.evicted_blocks),
             problem=tier.problem,
             pinned_blocks=0 if pins is None else len(pins),
-            pins=[] if pins is None else list(_describe_pins(tier, pins)),
+            pins=[] if pins is None else _describe_pins(tier, pins),
         )
 
 
-def _describe_pins(tier: KvTier, pins: BlockPins) -> Iterator[PinnedPrompt]:
-    for pin, (hashes, ttl_s) in pins.prompts().items():
-        yield PinnedPrompt(pin, len(hashes), sum(map(tier.holds, hashes)), ttl_s)
+def _describe_pins(tier: KvTier, pins: BlockPins) -> list[PinnedPrompt]:
+    return [
+        PinnedPrompt(pin, len(hashes), sum(map(tier.holds, hashes)), ttl_s)
+        for pin, (hashes, ttl_s) in pins.prompts().items()
+    ]
 
 
 def _age_s(uptime_s: float, blocks: int, evicted: int) -> float:

@@ -153,10 +153,7 @@ class KvTiers(EngineTiers):
         target = self.tiers[0]
         if not (self.tiers[1:] and isinstance(target, MemoryTier) and target.can_receive):
             return None
-        scheduler, engine = self._engine.scheduler, self._engine
-        prefetcher = Prefetcher(
-            target, lambda: scheduler.waiting, self._find_waiting_runs, engine.replan
-        )
+        prefetcher = Prefetcher(self._engine, target, self._find_waiting_runs)
         self._background.start(prefetcher.run(), "load KV blocks of waiting prompts")
         return prefetcher
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Final
 
@@ -105,17 +105,17 @@ class Offload:
         self._registered = -pool.num_blocks
         self._evictable = pool.num_blocks
         self._parked = (0, 0)
-        self._writers = [TierWriter(tier, engine.publish_kv_events) for tier in tiers]
-        self._lower_writers = [writer for writer in self._writers if writer.tier.name != "host"]
-        self._host_writer = next(iter(set(self._writers) - set(self._lower_writers)), None)
+        self._writers = {tier: TierWriter(tier, engine.publish_kv_events) for tier in tiers}
+        self._lower_writers = [self._writers[tier] for tier in tiers if tier.name != "host"]
+        self._host_writers = [self._writers[tier] for tier in tiers if tier.name == "host"]
         self._background = BackgroundTasks()
-        for writer in self._writers:
-            self._background.start(writer.run(), f"KV offload to {writer.tier.name}")
+        for tier, writer in self._writers.items():
+            self._background.start(writer.run(), f"KV offload to {tier.name}")
 
     @property
     def storing(self) -> bool:
         """Whether blocks are on their way down."""
-        return any(writer.storing for writer in self._writers)
+        return any(writer.storing for writer in self._writers.values())
 
     async def close(self) -> None:
         """End the stores in flight."""
@@ -123,15 +123,11 @@ class Offload:
 
     def drop(self, tier: KvTier) -> None:
         """Forget the blocks that wait for a tier."""
-        for writer in self._writers:
-            if writer.tier is tier:
-                writer.replace(())
+        self._writers[tier].replace(())
 
     def store(self, tier: KvTier, blocks: Sequence[Block]) -> None:
         """Let cached blocks go down to a tier that lacks them."""
-        for writer in self._writers:
-            if writer.tier is tier:
-                writer.add(self._describe_missing(tier, blocks))
+        self._writers[tier].add(self._describe_missing(tier, blocks))
 
     def on_prompt(self, blocks: int) -> None:
         """Note that a prompt needs so many blocks: they are taken in one step."""
@@ -148,7 +144,7 @@ class Offload:
             self._store_victims(writers)
             self._store_preempted(writers)
 
-    def _store_victims(self, writers: Sequence[TierWriter]) -> None:
+    def _store_victims(self, writers: Collection[TierWriter]) -> None:
         """Store the blocks that are evicted next."""
         pool = self._pool
         turnover = (pool.evictions - self._evictions) / pool.num_blocks
@@ -166,7 +162,7 @@ class Offload:
                 writer.replace(chosen)
         self._parked = (0, 0)
 
-    def _store_preempted(self, writers: Sequence[TierWriter]) -> None:
+    def _store_preempted(self, writers: Collection[TierWriter]) -> None:
         """Store the blocks of the sequence that is preempted next, if few blocks are left. When the
         sequence runs again, it can load them instead of computing."""
         running = self._engine.scheduler.running
@@ -191,18 +187,14 @@ class Offload:
         self._registered, self._evictable = pool.registrations, evictable
         return True
 
-    def _eviction_writers(self) -> Sequence[TierWriter]:
+    def _eviction_writers(self) -> Collection[TierWriter]:
         """Return the writers of the tiers that take blocks ahead of their eviction. With policy lru
         these are all. Else host memory takes them, unless its loads take much longer than
         computing."""
         if self._stores_all:
-            return self._writers
-        writer = self._host_writer
-        if writer is None:
-            return ()
-        compute_s = self._pool.block_tokens * self._engine.prefill_speed.token_s
-        load_s = writer.tier.predict_block_s()
-        return (writer,) if load_s < MAX_LOAD_FACTOR * compute_s else ()
+            return self._writers.values()
+        limit_s = MAX_LOAD_FACTOR * self._pool.block_tokens * self._engine.prefill_speed.token_s
+        return [each for each in self._host_writers if each.tier.predict_block_s() < limit_s]
 
     def _running_blocks(self, count: int) -> Sequence[Block]:
         """Return cached blocks of running sequences, which can be evicted soon after their end."""

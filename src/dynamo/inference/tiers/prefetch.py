@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Final
 
 from dynamo.core.errors import TransferFailed
+from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.sequence import EngineSequence
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.tier_source import LoadRun, load_within_deadline
@@ -31,18 +32,10 @@ FindRuns = Callable[[EngineSequence], Sequence[LoadRun]]
 class Prefetcher:
     """Serves the waiting sequences of one engine in order, one at a time."""
 
-    def __init__(
-        self,
-        target: MemoryTier,
-        waiting: Callable[[], Sequence[EngineSequence]],
-        find_runs: FindRuns,
-        on_ended: Callable[[], None],
-    ) -> None:
-        """`on_ended` is called when a sequence can be admitted after its blocks were loaded."""
+    def __init__(self, engine: EngineCore, target: MemoryTier, find_runs: FindRuns) -> None:
+        self._engine = engine
         self._target = target
-        self._waiting = waiting
         self._find_runs = find_runs
-        self._on_ended = on_ended
         self._blocks: dict[EngineSequence, int] = {}
         self._current: EngineSequence | None = None
         self._wake = asyncio.Event()
@@ -70,7 +63,7 @@ class Prefetcher:
 
     def _next(self) -> EngineSequence | None:
         """Return the first waiting sequence that was not looked at, if its blocks have room."""
-        waiting = [*islice(self._waiting(), MAX_PROMPTS)]
+        waiting = [*islice(self._engine.scheduler.waiting, MAX_PROMPTS)]
         self._blocks = {each: self._blocks[each] for each in waiting if each in self._blocks}
         if sum(self._blocks.values()) >= self._target.capacity_blocks // HOST_SHARE:
             return None
@@ -86,7 +79,7 @@ class Prefetcher:
     async def _load(self, sequence: EngineSequence, run: LoadRun) -> None:
         room = self._target.capacity_blocks // HOST_SHARE - sum(self._blocks.values())
         part = LoadRun(run.tier, run.first, min(run.blocks, room))
-        if part.blocks <= 0 or sequence not in self._waiting():
+        if part.blocks <= 0 or sequence not in self._engine.scheduler.waiting:
             return
         self._current = sequence
         self._blocks[sequence] += part.blocks
@@ -97,4 +90,4 @@ class Prefetcher:
             log.warning("KV blocks were not loaded ahead", extra={"fields": fields})
         finally:
             self._current = None
-            self._on_ended()
+            self._engine.replan()  # the sequence can be admitted
