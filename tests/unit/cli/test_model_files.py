@@ -1,7 +1,9 @@
 """`dynamo pull`, `list` and `rm` with a server that has the hub's API."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 from tests.support.fake_hub import FakeHub, running_hub
@@ -226,3 +228,26 @@ def test_a_wrong_url_of_a_bucket_is_refused(
         PULL.run([change(bucket)])
     assert caught.value.hint
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [FOLDER, f"{FILES}:Q8_0"])
+def test_an_unreachable_hub_is_reported_at_once(
+    spec: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RefusingServer(BaseRequestHandler):
+        """Closes each connection without an answer."""
+
+        def handle(self) -> None:
+            connections.append(self.client_address)
+
+    connections: list[object] = []
+    with TCPServer(("127.0.0.1", 0), RefusingServer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+            with pytest.raises(ModelUnavailable, match="the hub cannot be reached"):
+                PULL.run([spec])
+        finally:
+            server.shutdown()
+    assert 1 <= len(connections) <= 2

@@ -14,6 +14,7 @@ from dynamo.core.installation import install_command
 
 BETTER_MODELS = (("Qwen/Qwen3-4B", 20e9), ("Qwen/Qwen3-1.7B", 9e9), ("Qwen/Qwen3-0.6B", 4e9))
 """Models that know more than the default one, and the free memory that each needs in float32."""
+ANSWER_TIMEOUT_S = 10.0
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _METADATA_PATTERNS = ["*.json", "*.jinja"]
 _IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
@@ -64,9 +65,16 @@ def fetch_files(name: str, patterns: list[str], **options: Any) -> Any:
 def list_files(name: str) -> list[str]:
     """Return the names of a repository's files. Raises `ModelUnavailable`."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     with _told_errors(name):
-        return HfApi().list_repo_files(name)
+        try:  # not `list_repo_files`, which asks an unreachable hub six times within 23 s
+            info = HfApi().model_info(name, timeout=ANSWER_TIMEOUT_S)
+        except HfHubHTTPError:
+            raise
+        except Exception as error:  # the hub has not answered
+            raise LocalEntryNotFoundError(str(error)) from error
+        return [file.rfilename for file in info.siblings or ()]
 
 
 @contextmanager
