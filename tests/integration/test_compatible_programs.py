@@ -223,6 +223,36 @@ async def test_handlers_of_text_and_tokens_serve_models(
                 await asyncio.sleep(0.01)
 
 
+async def test_a_model_that_cannot_be_served_is_not_registered(
+    runtime: Any, tiny_model: Path
+) -> None:
+    async def answer(request: Any) -> AsyncIterator[Any]:
+        yield request
+
+    first, second = (runtime.endpoint(f"any.{name}.generate") for name in ("first", "second"))
+    tokens = ModelInput.Tokens, ModelType.Chat
+    async with BackgroundTasks() as tasks:
+        tasks.start(first.serve_endpoint(answer))
+        await llm.register_model(*tokens, first, str(tiny_model), "one")
+        tasks.start(second.serve_endpoint(answer))
+        async with asyncio.timeout(10):
+            while len(runtime.handlers) < 2:
+                await asyncio.sleep(0)
+        for _ in range(2):  # a process is one worker of tokens
+            with pytest.raises(ConfigError, match="already served by this process"):
+                await llm.register_model(*tokens, second, str(tiny_model), "two")
+        await llm.register_model(ModelInput.Text, ModelType.Chat, second, "", "two")
+
+    third = runtime.endpoint("any.third.generate")
+    await llm.register_model(*tokens, third, str(tiny_model), "three")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="already served by this process"):
+            await third.serve_endpoint(answer)
+        assert third.native.path not in {
+            served.endpoint.path for served in runtime.native.served_endpoints
+        }
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

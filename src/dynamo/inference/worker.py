@@ -177,9 +177,11 @@ class EngineWorker:
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
-        await self._runtime.discovery.delete(self._discovery_key())
+        if self._is_announced:
+            await self._runtime.discovery.delete(self._discovery_key())
         await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
-        await self._prefill.close()
+        if hasattr(self, "_prefill"):  # else `attach` has failed before it
+            await self._prefill.close()
         await self._tasks.close()
         for source in self._event_sources:
             await source.close()

@@ -248,11 +248,15 @@ class CompatEndpoint:
         await runtime.ready()
         if runtime.native.stopping.cancelled:
             return
-        await self.native.serve(serve)
+        served = await self.native.serve(serve)
+        try:
+            if model := runtime.models.get(path):
+                await model.serve(handler)
+        except BaseException:
+            await served.withdraw()
+            raise
         runtime.handlers[path] = handler
         runtime.note_service()
-        if model := runtime.models.get(path):
-            await model.serve(handler)
         await runtime.closed.wait()
 
     async def client(self, router_mode: Any = None) -> CompatClient:

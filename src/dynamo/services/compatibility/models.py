@@ -173,9 +173,14 @@ class TokenModel:
             max_num_seqs=config.max_num_seqs or 0,
             num_blocks=config.total_kv_blocks or 0,
         )
-        self._worker = EngineWorker(engine, self._card)
-        await self._worker.attach(runtime)
-        runtime.add_shutdown_hook(self._worker.close)
+        worker = EngineWorker(engine, self._card)
+        try:
+            await worker.attach(runtime)
+        except BaseException:
+            await worker.close()
+            raise
+        self._worker = worker
+        runtime.add_shutdown_hook(worker.close)
         runtime.tasks.start(FrontendNamespaces(runtime).run(), "frontend namespaces")
 
     async def withdraw(self) -> None:
@@ -231,14 +236,14 @@ async def register_model(
 ) -> None:
     """Serve a model by the handler of `endpoint`, which may be served before or after.
 
-    Raises `Unsupported` for other inputs, types and roles, and `ModelUnavailable`.
+    A model whose handler cannot be served is not registered. Raises `Unsupported` for other inputs,
+    types and roles, and `ModelUnavailable`.
     """
     _check_options(options)
     _check_kind(model_input, model_type, worker_type, needs, lora_name)
     runtime, path = endpoint.runtime, endpoint.native.path
     await runtime.ready()
-    if path in runtime.models:
-        raise ConfigError(f"{path} has a model already", hint="call unregister_model first")
+    _check_free(endpoint)
     config = runtime_config or ModelRuntimeConfig()
     model: RegisteredModel
     if model_input is ModelInput.Text:
@@ -257,9 +262,19 @@ async def register_model(
             )
             card = msgspec.structs.replace(card, chat_template=template, tool_template=None)
         model = TokenModel(runtime.native, card, config)
+    _check_free(endpoint)
     runtime.models[path] = model
     if handler := runtime.handlers.get(path):
-        await model.serve(handler)
+        try:
+            await model.serve(handler)
+        except BaseException:
+            del runtime.models[path]
+            raise
+
+
+def _check_free(endpoint: CompatEndpoint) -> None:
+    if (path := endpoint.native.path) in endpoint.runtime.models:
+        raise ConfigError(f"{path} has a model already", hint="call unregister_model first")
 
 
 async def unregister_model(endpoint: CompatEndpoint, lora_name: str | None = None) -> None:
