@@ -70,8 +70,8 @@ class DistributedRuntime:
         """Return the runtime of NVIDIA Dynamo's API for its arguments, which begin with a loop."""
         if not args or not isinstance(args[0], asyncio.AbstractEventLoop):
             return super().__new__(cls)
-        objects = import_module("dynamo.runtime.compatibility.objects")  # which imports this module
-        return objects.CompatRuntime.create(*args, **names)
+        objects = import_module("dynamo.runtime.compatibility.objects")
+        return objects.CompatRuntime.create(cls, *args, **names)
 
     def __init__(
         self,

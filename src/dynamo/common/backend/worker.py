@@ -18,6 +18,7 @@ from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.compatibility.calls import CompatContext, instance_number
 from dynamo.runtime.compatibility.objects import CompatEndpoint, CompatRuntime
+from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.services.compatibility.models import (
     KvEventPublisher,
@@ -100,7 +101,7 @@ class EngineHarness:
             )
         configure_dynamo_logging()
         os.environ.update(self.config.environment())
-        runtime = CompatRuntime.create(asyncio.get_running_loop())
+        runtime = CompatRuntime.create(DistributedRuntime, asyncio.get_running_loop())
         runtime.stop_on(signal.SIGINT, signal.SIGTERM)
         try:
             await runtime.ready()

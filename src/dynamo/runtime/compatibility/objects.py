@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.errors import ConfigError, InvalidRequest
@@ -26,9 +26,11 @@ from dynamo.runtime.compatibility.calls import (
 from dynamo.runtime.compatibility.errors import refuse_name, static_error
 from dynamo.runtime.compatibility.metrics import EndpointMetrics
 from dynamo.runtime.component import Endpoint, parse_reference
-from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.processes.status import status_server_of
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
 
@@ -83,19 +85,21 @@ class CompatRuntime:
     @classmethod
     def create(
         cls,
+        native: type[DistributedRuntime],
         event_loop: asyncio.AbstractEventLoop,
         discovery_backend: str = "",
         request_plane: Any = "",
         *_: Any,
         **__: Any,
     ) -> CompatRuntime:
-        """Return the runtime of the environment's settings. `discovery_backend` and
-        `request_plane` hold where the environment names none. Raises `ConfigError`."""
+        """Return the runtime of the environment's settings, over one of the class `native`.
+        `discovery_backend` and `request_plane` hold where the environment names none. Raises
+        `ConfigError`."""
         if request_plane is True:  # `is_static` of early versions
             raise static_error()
         settings = environment_settings(discovery_backend, str(request_plane or ""))
         del event_loop  # the running one
-        return cls(DistributedRuntime(settings, "process", ""))
+        return cls(native(settings, "process", ""))
 
     def stop_on(self, *signals: signal.Signals) -> None:
         """Stop with the first of these signals. The second acts as if there were no handler."""

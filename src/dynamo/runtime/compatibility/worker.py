@@ -14,6 +14,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.compatibility.calls import CompatClient, CompatContext
 from dynamo.runtime.compatibility.errors import static_error
 from dynamo.runtime.compatibility.objects import CompatEndpoint, CompatRuntime
+from dynamo.runtime.distributed import DistributedRuntime
 
 R = TypeVar("R")
 WorkerFunction = Callable[..., Coroutine[Any, Any, R]]
@@ -38,7 +39,7 @@ def dynamo_worker(
     def decorate(function: WorkerFunction[R]) -> Callable[..., Coroutine[Any, Any, R | None]]:
         @wraps(function)
         async def run(*args: Any, **kwargs: Any) -> R | None:
-            runtime = CompatRuntime.create(asyncio.get_running_loop())
+            runtime = CompatRuntime.create(DistributedRuntime, asyncio.get_running_loop())
             runtime.stop_on(signal.SIGINT, signal.SIGTERM)
             try:
                 return await _run_until_stopped(runtime, function(runtime, *args, **kwargs))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,12 +24,14 @@ from dynamo.communication.http import (
 )
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
-from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.planes import bracket_ipv6
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
 from dynamo.telemetry.stderr import dropped_lines
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
 
 JSON_HEADERS = (("content-type", "application/json"),)
 RETRY_AFTER_S = 1
