@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 from urllib.parse import unquote
 
@@ -279,14 +279,9 @@ class RequestReader:
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in pairs)
             if size > self._limits.max_header_bytes:
                 raise self._headers_too_large()
-        headers: dict[bytes, bytes] = {}
-        for raw_name, value in pairs:
-            name = raw_name.lower()
-            if name in headers:
-                _reject_duplicate(name)
-                headers[name] += b", " + value
-            else:
-                headers[name] = value
+        headers = {name.lower(): value for name, value in pairs}
+        if len(headers) < len(pairs):
+            headers = _join_repeated(pairs)
         check_framing(headers, version, self._budget.max_body_bytes)
         return headers
 
@@ -327,6 +322,18 @@ def _without_upgrade(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
         return [(name, value)]
     options = [word for word in value.split(b",") if word.strip().lower() != b"upgrade"]
     return [(name, b",".join(options))]
+
+
+def _join_repeated(pairs: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    headers: dict[bytes, bytes] = {}
+    for raw_name, value in pairs:
+        name = raw_name.lower()
+        if name in headers:
+            _reject_duplicate(name)
+            headers[name] += b", " + value
+        else:
+            headers[name] = value
+    return headers
 
 
 def _reject_duplicate(name: bytes) -> None:

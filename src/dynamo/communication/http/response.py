@@ -27,17 +27,15 @@ def _status_line(status: int) -> str:
         phrase = HTTPStatus(status).phrase
     except ValueError:
         phrase = "Unknown"
-    return f"HTTP/1.1 {status} {phrase}\r\n"
+    return f"HTTP/1.1 {status} {phrase}"
 
 
 def encode_head(status: int, headers: ResponseHeaders, framing: str) -> bytes:
     """Encode status line, headers and `framing` lines. Raises `ValueError` for a line break."""
-    lines = ""
-    for name, value in headers:
-        lines += f"{name}: {value}\r\n"
+    lines = "\r\n".join(["", *map(": ".join, headers)])
     if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
         raise ValueError("line break in a header")
-    text = _status_line(status) + lines + _date_line(int(time.time())) + framing + "\r\n"
+    text = f"{_status_line(status)}{lines}\r\n{_date_line(int(time.time()))}{framing}\r\n"
     return text.encode("latin-1")
 
 
