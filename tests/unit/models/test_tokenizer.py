@@ -30,6 +30,7 @@ from dynamo.models.tokenization.tokenizer_file import (
     can_split_text,
     read_tokenizer_file,
     token_bytes_table,
+    with_explicit_splits,
 )
 
 TEXTS = [
@@ -168,6 +169,30 @@ def test_tokenizers_whose_texts_can_be_split(edited_tokenizer):
     assert not allowed(normalizer={"type": "Lowercase"})
     stripping = {"id": 0, "content": "<|end|>", "lstrip": True}
     assert not allowed(added_tokens=[stripping])
+
+
+def test_the_pattern_of_byte_level_is_a_split_of_its_own(edited_tokenizer):
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    digits = {"type": "Digits", "individual_digits": True}
+    nested = {"type": "Sequence", "pretokenizers": [digits, level]}
+
+    def steps(pre):
+        path = edited_tokenizer(pre_tokenizer=pre)
+        fast, reference = FastEncoder(path), ReferenceEncoder(path)
+        texts = [*TEXTS, "it's 10 o'clock  \u00a0x\n\n y\u2028 z ", " " * 70_000 + "end"]
+        assert [*map(fast.encode, texts)] == [*map(reference.encode, texts)]
+        explicit = json.loads(with_explicit_splits(path.read_bytes()))["pre_tokenizer"]
+        return explicit and [step["type"] for step in explicit["pretokenizers"]]
+
+    assert steps(level) == ["Split", "ByteLevel"]
+    assert steps({"type": "Sequence", "pretokenizers": [nested]}) == [
+        "Digits",
+        "Split",
+        "ByteLevel",
+    ]
+    assert steps(level | {"use_regex": False}) == ["ByteLevel"]
+    assert steps(level | {"add_prefix_space": True}) == ["ByteLevel"]
+    assert steps(None) is None
 
 
 def test_an_unverified_tokenizer_uses_the_reference(tokenizer_path):

@@ -30,11 +30,12 @@ from dynamo.models.file_cache import (
     read_json,
     write_atomically,
 )
+from dynamo.models.tokenization.tokenizer_file import with_explicit_splits
 
 log = logging.getLogger(__name__)
 
-VERIFICATION_VERSION = 1
-"""Increment it when the corpus or the splitting changes, so that older results are not used."""
+VERIFICATION_VERSION = 2
+"""Increment it when corpus, splitting or loading change, so that older results are not used."""
 _VERIFICATION_TIMEOUT_S = 300.0
 
 
@@ -126,7 +127,11 @@ class FastEncoder(Encoder):
         import fastokens
 
         self._path = path
-        self._library = _load_library(fastokens.Tokenizer.from_file, path)
+
+        def read(path: str) -> Any:
+            return fastokens.Tokenizer.from_json_str(with_explicit_splits(Path(path).read_bytes()))
+
+        self._library = _load_library(read, path)
         self._encode_batch_flat = self._library.encode_batch_flat
 
     def encode(self, text: str, parse_special: bool = True) -> bytes:
