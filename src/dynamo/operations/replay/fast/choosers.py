@@ -16,7 +16,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.factory import make_solver
-from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 

@@ -40,7 +40,7 @@ class FastReplay(Replay, WorkerListener):
             "prompts that other workers compute": workers.transfer is not None,
             "memory tiers": bool(workers.tiers),
             "data-parallel ranks": workers.ranks > 1,
-            "admission": plan.slo is not None,
+            "admission": plan.admission,
             f"router mode {mode}": mode not in {KV, *MODES},
         }
         if unknown := [name for name, used in missing.items() if used]:
