@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo.application.access import ApiKeys, Cors, make_header_check
+from dynamo.application.access import ApiKeys, CallerLimits, Cors, make_header_check
 from dynamo.application.adapters import AdaptersHandler, OrderSender
-from dynamo.application.caller_limits import CallerLimits
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
 from dynamo.application.front_page import ROUTER_VIEW, FrontPage

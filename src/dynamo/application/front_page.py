@@ -46,7 +46,7 @@ class FrontPage:
         self._data = msgspec.json.encode({"needs_key": needs_key, "routes": routes})
 
         pages: dict[str, dict[str, Route]] = {
-            ROOT: {"GET": self.show, "POST": self.show},
+            "/": {"GET": self.show, "POST": self.show},
             "/favicon.ico": {"GET": self.icon},
         }
         self.table = RouteTable({**table, **pages})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import msgspec
 
@@ -50,19 +51,6 @@ DEFAULT_RETRY_AFTER_S = 1.0
 RETRY_HINT = "the request is valid: send it again"
 
 
-class ErrorBody(msgspec.Struct):
-    """OpenAI's error object, plus `hint` and `request_id`, and in a stream the HTTP `status` that
-    the error would have had before it."""
-
-    message: str
-    type: str
-    code: str
-    param: str | None
-    hint: str | None
-    request_id: str | None
-    status: int | msgspec.UnsetType = msgspec.UNSET
-
-
 def status_of(error: DynamoError) -> int:
     """Return the HTTP status of an error; an unlisted code has the status of its base class."""
     for cls in type(error).__mro__:
@@ -100,15 +88,21 @@ class OpenAIErrorFormat(ErrorFormat):
         return msgspec.json.encode({"error": _error_body(error, request_id)})
 
     def encode_event(self, error: DynamoError, request_id: str) -> bytes:
-        body = _error_body(error, request_id)
-        body.status = status_of(error)
+        body = _error_body(error, request_id) | {"status": status_of(error)}
         return b"data: %b\n\n%b" % (msgspec.json.encode({"error": body}), DONE_EVENT)
 
 
-def _error_body(error: DynamoError, request_id: str) -> ErrorBody:
-    kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
-    hint = error.hint or (RETRY_HINT if error.retryable else None)
-    return ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
+def _error_body(error: DynamoError, request_id: str) -> dict[str, Any]:
+    """Return OpenAI's error object, plus `hint` and `request_id`. In a stream it also has the HTTP
+    `status` that the error would have had before it."""
+    return {
+        "message": error.message,
+        "type": ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error"),
+        "code": error.code,
+        "param": error.param,
+        "hint": error.hint or (RETRY_HINT if error.retryable else None),
+        "request_id": request_id or None,
+    }
 
 
 OPENAI_ERRORS = OpenAIErrorFormat()

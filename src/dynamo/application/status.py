@@ -83,20 +83,6 @@ class StatusHandler:
         exchange.send_value(targets)
 
 
-class ModelBody(msgspec.Struct, frozen=True):
-    """OpenAI's model object, plus vLLM's `root`, `parent` and `max_model_len`, and our
-    `tool_format`."""
-
-    id: str
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-    tool_format: str | msgspec.UnsetType = msgspec.UNSET
-    parent: str | msgspec.UnsetType = msgspec.UNSET
-    object: str = "model"
-
-
 class ModelsHandler:
     """Lists served models. Each alias is listed as a model whose `root` is the model's id."""
 
@@ -119,14 +105,17 @@ class ModelsHandler:
             exchange.send_value(_model_body(name, embedding_model))
             return
         name, served = self._gateway.find(name)
-        body = _model_body(name, served)
-        if served.tool_format:
-            body = msgspec.structs.replace(body, tool_format=served.tool_format)
-        exchange.send_value(body)
+        exchange.send_value(_model_body(name, served, tool_format=served.tool_format))
 
 
-def _model_body(name: str, served: ServedModel | ServedEmbeddingModel) -> ModelBody:
-    body = ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)
-    if isinstance(served, ServedModel) and served.parent:
-        return msgspec.structs.replace(body, root=served.root, parent=served.parent)
-    return body
+def _model_body(
+    name: str, served: ServedModel | ServedEmbeddingModel, tool_format: str = ""
+) -> dict[str, Any]:
+    """Return OpenAI's model object, plus vLLM's `root`, `parent` and `max_model_len`, and our
+    `tool_format`."""
+    parent = served.parent if isinstance(served, ServedModel) else ""
+    root = served.root if isinstance(served, ServedModel) and parent else served.names[0]
+    body = {"id": name, "created": served.created, "owned_by": served.owned_by, "root": root}
+    body["max_model_len"] = served.context_tokens
+    more = {"tool_format": tool_format, "parent": parent}
+    return body | {key: value for key, value in more.items() if value} | {"object": "model"}

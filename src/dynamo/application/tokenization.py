@@ -49,21 +49,6 @@ class DetokenizeBody(msgspec.Struct):
     model: str | None = None
 
 
-class TokenizeResponse(msgspec.Struct, frozen=True):
-    """The answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class LlamaCppTokens(msgspec.Struct, frozen=True):
-    """The answer of /tokenize to a body of llama.cpp."""
-
-    tokens: list[int] | list[dict[str, Any]]
-
-
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _unsupported_fields = UnsupportedFields(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -108,7 +93,7 @@ class TokenizationHandler:
         }
         exchange.send_value(info)
 
-    async def _tokenize(self, body: TokenizeBody) -> TokenizeResponse | LlamaCppTokens:
+    async def _tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         _unsupported_fields.check(body)
         model, served = self._gateway.find(body.model)
         processor = served.processor
@@ -129,12 +114,13 @@ class TokenizationHandler:
         elif body.content is not None:
             ids = await processor.tokenize(body.content, add_special=body.add_special)
             if not body.with_pieces:
-                return LlamaCppTokens(ids)
-            return LlamaCppTokens(list(map(_piece, ids, await processor.token_bytes(ids))))
+                return {"tokens": ids}
+            return {"tokens": list(map(_piece, ids, await processor.token_bytes(ids)))}
         else:
             raise InvalidRequest("required, but missing", field="prompt")
         strings = await processor.token_strings(ids) if body.return_token_strs else None
-        return TokenizeResponse(len(ids), served.context_tokens, ids, strings)
+        answer = {"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids}
+        return answer | {"token_strs": strings}
 
 
 def _piece(token_id: int, raw: bytes) -> dict[str, Any]:

@@ -267,3 +267,20 @@ async def test_the_line_of_claude_code_that_always_differs_is_left_out(
         {"role": "system", "content": f"{before}\nBe kind.".strip()},
         hello[0],
     )
+
+
+async def test_reasoning_items_in_a_row_are_one_reasoning(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
+    thoughts: Any = [
+        {"type": "reasoning", "id": name, "summary": [{"type": "summary_text", "text": name}]}
+        for name in ("first", "second", "third")
+    ]
+    call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    answer = {"role": "assistant", "content": "Sunny."}
+    items = [*HI, *thoughts[:2], call, output, thoughts[2], answer, *HI]
+    await client.responses.create(model="words", tools=[SHELL], input=items)
+    messages = site.processor.requests[-1].messages
+    reasoning = [message.get("reasoning_content") for message in messages]
+    assert reasoning == [None, "first\nsecond", None, "third", None]

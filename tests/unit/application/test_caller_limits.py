@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.caller_limits import CallerLimits
+from dynamo.application.access import CallerLimits
 from dynamo.application.responses.background import MAX_RUNNING, BackgroundResponses
 from dynamo.communication.http import Request
 from dynamo.core.errors import ConfigError, Overloaded

@@ -193,29 +193,6 @@ async def test_a_tool_loop_of_two_turns(
             await client.responses.retrieve(first.id)
 
 
-async def test_reasoning_items_in_a_row_are_one_reasoning(
-    client: openai.AsyncOpenAI, site: Any
-) -> None:
-    thoughts = [
-        {
-            "type": "reasoning",
-            "id": f"rs_{name}",
-            "summary": [{"type": "summary_text", "text": name}],
-        }
-        for name in ("first", "second", "third")
-    ]
-    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
-    items: Any = [{"role": "user", "content": "Rome?"}, *thoughts[:2], call, output, thoughts[2]]
-    text: Any = {"role": "assistant", "content": "Sunny."}
-    await client.responses.create(
-        model="words", tools=[WEATHER], input=[*items, text, {"role": "user", "content": "Oslo?"}]
-    )
-    messages = site.processor.requests[-1].messages
-    reasoning = [message.get("reasoning_content") for message in messages]
-    assert reasoning == [None, "first\nsecond", None, "third", None]
-
-
 async def test_references_to_stored_items(
     client: openai.AsyncOpenAI, site: Any, answer_with_call: Any
 ) -> None:

@@ -10,8 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from dynamo.application.access import caller_key
-from dynamo.application.caller_limits import CallerLimits
+from dynamo.application.access import CallerLimits, caller_key
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.gateway import Gateway, ServedModel
@@ -46,7 +45,7 @@ from dynamo.application.openai.generation_body import (
     GenerationBody,
     check_size,
 )
-from dynamo.application.openai.prompt_logprobs import PromptLogprobsOptions
+from dynamo.application.openai.logprobs import PromptLogprobsOptions
 from dynamo.application.openai.tools import names_one_function
 from dynamo.application.openai.writer import REASONING_FIELDS, OpenAIWriter, ResponseTemplate
 from dynamo.core.clock import Clock

@@ -13,9 +13,8 @@ from dynamo.application.messages.conversation import (
     add_messages,
     join_text,
 )
-from dynamo.application.openai.chat import ChatParts
+from dynamo.application.openai.chat import ChatParts, FieldNames
 from dynamo.application.openai.chat_messages import Conversation, check_parts
-from dynamo.application.openai.field_names import FieldNames
 from dynamo.application.openai.generation_body import (
     GenerationBody,
     Neutral,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -9,7 +10,6 @@ from msgspec import Meta
 
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
-from dynamo.application.openai.field_names import OWN_NAMES, FieldNames
 from dynamo.application.openai.generation_body import (
     MAX_NAME_BYTES,
     GenerationBody,
@@ -22,7 +22,7 @@ from dynamo.application.openai.logprobs import chat_logprobs
 from dynamo.application.openai.tools import check_tools
 from dynamo.application.openai.writer import ResponseTemplate
 from dynamo.communication.http import Request
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import DynamoError, InvalidRequest
 from dynamo.core.text import CallMode, ChatRequest
 
 MAX_TEMPLATE_ARGS = 64
@@ -57,6 +57,37 @@ class ChatBody(GenerationBody, kw_only=True):
     add_special_tokens: Annotated[Any, Neutral(False)] = None
     chat_template: Annotated[Any, Neutral()] = None
     documents: Annotated[Any, Neutral([])] = None
+
+
+class FieldNames:
+    """Renames the fields in errors that leave its `with` block.
+
+    `names()` returns the client's paths of values by those of a chat, e.g. "input[0]" by
+    "messages[1]". It also covers what such a value contains, and is called for errors only.
+    """
+
+    __slots__ = ("_names",)
+
+    def __init__(self, names: Callable[[], Mapping[str, str]]) -> None:
+        self._names = names
+
+    def __enter__(self) -> None:
+        """Begin to rename."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DynamoError) and error.param:
+            error.rename_fields(self._rename)
+
+    def _rename(self, field: str) -> str:
+        names = self._names()
+        outer = field
+        while outer and outer not in names:
+            outer = outer[: max(outer.rfind("."), outer.rfind("["), 0)]
+        return names[outer] + field[len(outer) :] if outer else field
+
+
+OWN_NAMES = FieldNames(dict)
+"""The names of a chat itself."""
 
 
 class ChatParts(msgspec.Struct, kw_only=True):

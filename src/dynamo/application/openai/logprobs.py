@@ -1,12 +1,14 @@
-"""Logprobs in the formats of OpenAI's chat and completion answers."""
+"""Logprobs of answers and prompts, in the formats of OpenAI's chats and completions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from dynamo.application.items import AnswerChoice
+from dynamo.core.errors import Unsupported
 from dynamo.core.text import DecodedPromptToken, DecodedTokenLogprob
 
 
@@ -48,7 +50,7 @@ def completion_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> CompletionLogp
     )
 
 
-def prompt_logprobs_field(
+def _prompt_logprobs(
     tokens: Sequence[DecodedPromptToken], top: int
 ) -> list[dict[int, dict[str, Any]] | None]:
     """Return vLLM's `prompt_logprobs`: the first is null, the others have an object by token id."""
@@ -68,6 +70,65 @@ def prompt_logprobs_field(
             }
         )
     return entries
+
+
+class PromptLogprobsOptions(msgspec.Struct, frozen=True):
+    """The logprobs of a prompt in an answer; None: none.
+
+    - `echo`: this many of each token, before those of the echoed answer
+    - `field`: this many of each token in `prompt_logprobs`, which is a field of each choice or of
+      the whole response
+    """
+
+    echo: int | None = None
+    field: int | None = None
+    place: Literal["choice", "response"] = "choice"
+
+
+def add_prompt_logprobs(
+    answer: dict[str, Any], choices: Sequence[AnswerChoice], options: PromptLogprobsOptions
+) -> None:
+    """Add the logprobs of prompts to a whole answer. Raises `Unsupported` where there are none."""
+    for fields, choice in zip(answer["choices"], choices, strict=True):
+        tokens = choice.prompt
+        if tokens is None:
+            raise Unsupported(
+                "the service that answers has no logprobs of prompts",
+                hint="leave it out",
+                field="prompt_logprobs",
+            )
+        if options.echo is not None:
+            fields["logprobs"] = _prepend(tokens, options.echo, fields["logprobs"])
+        if options.field is not None:
+            place = fields if options.place == "choice" else answer
+            place["prompt_logprobs"] = _prompt_logprobs(tokens, options.field)
+
+
+def _prepend(
+    prompt: Sequence[DecodedPromptToken], top: int, answer: CompletionLogprobs | None
+) -> CompletionLogprobs:
+    """Return the logprobs of the prompt and of the answer. The first token has none."""
+    first, *rest = prompt
+    known = completion_logprobs(
+        [
+            DecodedTokenLogprob(
+                token.token,
+                token.raw,
+                token.logprob or 0.0,
+                tuple((text, raw, logprob) for _, text, raw, logprob in token.top[:top]),
+                token.offset,
+            )
+            for token in rest
+        ]
+    )
+    answer = answer or completion_logprobs(())
+    [name] = completion_logprobs([DecodedTokenLogprob(first.token, first.raw, 0.0)]).tokens
+    return CompletionLogprobs(
+        [first.offset, *known.text_offset, *answer.text_offset],
+        [None, *known.token_logprobs, *answer.token_logprobs],
+        [name, *known.tokens, *answer.tokens],
+        [None, *known.top_logprobs, *answer.top_logprobs],
+    )
 
 
 def _token_string(text: str, raw: bytes) -> str:

@@ -16,7 +16,7 @@ from dynamo.application.items import (
     TokenLogprobs,
     UsageCounter,
 )
-from dynamo.application.openai.prompt_logprobs import PromptLogprobsOptions, add_prompt_logprobs
+from dynamo.application.openai.logprobs import PromptLogprobsOptions, add_prompt_logprobs
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Fields of answers with the model's reasoning; clients read one or the other."""

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.openai.body import decode_body
-from dynamo.application.openai.chat import ChatParts
-from dynamo.application.openai.field_names import FieldNames
+from dynamo.application.openai.chat import ChatParts, FieldNames
 from dynamo.application.openai.generation_body import (
     STRUCTURE_FIELDS,
     GenerationBody,

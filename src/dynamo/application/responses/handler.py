@@ -18,10 +18,9 @@ from dynamo.application.responses.body import (
 )
 from dynamo.application.responses.event_log import replay
 from dynamo.application.responses.input_items import Item, read_input
-from dynamo.application.responses.response_object import new_response
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.responses.turn import Turn
-from dynamo.application.responses.writer import ResponseItemWriter
+from dynamo.application.responses.writer import ResponseItemWriter, new_response
 from dynamo.application.routes import Route
 from dynamo.core.clock import Clock
 from dynamo.core.errors import InvalidRequest, NotFound, Unsupported
