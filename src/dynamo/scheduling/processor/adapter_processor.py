@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from dynamo.core.context import Context
 from dynamo.core.hashing import adapter_salt
-from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
+
+T = TypeVar("T")
 
 
 class AdapterProcessor:
@@ -19,28 +19,15 @@ class AdapterProcessor:
     def __init__(self, base: Any, adapter: str) -> None:
         self.tokenize, self.detokenize = base.tokenize, base.detokenize
         self.token_strings, self.token_bytes = base.token_strings, base.token_bytes
-        self._base = base
         self.adapter = adapter
 
-    def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
-        """Answer as the model does, with the adapter."""
-        chat: Awaitable[None] = self._base.chat(self._with_adapter(request), context, reply)
-        return chat
+        self.chat = self._wrap(base.chat)
+        self.complete = self._wrap(base.complete)
+        self.prepare_completion = self._wrap(base.prepare_completion)
 
-    async def complete(
-        self, request: CompletionRequest, context: Context, reply: TextReply
-    ) -> None:
-        """Answer as the model does, with the adapter."""
-        await self._base.complete(self._with_adapter(request), context, reply)
-
-    async def prepare_completion(
-        self, request: CompletionRequest, context: Context, reply: TextReply
-    ) -> Callable[[], Awaitable[None]]:
-        """Prepare as the model does, with the adapter."""
-        send: Callable[[], Awaitable[None]] = await self._base.prepare_completion(
-            self._with_adapter(request), context, reply
-        )
-        return send
+    def _wrap(self, method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+        """Return a method of the model that answers with the adapter."""
+        return lambda request, *rest: method(self._with_adapter(request), *rest)
 
     def _with_adapter(self, request: Any) -> Any:
         salt = adapter_salt(self.adapter, request.options.salt)

@@ -31,7 +31,16 @@ class PromptLogprobsReader(Reply):
     end. `answer` reads the tokens; without `has_answer` they are dropped. `send` takes the prompt.
     """
 
-    __slots__ = ("_answer", "_echo", "_has_answer", "_ids", "_logprobs", "_prompt", "_send")
+    __slots__ = (
+        "_answer",
+        "_echo",
+        "_has_answer",
+        "_ids",
+        "_logprobs",
+        "_prompt",
+        "_send",
+        "_vocabulary",
+    )
 
     def __init__(
         self,
@@ -44,7 +53,9 @@ class PromptLogprobsReader(Reply):
         has_answer: bool,
     ) -> None:
         self._answer = answer
-        self._prompt = PromptDecoder(prompt, echo, vocabulary)
+        self._prompt = prompt
+        self._echo = echo
+        self._vocabulary = vocabulary
         self._send = send
         self._has_answer = has_answer
         self._ids: list[int] = []
@@ -60,25 +71,16 @@ class PromptLogprobsReader(Reply):
         return True
 
     def finish(self, end: Finish) -> None:
-        self._send(self._prompt.decode(end.prompt_logprobs))
+        self._send(self._decode_prompt(end.prompt_logprobs))
         if not self._has_answer:
             self._answer.finish(Finish("length"))
         elif not self._ids or self._answer.tokens(self._ids, self._logprobs or None):
             self._answer.finish(end)
 
-
-class PromptDecoder:
-    """Decodes the tokens of one prompt. Offsets count the characters of `echo`, in which special
-    tokens before the text are missing."""
-
-    def __init__(self, prompt: bytes, echo: str, vocabulary: Vocabulary) -> None:
-        self._prompt = prompt
-        self._echo = echo
-        self._vocabulary = vocabulary
-
-    def decode(self, logprobs: Sequence[PromptTokenLogprob]) -> list[DecodedPromptToken]:
-        """Return the tokens. The first one has no logprob. Raises `WorkerFailed` if logprobs are
-        missing."""
+    def _decode_prompt(self, logprobs: Sequence[PromptTokenLogprob]) -> list[DecodedPromptToken]:
+        """Return the tokens of the prompt. The first one has no logprob. Offsets count the
+        characters of `echo`, in which special tokens before the text are missing. Raises
+        `WorkerFailed` if logprobs are missing."""
         ids = unpack_ids(self._prompt)
         if len(logprobs) != len(ids) - 1:
             raise WorkerFailed(

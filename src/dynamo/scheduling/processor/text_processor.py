@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -115,6 +115,13 @@ class TextAnswerReply(Reply):
         self._reply.finish(self._choice, text_end)
 
 
+def _refuser(what: str) -> Callable[..., Awaitable[NoReturn]]:
+    async def refuse(processor: TextProcessor, *_: Any, **__: Any) -> NoReturn:
+        processor.refuse(what, "model")
+
+    return refuse
+
+
 class TextProcessor:
     """Sends conversations and prompts as they are through `send`, with what the caller and the
     configuration say of sampling. The other values are the server's own.
@@ -173,34 +180,20 @@ class TextProcessor:
         """Check a completion, and return the function that sends it. Raises as `chat`."""
         prompt, options = request.prompt, request.options
         if not isinstance(prompt, str):
-            self._refuse("token ids as a prompt", "prompt")
+            self.refuse("token ids as a prompt", "prompt")
         parameters = TextParameters(chat=False, values=self._sampling(options))
         echo = prompt if request.echo else ""
         reply.prompt(0, (options.n - 1) * len(echo.encode()))
         packed = _pad(_encode({"prompt": prompt}))
         return partial(self._send_choices, packed, parameters, options, context, reply, echo)
 
-    async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> list[int]:
-        """Raise `Unsupported`."""
-        del prompt, add_special
-        self._refuse("/tokenize", "model")
+    tokenize = _refuser("/tokenize")
+    detokenize = _refuser("/detokenize")
+    token_strings = _refuser("the strings of token ids")
+    token_bytes = _refuser("the bytes of token ids")
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """Raise `Unsupported`."""
-        del ids
-        self._refuse("/detokenize", "model")
-
-    async def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Raise `Unsupported`."""
-        del ids
-        self._refuse("the strings of token ids", "model")
-
-    async def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
-        """Raise `Unsupported`."""
-        del ids
-        self._refuse("the bytes of token ids", "model")
-
-    def _refuse(self, what: str, param: str) -> NoReturn:
+    def refuse(self, what: str, param: str) -> NoReturn:
+        """Raise `Unsupported` for what needs a tokenizer."""
         raise Unsupported(
             f"{what}: the tokenizer of {self.card.name} is not at hand, only its server",
             hint="name the model's folder or file after the server's URL at the start",
@@ -211,11 +204,11 @@ class TextProcessor:
         """Return what the caller and the configuration say of sampling, by OpenAI's names. Raises
         `Unsupported` for what names tokens."""
         if options.sampling.logit_bias:
-            self._refuse("logit_bias", "logit_bias")
+            self.refuse("logit_bias", "logit_bias")
         if options.prompt_logprobs is not None:
-            self._refuse("logprobs of the prompt", "prompt_logprobs")
+            self.refuse("logprobs of the prompt", "prompt_logprobs")
         if options.stop_token_ids:
-            self._refuse("stop_token_ids", "stop_token_ids")
+            self.refuse("stop_token_ids", "stop_token_ids")
         values: dict[str, Any] = self._defaults | msgspec.to_builtins(options.sampling)
         stop = (*options.stop, *self._stop_strings)
         own_values = {

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, Overloaded
 from dynamo.scheduling.router.labels import NO_CONSTRAINTS
+from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -99,8 +100,6 @@ T = TypeVar("T")
 
 PRIORITY_STEP_S = 1.0
 """Time that one step of priority is worth in orders by time."""
-GAP_EWMA_WEIGHT = 0.1
-"""Weight of the newest gap between two departures in their running mean."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
 
@@ -159,8 +158,7 @@ class WaitingQueue(Generic[T]):
         self._sorted: list[tuple[_SortKey, str]] = []
         self._entries: dict[str, tuple[_SortKey, QueueOrderable, T]] = {}
         self._count = 0
-        self._mean_gap_s = 0.0
-        self._last_departure_s: float | None = None
+        self._departures = DequeueRate()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -204,7 +202,7 @@ class WaitingQueue(Generic[T]):
         sort_key, _, item = entry
         del self._sorted[bisect_left(self._sorted, (sort_key, name))]
         if now is not None:
-            self._observe_departure(now)
+            self._departures.record_dequeue(now, len(self._entries))
         return item
 
     def ordered(self, now: float, limit: int | None = None) -> list[T]:
@@ -225,21 +223,14 @@ class WaitingQueue(Generic[T]):
 
     def estimate_wait_s(self) -> float:
         """Return the predicted wait of the last item, from the recent departures."""
-        return min(max(len(self._entries) * self._mean_gap_s, RETRY_MIN_S), RETRY_MAX_S)
+        wait_s = self._departures.predict_wait_s(len(self._entries) - 1)
+        return min(max(wait_s, RETRY_MIN_S), RETRY_MAX_S)
 
     def _starving(self, now: float) -> list[str]:
         """Return the starving items; the dict is in order of arrival."""
         latest = now - self._starvation_s
         starving = takewhile(lambda entry: entry[1][1].arrived_s <= latest, self._entries.items())
         return [name for name, _ in starving]
-
-    def _observe_departure(self, now: float) -> None:
-        if self._last_departure_s is not None:
-            gap_s = now - self._last_departure_s
-            self._mean_gap_s += (gap_s - self._mean_gap_s) * (
-                GAP_EWMA_WEIGHT if self._mean_gap_s else 1.0
-            )
-        self._last_departure_s = now
 
 
 class PendingRequestQueue:

@@ -52,6 +52,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+_SHARED_FIELDS = (
+    *("mode", "view", "candidates", "prompt_blocks", "overlap_blocks", "best_overlap_blocks"),
+    *("harm_weight", "itl_slo_ms"),
+)
+
+
 class DecisionEntry:
     """A logged decision; the explanation is built on request only."""
 
@@ -82,19 +88,12 @@ class DecisionEntry:
             router=router,
             worker=decision.worker,
             prefill=decision.prefill_worker,
-            mode=decision.mode,
-            view=decision.view,
-            candidates=decision.candidates,
             waited_ms=decision.waited_s * 1e3,
-            prompt_blocks=decision.prompt_blocks,
-            overlap_blocks=decision.overlap_blocks,
-            best_overlap_blocks=decision.best_overlap_blocks,
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
-            harm_weight=decision.harm_weight,
-            itl_slo_ms=decision.itl_slo_ms,
             costs=tuple(decision.cost_table()),
             outcome=self.outcome,
             why=describe_decision(decision),
+            **{name: getattr(decision, name) for name in _SHARED_FIELDS},
         )
 
 
