@@ -7,9 +7,9 @@
 A whole frontend runs (one output token, streamed) without sockets: the client's bytes go directly
 to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
 machine: calls of Python's functions, and with those of built-in ones. CPU is the minimum of 40
-rounds of 64 concurrent requests. A response is not stored. In mode kv, the last lines tell through
-how many files of the source a request passes, and its decision: from the router's entry until the
-ledger has the chosen worker.
+rounds of 64 concurrent requests. A response is not stored. The last lines in mode kv count the
+files of the source that a request passes, and those of its decision. A decision lasts from the
+entry of the router until the ledger has the chosen worker.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
-from dynamo.scheduling.router.roles import exceeds_thresholds
+from dynamo.scheduling.router.features import exceeds_thresholds
 
 log = logging.getLogger(__name__)
 

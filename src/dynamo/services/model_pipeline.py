@@ -37,11 +37,11 @@ from dynamo.scheduling.pipeline import (
 )
 from dynamo.scheduling.router import Policy
 from dynamo.scheduling.router.factory import KV, open_policy
+from dynamo.scheduling.router.features import decodes, only_prefills
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
 from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.scheduling.workers.prompt import make_prompt_reader
 from dynamo.sdk.decorators import spec_of

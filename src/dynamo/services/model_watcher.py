@@ -22,7 +22,7 @@ from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.scheduling.processor import ChatProcessor, TextProcessor
-from dynamo.scheduling.router.roles import only_decodes
+from dynamo.scheduling.router.features import only_decodes
 from dynamo.services.adapters import served_adapters
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline

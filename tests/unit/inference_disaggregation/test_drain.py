@@ -20,7 +20,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.inference.disaggregation import handover
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.router.roles import decodes
+from dynamo.scheduling.router.features import decodes
 from dynamo.testing.fakes import CollectedReply
 
 TIMING: dict[str, Any] = {"timing": "constant:0.5,5"}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo.operations.bench import process_cpu
-from dynamo.operations.bench.process_cpu import ProcessCpuMeter
+from dynamo.operations.bench import bench_result as process_cpu
+from dynamo.operations.bench.bench_result import ProcessCpuMeter
 
 
 def test_a_process_that_ends_meanwhile_counts_no_negative_time(

@@ -24,7 +24,7 @@ from dynamo.scheduling.router import (
     WorkerSelector,
     WorkerStatus,
 )
-from dynamo.scheduling.router.labels import ExcludedWorkersCache, excluded_workers
+from dynamo.scheduling.router.features import FeatureFilter, excluded_workers
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
 SCORES = {
@@ -168,16 +168,18 @@ def test_label_constraints_exclude_workers() -> None:
 
 
 def test_excluded_workers_are_remembered_until_the_instances_change() -> None:
-    cache, context = ExcludedWorkersCache(), Context("r", metadata={LABELS_KEY: "zone=x"})
+    cache, context = FeatureFilter(), Context("r", metadata={LABELS_KEY: "zone=x"})
     workers = {"a": instance("a", **{LABELS_KEY: {"zone": "x"}}), "b": instance("b")}
-    first = cache.get(workers, context)
+    first = cache.workers_without_labels(workers, context)
     assert first == {"b"}
-    assert cache.get(workers, context) is first
-    assert cache.get({**workers, "c": instance("c")}, context) == {"b", "c"}
+    assert cache.workers_without_labels(workers, context) is first
+    assert cache.workers_without_labels({**workers, "c": instance("c")}, context) == {"b", "c"}
     for number in range(200):
         with pytest.raises(RouterError.NoAvailableWorker):
-            cache.get(workers, Context("r", metadata={LABELS_KEY: f"zone={number}"}))
-    assert cache.get(workers, context) == {"b"}
+            cache.workers_without_labels(
+                workers, Context("r", metadata={LABELS_KEY: f"zone={number}"})
+            )
+    assert cache.workers_without_labels(workers, context) == {"b"}
 
 
 def test_the_score_of_the_seeds_example() -> None:

@@ -29,7 +29,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
 from dynamo.scheduling.admission import Admission, WorkerStarts
 from dynamo.scheduling.router.attempt import Attempt
-from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.features import excluded_workers
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry

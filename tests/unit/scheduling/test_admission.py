@@ -11,7 +11,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
-from dynamo.scheduling.router.labels import LABELS_KEY
+from dynamo.scheduling.router.features import LABELS_KEY
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.testing.fakes import CollectedReply
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.router.fake_cluster import ENGINE, instance
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
-from dynamo.scheduling.admission.prompt_workers import PromptWorkers
+from dynamo.scheduling.admission.first_tokens import PromptWorkers
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest

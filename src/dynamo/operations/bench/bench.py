@@ -15,14 +15,13 @@ from msgspec.structs import replace
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.operations.bench.bench_result import BenchResult, compute_result
+from dynamo.operations.bench.bench_result import BenchResult, ProcessCpuMeter, compute_result
 from dynamo.operations.bench.load_client import LoadClient, Unreachable
 from dynamo.operations.bench.load_generator import (
     LoadGenerator,
     ThroughputTimeline,
     synthetic_sessions,
 )
-from dynamo.operations.bench.process_cpu import ProcessCpuMeter
 from dynamo.operations.bench.prompts import PromptGenerator
 from dynamo.operations.bench.single_token_words import (
     token_counter_from_tokenizer,

@@ -56,9 +56,9 @@ from dynamo.scheduling.pipeline import (
 )
 from dynamo.scheduling.router import Policy
 from dynamo.scheduling.router.factory import KV, make_cost, open_policy
+from dynamo.scheduling.router.features import decodes, only_prefills
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policy import PolicyInputs
-from dynamo.scheduling.router.roles import decodes, only_prefills
 from dynamo.scheduling.workers.load_view import LOAD_METRICS_SUFFIX
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry

@@ -21,11 +21,10 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.admission.capacity import ClusterCapacity
-from dynamo.scheduling.admission.first_tokens import FirstTokens
+from dynamo.scheduling.admission.first_tokens import FirstTokens, PromptWorkers
 from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, QueuedRequest
-from dynamo.scheduling.admission.prompt_workers import PromptWorkers
 from dynamo.scheduling.admission.worker_starts import WorkerStarts
-from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.features import excluded_workers
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.ledger import Ledger

@@ -13,7 +13,7 @@ from math import inf
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.labels import find_excluded_workers
+from dynamo.scheduling.router.features import find_excluded_workers
 from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
 
 DispatchKey = str

@@ -19,8 +19,8 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.features import excluded_workers
 from dynamo.scheduling.router.harm_steering import HarmSteering
-from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt, PromptReader

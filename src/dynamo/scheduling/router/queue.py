@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, Overloaded
-from dynamo.scheduling.router.labels import NO_CONSTRAINTS
+from dynamo.scheduling.router.features import NO_CONSTRAINTS
 from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.prompt import Prompt
 

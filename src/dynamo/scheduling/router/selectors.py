@@ -24,7 +24,7 @@ from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.labels import LABELS_KEY, satisfies_constraints
 from dynamo.core.plugins import SELECTORS
 from dynamo.scheduling.router.costs.interface import lowest_indices
-from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
+from dynamo.scheduling.router.features import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.placement.candidates import SelectWorker
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.worker import WorkerState

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
+from dynamo.scheduling.router.features import exceeds_thresholds
 from dynamo.scheduling.router.queue import PendingRequest
-from dynamo.scheduling.router.roles import exceeds_thresholds
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 

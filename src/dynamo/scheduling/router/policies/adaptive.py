@@ -9,7 +9,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
-from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.features import excluded_workers
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     DEFAULT_TOKENS_PER_S,
     CapacityBalancer,

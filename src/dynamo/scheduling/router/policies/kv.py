@@ -11,8 +11,8 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
+from dynamo.scheduling.router.features import FeatureFilter, read_constraints
 from dynamo.scheduling.router.harm_steering import HarmSteering
-from dynamo.scheduling.router.labels import ExcludedWorkersCache, read_constraints
 from dynamo.scheduling.router.placement.solver import PlacementResult, PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy, PolicyInputs, no_workers_error
 from dynamo.scheduling.router.queue import PendingRequest
@@ -44,7 +44,7 @@ class KvPolicy(Policy):
         self._clock = inputs.clock
         self._block_tokens = inputs.block_tokens
         self._name = inputs.settings.policy
-        self._excluded_workers = ExcludedWorkersCache()
+        self._filter = FeatureFilter()
         self._placement_scheduled = False
         self._round_wanted = False
         self._timer_due_s: float | None = None
@@ -62,7 +62,7 @@ class KvPolicy(Policy):
         instances = self._client.instances
         excluded = frozenset(tried)
         if context.metadata:
-            unlabelled = self._excluded_workers.get(instances, context)
+            unlabelled = self._filter.workers_without_labels(instances, context)
             excluded = unlabelled | excluded if excluded else unlabelled
         if instances.keys() <= excluded:
             raise no_workers_error(self._client)

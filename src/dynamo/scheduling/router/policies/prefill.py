@@ -15,8 +15,8 @@ from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
+from dynamo.scheduling.router.features import exceeds_thresholds
 from dynamo.scheduling.router.policy import Decision, Policy
-from dynamo.scheduling.router.roles import exceeds_thresholds
 
 FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""
