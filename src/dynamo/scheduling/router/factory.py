@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import cast
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
@@ -72,7 +73,7 @@ async def open_policy(inputs: PolicyInputs) -> Policy:
     policy: Policy = await ROUTER_MODES.load(name)(inputs)
     if inputs.prefill_client is None or isinstance(policy, KvPolicy):
         return policy
-    return PrefillPolicy(policy, inputs.prefill_client, inputs.settings)
+    return cast("Policy", PrefillPolicy(policy, inputs.prefill_client, inputs.settings))
 
 
 async def open_basic_policy(inputs: PolicyInputs) -> Policy:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
 from dynamo.core.context import Context
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.settings.schema_router import BASIC_MODES, DisaggregationSettings, RouterSettings
-from dynamo.core.values import GenerateRequest, Load
+from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.router.costs.pair_price import OFF, THRESHOLDS
@@ -22,10 +22,10 @@ FALLBACK_MODE = "least_loaded"
 """The choice among prefill workers in modes that are no load-balancing mode of the client."""
 
 
-class PrefillPolicy(Policy):
+class PrefillPolicy:
     """Let another policy choose the worker that decodes, and choose the worker that computes the
     prompt among the instances of `prefill_client` by the same load-balancing mode. Without such an
-    instance, the decode worker computes the prompt."""
+    instance, the decode worker computes the prompt. All else is that of the other policy."""
 
     def __init__(self, policy: Policy, prefill_client: Client, settings: RouterSettings) -> None:
         self._policy = policy
@@ -53,18 +53,9 @@ class PrefillPolicy(Policy):
         self._stop_listening()
         await self._policy.close()
 
-    @property
-    def waiting(self) -> int:
-        return self._policy.waiting
-
-    def on_load_report(self, worker: str, load: Load, now: float) -> None:
-        self._policy.on_load_report(worker, load, now)
-
-    def cache_view_modes(self) -> Mapping[str, str]:
-        return self._policy.cache_view_modes()
-
-    def router_states(self) -> Mapping[str, str]:
-        return self._policy.router_states()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the other policy has, such as the requests that it holds."""
+        return getattr(self._policy, name)
 
     def update_settings(self, settings: RouterSettings) -> None:
         self._policy.update_settings(settings)
