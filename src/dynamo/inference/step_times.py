@@ -35,13 +35,10 @@ class TokenGaps:
         now = get_running_loop().time()
         if self._first_token_s:
             decode_seqs -= self._count_second_tokens(now)
-        self._count([now], decode_seqs)
+        self.on_steps([now], decode_seqs)
 
-    def on_skipped_steps(self, ends: Sequence[float], decode_seqs: int) -> None:
-        """Count the tokens of skipped steps by the times when they ended."""
-        self._count(ends, decode_seqs)
-
-    def _count(self, ends: Sequence[float], decode_seqs: int) -> None:
+    def on_steps(self, ends: Sequence[float], decode_seqs: int) -> None:
+        """Count the tokens of steps, also of skipped ones, by the times when they ended."""
         before, target_s, slow = self._last_step_s, self.target_s, 0
         for end in ends:
             slow += end - before > target_s

@@ -17,7 +17,7 @@ from dynamo.core.context import Context
 from dynamo.core.reply import SendRequest
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import GenerateRequest
-from dynamo.inference.disaggregation import handover
+from dynamo.inference.disaggregation import prefill_endpoint
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.features import decodes
@@ -91,7 +91,7 @@ async def test_a_worker_that_drains_waits_for_those_that_take_over(
     start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that takes over has no free batch slot when the request comes."""
-    monkeypatch.setattr(handover, "HANDOVER_S", 30.0)
+    monkeypatch.setattr(prefill_endpoint, "HANDOVER_S", 30.0)
     workers = [await start_worker(**TIMING), await start_worker(**TIMING, max_num_seqs=2)]
     async with open_frontend(workers[0]) as send:
         replies = await answer_while_a_worker_leaves(send, workers, drain, REQUESTS)

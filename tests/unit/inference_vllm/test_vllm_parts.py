@@ -29,9 +29,8 @@ from dynamo.core.values import (
 )
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.startup import start_error, without_collections
-from dynamo.inference.vllm.engine import VllmEngine
+from dynamo.inference.vllm.engine import HUNG_S, VllmEngine, VllmRank
 from dynamo.inference.vllm.kv_connector import VllmKvConnector, decode_params, encode_params
-from dynamo.inference.vllm.rank import HUNG_S, VllmRank
 from dynamo.inference.vllm.requests import PARAMETERS, RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import ADVICE
 from dynamo.testing.fakes import CollectedReply

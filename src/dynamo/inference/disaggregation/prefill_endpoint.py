@@ -1,13 +1,17 @@
-"""A prompt that an engine computes for another worker, which has to take its blocks in time."""
+"""A worker keeps blocks for others: of the prompts that it computes for them, and of the requests
+that leave it while it drains."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded
+from dynamo.core.tasks import wait_at_most
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.kv_source import FirstToken, PrefillSink
 
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 HOLD_S = 10.0
 """The blocks of a computed prompt are held for this time, and longer if they are many."""
+HANDOVER_S = 2.0
+"""A worker that takes over a request asks for its blocks within this time, or does without them."""
 MIN_BYTES_PER_S = 100e6
 """A slower transfer of the blocks may exceed the time for which they are held."""
 
@@ -64,3 +70,37 @@ class _Watched(PrefillSink):
     def on_first_token(self, first: FirstToken) -> bool:
         self._on_computed(self._blocks)
         return self._sink.on_first_token(first)
+
+
+class Handover:
+    """Counts the open `prefill` calls of a worker, and the requests that left it while it drains
+    and for which no such call has come yet."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left: set[tuple[str, int]] = set()
+        self._open_calls = 0
+        self._changed = asyncio.Event()
+
+    def on_request_left(self, request: GenerateRequest) -> None:
+        """Expect the worker to which this request was moved."""
+        self._left.add((request.request_id, request.choice))
+
+    @contextmanager
+    def track_call(self, request: GenerateRequest) -> Iterator[None]:
+        """Count the body of the `with` statement as a call for the blocks of `request`."""
+        self._left.discard((request.request_id, request.choice))
+        self._open_calls += 1
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            self._changed.set()
+
+    async def wait_until_done(self) -> None:
+        """Return when no call is open and none is expected any more."""
+        until = self._clock.now() + HANDOVER_S
+        while self._open_calls or (self._left and self._clock.now() < until):
+            self._changed.clear()
+            wait_s = None if self._open_calls else until - self._clock.now()
+            await wait_at_most(self._changed.wait(), wait_s)

@@ -139,11 +139,7 @@ class LlamaCppEngine(Engine):
             answer.fail(WorkerFailed("the engine was stopped"))
         for _ in range(self._waiting):
             self._free_slots.release()
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        """Wait until no thread is in the server, then end it."""
-        self._threads.shutdown()
+        await asyncio.to_thread(self._threads.shutdown)  # until no thread is in the server
         self._server = None
 
     def _check_prompt(self, request: GenerateRequest) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class EngineCore(Engine):
         self.counters.steps += len(ends)
         self.counters.generated_tokens += len(ends) * len(running)
         if self.token_gaps.target_s:
-            self.token_gaps.on_skipped_steps(ends, len(running))
+            self.token_gaps.on_steps(ends, len(running))
         self.publish_kv_events()
 
     def _deliver_token(

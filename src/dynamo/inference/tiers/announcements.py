@@ -9,7 +9,6 @@ from typing import Final
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import BlocksRemoved, KvEvent
-from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.inference.tiers.tier import KvTier
 
 SLICE_BLOCKS: Final = 2048
@@ -74,10 +73,7 @@ class TierAnnouncements:
     def _stored_slices(self, tier: KvTier) -> Iterator[Sequence[KvEvent]]:
         blocks = tier.held_blocks()
         while part := [*islice(blocks, SLICE_BLOCKS)]:
-            events = KvEventBuffer(tier.name)
-            for parent_hash, block_hash in part:
-                events.add_stored(parent_hash, block_hash)
-            yield events.drain()
+            yield tier.stored_events(part)
 
     def _removed_slices(self, tier: KvTier, hashes: Sequence[int]) -> Iterator[Sequence[KvEvent]]:
         for start in range(0, len(hashes), SLICE_BLOCKS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 import msgspec
@@ -130,8 +130,12 @@ class KvTier(ABC):
 
     def snapshot_events(self) -> list[KvEvent]:
         """Return events that rebuild the present state from an empty one."""
+        return self.stored_events(self.held_blocks())
+
+    def stored_events(self, blocks: Iterable[tuple[int, int]]) -> list[KvEvent]:
+        """Return events of blocks that are stored, (parent hash, hash) each."""
         events = KvEventBuffer(self.name)
-        for parent_hash, block_hash in self.held_blocks():
+        for parent_hash, block_hash in blocks:
             events.add_stored(parent_hash, block_hash)
         return events.drain()
 
