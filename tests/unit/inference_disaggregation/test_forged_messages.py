@@ -10,7 +10,7 @@ import pytest
 from tests.unit.inference_disaggregation.pair import Pair, make_request, with_pair
 
 from dynamo.core.errors import ProtocolError
-from dynamo.inference.disaggregation.messages import PrefillDecoder
+from dynamo.inference.disaggregation.messages import receive_prefill
 from dynamo.inference.kv_source import FirstToken, PrefillSink
 
 
@@ -43,7 +43,7 @@ class _Ignored(PrefillSink):
 )
 def test_impossible_messages_are_refused(kind: bytes, body: Any) -> None:
     with pytest.raises(ProtocolError):
-        PrefillDecoder(_Ignored()).feed(kind + msgspec.msgpack.encode(body))
+        receive_prefill(_Ignored(), kind + msgspec.msgpack.encode(body))
 
 
 def test_a_token_outside_the_vocabulary_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

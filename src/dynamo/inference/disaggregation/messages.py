@@ -59,29 +59,23 @@ class PrefillEncoder(PrefillSink):
         return self._send(b"f" + _encode(first))
 
 
-class PrefillDecoder:
-    """Decodes payloads and calls `sink`, at the caller's end."""
-
-    def __init__(self, sink: PrefillSink) -> None:
-        self._sink = sink
-
-    def feed(self, payload: bytes) -> bool:
-        """Decode one payload. Returns False when the sink has enough. Raises `ProtocolError`."""
-        kind, body = payload[:1], payload[1:]
-        try:
-            if kind == b"b":
-                first, block_ids, generations = _decode_blocks(body)
-                if len(block_ids) == len(generations):
-                    return self._sink.on_blocks(first, block_ids, generations)
-                raise ProtocolError(
-                    f"a prefill worker sent {len(generations)} generations of {len(block_ids)} "
-                    "blocks"
-                )
-            if kind == b"q":
-                self._sink.on_queued(_decode_count(body))
-                return True
-            if kind == b"f":
-                return self._sink.on_first_token(_decode_first_token(body))
-        except DECODE_ERRORS as error:
-            raise ProtocolError(f"a prefill worker sent a wrong message: {error}") from error
-        raise ProtocolError(f"a prefill worker sent a message of the unknown kind {kind!r}")
+def receive_prefill(sink: PrefillSink, payload: bytes) -> bool:
+    """Decode a payload at the caller's end and call `sink`. Returns False when the sink has enough.
+    Raises `ProtocolError`."""
+    kind, body = payload[:1], payload[1:]
+    try:
+        if kind == b"b":
+            first, block_ids, generations = _decode_blocks(body)
+            if len(block_ids) == len(generations):
+                return sink.on_blocks(first, block_ids, generations)
+            raise ProtocolError(
+                f"a prefill worker sent {len(generations)} generations of {len(block_ids)} blocks"
+            )
+        if kind == b"q":
+            sink.on_queued(_decode_count(body))
+            return True
+        if kind == b"f":
+            return sink.on_first_token(_decode_first_token(body))
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"a prefill worker sent a wrong message: {error}") from error
+    raise ProtocolError(f"a prefill worker sent a message of the unknown kind {kind!r}")

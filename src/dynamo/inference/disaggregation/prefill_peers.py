@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,9 +21,9 @@ from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.disaggregation.messages import (
     TRANSFER_KEY,
-    PrefillDecoder,
     PrefillRequest,
     encode_prefill_request,
+    receive_prefill,
 )
 from dynamo.inference.disaggregation.peer_prefill import PrefillPeer
 from dynamo.inference.kv_source import PrefillSink
@@ -85,7 +86,7 @@ class InstancePeer(PrefillPeer):
     ) -> None:
         call = PrefillRequest(replace(request, group=None), have_blocks, rank, wants_queue=True)
         payload = encode_prefill_request(call)
-        await self._client.call(self.instance, payload, context, PrefillDecoder(sink).feed)
+        await self._client.call(self.instance, payload, context, partial(receive_prefill, sink))
 
     async def close(self) -> None:
         """Abort the pulls in flight and end the connections."""

@@ -121,15 +121,19 @@ raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 """Returns a JSON text as it is, to be part of another."""
 
 
+GUIDED_DECODING: Mapping[StructureKind, tuple[str, Callable[[str], Any]]] = {
+    "json_schema": ("json", str),
+    "json_object": ("json_object", lambda _: True),
+    "regex": ("regex", str),
+    "choice": ("choice", decode_json),
+    "grammar": ("grammar", str),
+}
+"""Rows of a `FormTable` with the names of vLLM, which others have taken over."""
+
+
 def enum_schema(choices: str) -> str:
     """Return the JSON schema of one of several texts."""
     return msgspec.json.encode({"enum": decode_choices(choices)}).decode()
-
-
-def yes(value: object) -> bool:
-    """Return True, for what an engine is told by a flag."""
-    del value
-    return True
 
 
 def text_keys(logit_bias: Mapping[int, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from dynamo.core.values import (
     TokenLogprobs,
 )
 from dynamo.inference.engines.parameters import (
+    GUIDED_DECODING,
     FormTable,
     Parameter,
     ParameterTable,
@@ -26,7 +27,6 @@ from dynamo.inference.engines.parameters import (
     raw_json,
     same,
     text_keys,
-    yes,
 )
 from dynamo.inference.openai_server.foreign_chunk import ForeignChoice
 from dynamo.inference.openai_server.foreign_values import (
@@ -71,19 +71,12 @@ PARAMETERS = ParameterTable(
     *same("stops.min_tokens", "stops.stop_token_ids", "stops.ignore_eos"),
     Parameter("salt", "cache_salt", absent=""),
     Parameter("top_logprobs", "logprobs", absent=None),
-    Parameter("top_logprobs", "return_tokens_as_token_ids", yes, absent=None),
+    Parameter("top_logprobs", "return_tokens_as_token_ids", lambda _: True, absent=None),
     seed=_SEED,
 )
 """The parameters of vLLM and of servers that take its names."""
 FORMS = FormTable(
-    TITLE,
-    {
-        "json_schema": ("json", raw_json),
-        "json_object": ("json_object", yes),
-        "regex": ("regex", str),
-        "choice": ("choice", raw_json),
-        "grammar": ("grammar", str),
-    },
+    TITLE, {**GUIDED_DECODING, "json_schema": ("json", raw_json), "choice": ("choice", raw_json)}
 )
 
 

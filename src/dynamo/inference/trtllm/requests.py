@@ -10,6 +10,7 @@ from dynamo.core.errors import WorkerFailed
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.engines.answer import ForeignAnswer, read_ranked_logprobs
 from dynamo.inference.engines.parameters import (
+    GUIDED_DECODING,
     FormTable,
     Parameter,
     ParameterTable,
@@ -17,7 +18,6 @@ from dynamo.inference.engines.parameters import (
     check_extra,
     enum_schema,
     same,
-    yes,
 )
 
 PARAMETERS = ParameterTable(
@@ -33,16 +33,7 @@ PARAMETERS = ParameterTable(
     seed=Seed("seed", 1 << 63),
 )
 OWN_NAMES = PARAMETERS.names | {"n", "best_of", "use_beam_search"}
-FORMS = FormTable(
-    "TensorRT-LLM",
-    {
-        "json_schema": ("json", str),
-        "json_object": ("json_object", yes),
-        "regex": ("regex", str),
-        "choice": ("json", enum_schema),
-        "grammar": ("grammar", str),
-    },
-)
+FORMS = FormTable("TensorRT-LLM", {**GUIDED_DECODING, "choice": ("json", enum_schema)})
 
 
 class TrtllmTranslator:

@@ -11,14 +11,13 @@ from dynamo.core.errors import InvalidRequest, WorkerFailed, nearest_name_hint
 from dynamo.core.values import GenerateRequest, PromptTokenLogprob
 from dynamo.inference.engines.answer import ForeignAnswer, best_of, read_ranked_logprobs
 from dynamo.inference.engines.parameters import (
+    GUIDED_DECODING,
     FormTable,
     Parameter,
     ParameterTable,
     Seed,
     check_extra,
-    decode_json,
     same,
-    yes,
 )
 from dynamo.inference.vllm.kv_connector import decode_params, encode_params
 
@@ -35,17 +34,7 @@ PARAMETERS = ParameterTable(
     # batch, nor by FlashInfer.
     seed=Seed("seed", 1 << 63, if_random=False, if_greedy=False),
 )
-FORMS = FormTable(
-    "vLLM",
-    {
-        "json_schema": ("json", str),
-        "json_object": ("json_object", yes),
-        "regex": ("regex", str),
-        "choice": ("choice", decode_json),
-        "grammar": ("grammar", str),
-        "calls": ("grammar", str),
-    },
-)
+FORMS = FormTable("vLLM", {**GUIDED_DECODING, "calls": ("grammar", str)})
 OWN_NAMES = PARAMETERS.names | {"n", "structured_outputs"}
 """Names that no caller sets beside ours, told or not."""
 
