@@ -231,6 +231,16 @@ async def test_engines_with_other_connectors_exchange_nothing(start_worker: Star
     assert fallbacks(pair[0]) == {"transfer gone": 1}
 
 
+async def test_a_worker_whose_blocks_cannot_be_read_computes_nothing(pair: Pair) -> None:
+    worker, engine, other, connector = pair
+    for served in other.worker._endpoints:
+        if served.capabilities:
+            await served.announce({"blocks": {"tokenizer": 1}})
+    await answer(pair)
+    assert (engine.loaded, connector.computed) == ([b""], [])
+    assert fallbacks(worker) == {"transfer gone": 1}
+
+
 async def test_an_engine_that_started_without_a_connector_gets_no_role(
     start_worker: StartWorker,
 ) -> None:

@@ -83,15 +83,15 @@ class ConnectorPrefill(RemotePrefill):
         blocks = msgspec.convert(capabilities["blocks"], BlockIdentity)
 
         def is_candidate(instance: Instance) -> bool:
-            theirs = instance.capabilities
-            return (
-                instance.id != runtime.instance_id
-                and theirs.get("model") == capabilities["model"]
-                and theirs.get(CONNECTOR_KEY) == self._connector.kind
-                and not blocks.describe_differences(
-                    msgspec.convert(theirs.get("blocks", {}), BlockIdentity)
-                )
-            )
+            theirs, names = instance.capabilities, ("model", CONNECTOR_KEY)
+            if instance.id == runtime.instance_id or any(
+                theirs.get(name) != capabilities[name] for name in names
+            ):
+                return False
+            with suppress(msgspec.ValidationError):  # an error would end the watch of all workers
+                identity = msgspec.convert(theirs.get("blocks", {}), BlockIdentity)
+                return not blocks.describe_differences(identity)
+            return False
 
         self._client = await self._follow(is_candidate)
         declare_remote_prompt_metrics(runtime.metrics, self._read_counters)
