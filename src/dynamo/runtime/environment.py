@@ -26,15 +26,17 @@ DYN_NAMES: Final = {
 """Names of NVIDIA Dynamo's environment variables, and those of this project with their values."""
 
 
-def environment_settings(discovery: str = "", requests: str = "") -> Settings:
+def environment_settings(
+    discovery: str = "", requests: str = "", variables: Mapping[str, str] | None = None
+) -> Settings:
     """Load the settings of `DYNAMO_...` variables and of the file that `DYNAMO_CONFIG_PATH` names,
-    and those of `with_dyn_names`.
+    and those of `with_dyn_names`. `variables` win over those of the environment.
 
     Blocks. Raises `ConfigError`.
     """
     path = os.environ.get(CONFIG_PATH_VARIABLE, "")
     document = read_config_file(path) if path else None
-    environ = with_dyn_names(os.environ, discovery, requests)
+    environ = with_dyn_names({**os.environ, **(variables or {})}, discovery, requests)
     return resolve_settings({}, environ, document, read_secret_file).settings
 
 

@@ -117,24 +117,23 @@ def test_flags_of_vllm_are_settings_or_its_own_arguments() -> None:
 def test_planes_of_flags_win_over_the_environment() -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "mem", "DYN_FILE_KV": "/shared/kv"}
 
-    FRONTEND.settings(["--discovery-backend", "file"], environ)
-    assert environ["DYNAMO_RUNTIME__DISCOVERY"] == "file:/shared/kv"
+    settings = FRONTEND.settings(["--discovery-backend", "file"], environ)
+    assert settings["runtime.discovery"].raw == "file:/shared/kv"
 
     environ = {"ETCD_ENDPOINTS": "http://10.0.0.1:2379", "NATS_SERVER": "nats://10.0.0.2:4222"}
-    MOCKER.settings(["--request-plane", "nats"], environ)
-    assert "DYNAMO_RUNTIME__DISCOVERY" not in environ
-    assert environ["DYNAMO_ETCD_ENDPOINTS"] == "http://10.0.0.1:2379"
-    assert environ["DYNAMO_NATS_URL"] == "nats://10.0.0.2:4222"
+    settings = MOCKER.settings(["--request-plane", "nats"], environ)
+    assert "runtime.discovery" not in settings
+    assert settings["discovery.etcd.endpoints"].raw == "http://10.0.0.1:2379"
+    assert settings["messaging.nats.servers"].raw == "nats://10.0.0.2:4222"
+
+    own = {"DYNAMO_DISCOVERY__ETCD__ENDPOINTS": "http://own:2379"}
+    assert "discovery.etcd.endpoints" not in MOCKER.settings([], environ | own)
 
 
 def test_processes_without_a_folder_share_one() -> None:
-    first: dict[str, str] = {}
-    second: dict[str, str] = {}
-
-    FRONTEND.settings(["--http-port", "8123"], first)
-    MOCKER.settings([], second)
-    assert first["DYNAMO_RUNTIME__DISCOVERY"] == second["DYNAMO_RUNTIME__DISCOVERY"]
-    assert first["DYNAMO_RUNTIME__DISCOVERY"].startswith("file:")
+    first = FRONTEND.settings(["--http-port", "8123"], {})["runtime.discovery"].raw
+    assert first == MOCKER.settings([], {})["runtime.discovery"].raw
+    assert first.startswith("file:")
 
 
 @pytest.mark.parametrize(

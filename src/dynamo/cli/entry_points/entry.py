@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -65,10 +65,10 @@ class EntryPoint(msgspec.Struct, frozen=True):
         return serve_http(checked, args, settings, workers_only=bool(self.engine))
 
     def settings(
-        self, arguments: Sequence[str], environ: MutableMapping[str, str]
+        self, arguments: Sequence[str], environ: Mapping[str, str]
     ) -> Mapping[str, SourcedValue]:
-        """Return the settings of the arguments, and put the planes into the environment, which
-        reloads read again. Prints notes. Raises `ConfigError` and `Unsupported`."""
+        """Return the settings of the arguments, and those of planes that the environment has by
+        NVIDIA Dynamo's names. Prints notes. Raises `ConfigError` and `Unsupported`."""
         from dynamo.cli.run import print_note
 
         flags, parser = self.flags(), self.parser()
@@ -80,8 +80,8 @@ class EntryPoint(msgspec.Struct, frozen=True):
         translation = translate(flags, args, environ)
         for note in translation.notes:
             print_note(note)
-        environ.update(plane_variables({**environ, **translation.planes}))
-        settings = {**self._basis(), **translation.settings}
+        planes = plane_settings(environ, translation.planes)
+        settings = {**self._basis(), **planes, **translation.settings}
         if native:
             settings["engine.args"] = SourcedValue(engine_arguments(native), "arguments")
         return settings
@@ -97,17 +97,24 @@ class EntryPoint(msgspec.Struct, frozen=True):
         }
 
 
-def plane_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with this project's variables for the planes. Without a server or a
-    folder, all processes of the user on this host share the folder that programs use."""
+def plane_settings(
+    environ: Mapping[str, str], flags: Mapping[str, str]
+) -> Mapping[str, SourcedValue]:
+    """Return the settings of planes that `flags`, by their variables, and the environment stand
+    for, without those that the environment has itself. Without a server or a folder, all processes
+    of the user on this host share the folder that programs use."""
     from dynamo.core.settings import Settings
+    from dynamo.core.settings.load import read_environment
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.environment import with_dyn_names
 
-    variables = with_dyn_names(environ)
-    if "DYNAMO_ETCD_ENDPOINTS" in variables:
-        return variables
-    return {"DYNAMO_RUNTIME__DISCOVERY": deployment_of(Settings()).discovery_url, **variables}
+    variables = with_dyn_names({**environ, **flags})
+    if "DYNAMO_ETCD_ENDPOINTS" not in variables:
+        shared = deployment_of(Settings()).discovery_url
+        variables = {"DYNAMO_RUNTIME__DISCOVERY": shared, **variables}
+    given = read_environment(environ)
+    settings = read_environment(variables)
+    return {key: value for key, value in settings.items() if key not in given}
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:

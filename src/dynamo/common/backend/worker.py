@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,6 +17,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.compatibility.calls import CompatContext, instance_number
 from dynamo.runtime.compatibility.objects import CompatEndpoint, CompatRuntime
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.services.compatibility.models import (
     KvEventPublisher,
@@ -100,8 +99,8 @@ class EngineHarness:
                 f"{type(self.engine).__name__} is no LLMEngine", hint="engines of tokens are served"
             )
         configure_dynamo_logging()
-        os.environ.update(self.config.environment())
-        runtime = CompatRuntime.create(DistributedRuntime, asyncio.get_running_loop())
+        settings = environment_settings(variables=self.config.environment())
+        runtime = CompatRuntime(DistributedRuntime(settings, "process", ""))
         runtime.stop_on(signal.SIGINT, signal.SIGTERM)
         try:
             await runtime.ready()

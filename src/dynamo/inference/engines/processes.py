@@ -57,7 +57,7 @@ class EngineProcesses:
             if self._closed:
                 raise WorkerFailed("the engine was stopped before its processes were started")
             self._starts += 1
-        os.environ[name] = value
+        os.environ[name] = value  # the engine starts its processes, and takes no variables
         try:
             yield
         finally:

@@ -49,9 +49,9 @@ def start_llm(
 
     Raises `ModelUnavailable` or `ConfigError` with the reason that vLLM's processes have printed.
     """
-    for name, value in ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():  # vLLM reads these nowhere else
         os.environ.setdefault(name, value)
-    os.environ.update(environment)
+    os.environ.update(environment)  # CUDA reads the cards there alone
     logging.logProcesses = True  # vLLM's own format has the process id
     with starting("vLLM", "vllm", processes, ADVICE):
         from vllm import envs

@@ -85,7 +85,7 @@ class ReferenceEncoder(Encoder):
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read there alone
         self._load: Callable[[], Any] = partial(_load_library, tokenizers.Tokenizer.from_file, path)
         self._library = self._load()
         self._library_without_special: Any = None
