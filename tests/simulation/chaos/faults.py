@@ -42,11 +42,11 @@ async def drop_events_repeatedly(
     while True:
         await clock.sleep(rng.expovariate(1 / faults.event_loss_every_s))
         frontend = rng.choice(frontends)
-        frontend.events.sever()
+        frontend.events.network.sever(breaks=True)
         try:
             await clock.sleep(rng.uniform(*faults.partition_s))
         finally:
-            frontend.events.rejoin()
+            frontend.events.network.rejoin()
 
 
 class SimulatedWorkers:

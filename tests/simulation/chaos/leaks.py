@@ -8,8 +8,8 @@ from itertools import cycle
 
 from tests.simulation.chaos.processes import SimulatedFrontend, SimulatedWorker
 
-from dynamo.communication.events import memory as event_places
-from dynamo.communication.requests import memory as request_places
+from dynamo.communication import memory_transport
+from dynamo.communication.events.records import KEY_ROOT, parse_key
 from dynamo.communication.transfer import memory as transfer_places
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
@@ -153,12 +153,20 @@ async def find_leaked_records(
 ) -> list[str]:
     """Describe discovery records of dead workers, and missing records of running ones."""
     discovery = frontends[0].runtime.discovery
-    counts = Counter(key.rsplit("/", 1)[-1] for key in await discovery.get("/"))
-    for frontend in frontends:
-        counts.pop(frontend.runtime.instance_id, None)
+    keys = list(await discovery.get("/"))
+    counts = Counter(key.rsplit("/", 1)[-1] for key in keys if not key.startswith(KEY_ROOT))
+    publishers = [parse_key(key).publisher for key in keys if key.startswith(KEY_ROOT)]
+    routers = {frontend.runtime.instance_id for frontend in frontends}
     names = {worker.name for worker in workers}
+    for router in routers:
+        counts.pop(router, None)
     expected = max(counts.values(), default=0)
     leaks = [f"{counts[name]} records of the dead {name}" for name in counts.keys() - names]
+    leaks += [
+        f"an event source of the dead {publisher}"
+        for publisher in publishers
+        if publisher.partition("/")[0] not in names | routers
+    ]
     incomplete = [name for name in names if counts[name] != expected]
     return leaks + [f"{counts[name]} of {expected} records of {name}" for name in incomplete]
 
@@ -167,8 +175,7 @@ def open_planes() -> Counter[str]:
     """Count the memory planes of this process that are not closed, by kind."""
     return Counter(
         {
-            "request planes": len(request_places._planes),
-            "event places": len(event_places._buses),
+            "listening planes": len(memory_transport._listening),
             "transfer planes": len(transfer_places._planes),
         }
     )

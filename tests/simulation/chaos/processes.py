@@ -212,13 +212,13 @@ class SimulatedWorker:
     @property
     def partitioned(self) -> bool:
         """Whether the network is cut."""
-        return self._requests.severed
+        return self._requests.network.severed
 
     def partition(self) -> None:
         """Cut the worker off from the network."""
         self._catch_up()
-        self._requests.sever()
-        self._events.sever()
+        self._requests.network.sever()
+        self._events.network.sever(breaks=True)
         for plane in self._runtime.transfers:
             plane.sever()
 
@@ -230,12 +230,12 @@ class SimulatedWorker:
 
     def rejoin(self) -> None:
         """Connect the worker to the network again. A dead one stays silent."""
-        self._requests.rejoin()
+        self._requests.network.rejoin()
         for plane in self._runtime.transfers:
             plane.rejoin()
         if not self.alive:
             return
-        self._events.rejoin()
+        self._events.network.rejoin()
         if self._lease_expired:
             self._lease_expired = False
             self._leased_discovery.lose_lease()
@@ -245,7 +245,7 @@ class SimulatedWorker:
         not know yet."""
         self._catch_up()
         self.alive = False
-        self._events.sever()
+        self._events.network.sever(breaks=True)
         self._requests.abort()
         for plane in self._runtime.transfers:
             plane.abort()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Event
 from dynamo.communication.events.memory import MemoryEvents
 from dynamo.communication.requests import ResponseWriter
@@ -49,7 +50,7 @@ class OpenCall:
     async def send(self, payload: bytes) -> None:
         assert self.outgoing is not None
         self.outgoing.send(payload)
-        for _ in range(3):
+        for _ in range(4):
             await asyncio.sleep(0)
 
 
@@ -65,11 +66,11 @@ async def call() -> AsyncIterator[OpenCall]:
 
 async def test_held_items_arrive_in_order_after_rejoin(call: OpenCall) -> None:
     await call.send(b"1")
-    call.server.sever()
+    call.server.network.sever()
     await call.send(b"2")
     await call.send(b"3")
     assert call.received == [b"1"]
-    call.server.rejoin()
+    call.server.network.rejoin()
     await call.send(b"4")
     assert call.received == [b"1", b"2", b"3", b"4"]
 
@@ -77,48 +78,57 @@ async def test_held_items_arrive_in_order_after_rejoin(call: OpenCall) -> None:
 async def test_disconnect_fails_the_call_at_once_and_the_handler_after_rejoin(
     call: OpenCall,
 ) -> None:
-    call.server.sever()
+    call.server.network.sever()
     await call.send(b"late")
     call.client.disconnect(call.server.address)
     with pytest.raises(WorkerFailed):
         await call.call
     await call.send(b"later")
     assert not call.ended.is_set()
-    call.server.rejoin()
+    call.server.network.rejoin()
     await call.ended.wait()
     await call.send(b"latest")
     assert call.received == []
 
 
 async def test_an_abort_fails_the_call_after_rejoin(call: OpenCall) -> None:
-    call.server.sever()
+    call.server.network.sever()
     call.server.abort()
     await call.ended.wait()
     await asyncio.sleep(0)
     assert not call.call.done()
-    call.server.rejoin()
+    call.server.network.rejoin()
     with pytest.raises(WorkerFailed):
         await call.call
 
 
 async def test_lost_events_are_repaired_after_rejoin() -> None:
-    subscriber, publisher = MemoryEvents("severed"), MemoryEvents("severed")
+    directory = await MemoryDiscovery.open("memory:severed")
+    subscriber, publisher = [await MemoryEvents.open("memory:", directory) for _ in range(2)]
     events: list[Event] = []
-    source = await publisher.open_source("s", "p")
-    await subscriber.subscribe("s", events.append)
+    arrived = asyncio.Event()
 
-    async def publish(payload: bytes) -> list[tuple[str, bytes]]:
-        source.publish(payload)
-        for _ in range(3):
-            await asyncio.sleep(0)
+    def listen(event: Event) -> None:
+        events.append(event)
+        arrived.set()
+
+    source = await publisher.open_source("s", "p")
+    await subscriber.subscribe("s", listen)
+
+    async def seen(count: int) -> list[tuple[str, bytes]]:
+        while len(events) < count:
+            arrived.clear()
+            await arrived.wait()
         return [(event.kind, event.payload) for event in events]
 
-    await asyncio.sleep(0)
-    assert await publish(b"1") == [("event", b"1")]
-    publisher.sever()
-    assert await publish(b"2") == [("event", b"1")]
-    publisher.rejoin()
-    kinds = await publish(b"3")
-    assert kinds == [("event", b"1"), ("stale", b""), ("event", b"2"), ("event", b"3")]
+    source.publish(b"1")
+    assert await seen(1) == [("event", b"1")]
+    publisher.network.sever(breaks=True)
+    assert await seen(2) == [("event", b"1"), ("stale", b"")]
+    source.publish(b"2")
+    publisher.network.rejoin()
+    source.publish(b"3")
+    assert (await seen(4))[2:] == [("event", b"2"), ("event", b"3")]
     await subscriber.close()
     await publisher.close()
+    await directory.close()

@@ -42,13 +42,14 @@ class FakeRouter:
         view = CacheView(self.clock)
         self.solver = PlacementSolver(self.ledger, view, PredictedCost(), Random(name))
         self.change_count = 0
+        self.loses_events = False
         self.ledger.on_first_token.append(self._on_change)
         self.replicas = ReplicaSync(self.clock, name, self.ledger, publish=name != "server")
 
     async def start(self) -> None:
-        self.events = await MemoryEvents.open(
-            f"memory:{self.plane}", await open_discovery(f"memory:{self.plane}")
-        )
+        self.directory = await open_discovery(f"memory:{self.plane}")
+        self.events = await MemoryEvents.open("memory:", self.directory)
+        self.events.lossy = lambda first: self.loses_events and first % 2 == 1
         await self.replicas.start(self.events, SUBJECT)
 
     async def close(self) -> None:
@@ -233,7 +234,7 @@ async def test_only_the_requests_of_a_dead_router_are_removed(start_router: Star
 async def test_lost_events_are_repaired(start_router: StartRouter) -> None:
     first_router, second_router = await start_router("one"), await start_router("other")
     await settle()
-    second_router.events.lossy = lambda first: first % 2 == 1
+    second_router.loses_events = True
     sent = [first_router.send(str(number), 16 * (1 + number)) for number in range(6)]
     for active in sent[:3]:
         await settle()
@@ -241,7 +242,7 @@ async def test_lost_events_are_repaired(start_router: StartRouter) -> None:
         await settle()
         first_router.end(active)
     await settle()
-    second_router.events.lossy = None
+    second_router.loses_events = False
     last = first_router.send("last", 16)
     await settle()
     assert second_router.active_requests() == first_router.active_requests()
