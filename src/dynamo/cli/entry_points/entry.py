@@ -112,9 +112,9 @@ def plane_settings(
     if "DYNAMO_ETCD_ENDPOINTS" not in variables:
         shared = deployment_of(Settings()).discovery_url
         variables = {"DYNAMO_RUNTIME__DISCOVERY": shared, **variables}
-    given = read_environment(environ)
+    own = read_environment(environ)
     settings = read_environment(variables)
-    return {key: value for key, value in settings.items() if key not in given}
+    return {key: value for key, value in settings.items() if key not in own}
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:

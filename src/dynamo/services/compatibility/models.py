@@ -241,7 +241,7 @@ async def register_model(
     """
     _check_options(options)
     _check_kind(model_input, model_type, worker_type, needs, lora_name)
-    runtime, path = endpoint.runtime, endpoint.native.path
+    runtime = endpoint.runtime
     await runtime.ready()
     _check_free(endpoint)
     config = runtime_config or ModelRuntimeConfig()
@@ -262,7 +262,13 @@ async def register_model(
             )
             card = msgspec.structs.replace(card, chat_template=template, tool_template=None)
         model = TokenModel(runtime.native, card, config)
+    await _register(endpoint, model)
+
+
+async def _register(endpoint: CompatEndpoint, model: RegisteredModel) -> None:
+    """Register a model, and serve it if its handler is served already."""
     _check_free(endpoint)
+    runtime, path = endpoint.runtime, endpoint.native.path
     runtime.models[path] = model
     if handler := runtime.handlers.get(path):
         try:
