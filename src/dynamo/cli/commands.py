@@ -60,25 +60,12 @@ COMMANDS = {
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
     ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
-    "_frontend": Command(
-        "dynamo.cli.entry_points.entry:FRONTEND", "NVIDIA Dynamo's frontend", hidden=True
-    ),
-    "_mocker": Command(
-        "dynamo.cli.entry_points.entry:MOCKER", "NVIDIA Dynamo's mocker", hidden=True
-    ),
-    "_vllm": Command("dynamo.cli.entry_points.entry:VLLM", "NVIDIA Dynamo's vllm", hidden=True),
-    "_sglang": Command(
-        "dynamo.cli.entry_points.entry:SGLANG", "NVIDIA Dynamo's sglang", hidden=True
-    ),
-    "_trtllm": Command(
-        "dynamo.cli.entry_points.entry:TRTLLM", "NVIDIA Dynamo's trtllm", hidden=True
-    ),
-    "_router": Command(
-        "dynamo.cli.entry_points.entry:ROUTER", "NVIDIA Dynamo's router", hidden=True
-    ),
-    "_planner": Command(
-        "dynamo.cli.entry_points.entry:PLANNER", "NVIDIA Dynamo's planner", hidden=True
-    ),
+    **{
+        f"_{name}": Command(
+            f"dynamo.cli.entry_points.entry:{name.upper()}", f"NVIDIA Dynamo's {name}", hidden=True
+        )
+        for name in ("frontend", "mocker", "vllm", "sglang", "trtllm", "router", "planner")
+    },
     "_child": Command("dynamo.cli.child", "a process of a deployment", hidden=True),
 }
 

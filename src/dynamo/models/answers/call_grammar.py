@@ -26,11 +26,15 @@ JSON_STYLE = {
 _DEFINITIONS = ("$defs", "definitions")
 
 
+WriteCall = Callable[["CallGrammar", str, Mapping[str, Any]], str]
+"""Returns the expression of one call, from a tool's name and the schema of its parameters."""
+
+
 class CallLayout(msgspec.Struct, frozen=True):
     """How a family writes calls: the expression of one call, and expressions around all of them.
     `between` None: an answer has one call at most."""
 
-    write: Callable[[CallGrammar, str, Mapping[str, Any]], str]
+    write: WriteCall
     before: str = ""
     between: str | None = ""
     after: str = ""
@@ -38,6 +42,11 @@ class CallLayout(msgspec.Struct, frozen=True):
 
 WriteCalls = Callable[["CallGrammar"], CallLayout]
 """Chooses the layout of a model's calls."""
+
+
+def joined_by(between: str, write: WriteCall) -> WriteCalls:
+    """Return the layout of calls with a text between them and nothing around."""
+    return lambda grammar: CallLayout(write, between=grammar.literal(between))
 
 
 class CallGrammar:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.models.answers.alphabet import MarkerAlphabet
+from dynamo.models.answers.call_grammar import joined_by
 from dynamo.models.answers.family import Family
 from dynamo.models.answers.formats import deepseek, gemma, harmony, kimi, llama, mistral, tagged
 from dynamo.models.answers.reader import AnswerFormat
@@ -25,7 +26,7 @@ FAMILIES = (
         layout=(tagged.CALL_END, tagged.FUNCTION_END, tagged.PARAMETER, tagged.PARAMETER_END),
         stops=("<|im_end|>", "<|endoftext|>"),
         templates=("<function=",),
-        write_calls=tagged.function_layout,
+        write_calls=joined_by("\n", tagged.function_call),
     ),
     Family(
         "glm",
@@ -38,7 +39,7 @@ FAMILIES = (
         ),
         stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
         templates=("<arg_key>",),
-        write_calls=tagged.keyed_layout,
+        write_calls=joined_by("\n", tagged.keyed_call),
     ),
     Family(
         "kimi",
@@ -101,7 +102,7 @@ FAMILIES = (
         stops=("<|tool_response>", "<turn|>"),
         templates=(gemma.CALL,),
         opened=("<|channel>thought",),
-        write_calls=gemma.call_layout,
+        write_calls=joined_by("", gemma.write_call),
     ),
     Family(
         "mistral",
@@ -128,7 +129,7 @@ FAMILIES = (
         ),
         stops=("<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>", "<|end_of_text|>"),
         templates=("<|start_header_id|>", "<|header_start|>", "<|python_tag|>", "<|python_start|>"),
-        write_calls=llama.call_layout,
+        write_calls=joined_by("; ", llama.object_call),
     ),
     Family(
         "qwen3-hermes",
@@ -138,7 +139,7 @@ FAMILIES = (
         layout=(tagged.CALL_END,),
         stops=("<|im_end|>", "<|endoftext|>"),
         templates=(tagged.CALL,),
-        write_calls=tagged.hermes_layout,
+        write_calls=joined_by("\n", tagged.hermes_call),
     ),
 )
 """The families in the order in which chat templates are tried."""

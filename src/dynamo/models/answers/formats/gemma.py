@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo.core.errors import InvalidRequest
-from dynamo.models.answers.call_grammar import CallGrammar, CallLayout, properties
+from dynamo.models.answers.call_grammar import CallGrammar, properties
 from dynamo.models.answers.json_scanner import MAX_SCALAR_CHARS
 from dynamo.models.answers.scanner import Scanner, WaitingBool, marker_set
 from dynamo.models.answers.values import value_to_json
@@ -106,13 +106,8 @@ def _read_value(scan: Scanner, writer: AnswerWriter, depth: int) -> WaitingBool:
     return True
 
 
-def call_layout(grammar: CallGrammar) -> CallLayout:
-    """Return the layout of calls in Gemma's notation."""
-    del grammar
-    return CallLayout(_call)
-
-
-def _call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+def write_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of a call in Gemma's notation."""
     head = grammar.literal(f"{CALL}call:{name}")
     return f"{head} {_object(grammar, schema)} {grammar.literal(CALL_END)}"
 

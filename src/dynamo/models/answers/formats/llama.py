@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
+from dynamo.models.answers.call_grammar import CallGrammar
 from dynamo.models.answers.json_scanner import read_call_object
 from dynamo.models.answers.scanner import Scanner, WaitingBool, WaitingText
 from dynamo.models.answers.values import MAX_PYTHON_CHARS, python_to_json, value_to_json
@@ -113,10 +113,6 @@ def _keyword_arguments(text: str, writer: AnswerWriter) -> str | None:
     return "{" + ", ".join(pairs) + "}"
 
 
-def call_layout(grammar: CallGrammar) -> CallLayout:
-    """Return the layout of JSON objects, which Llama 4 writes, too."""
-    return CallLayout(_object_call, between=grammar.literal("; "))
-
-
-def _object_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+def object_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of a JSON object, which Llama 4 writes, too."""
     return grammar.json_call(f'{{"name": "{name}", "parameters": ', schema, "}")

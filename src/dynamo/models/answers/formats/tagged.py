@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.models.answers.call_grammar import CallGrammar, CallLayout
+from dynamo.models.answers.call_grammar import CallGrammar
 from dynamo.models.answers.json_scanner import read_call_object
 from dynamo.models.answers.scanner import Scanner, WaitingBool
 from dynamo.models.answers.values import TaggedArguments, read_value
@@ -86,27 +86,15 @@ def _read_keyed_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     return bool(tag)
 
 
-def hermes_layout(grammar: CallGrammar) -> CallLayout:
-    """Return the layout of `<tool_call>` with JSON."""
-    return CallLayout(_hermes_call, between=grammar.literal("\n"))
-
-
-def function_layout(grammar: CallGrammar) -> CallLayout:
-    """Return the layout of `<function=` tags (Qwen)."""
-    return CallLayout(_function_call, between=grammar.literal("\n"))
-
-
-def keyed_layout(grammar: CallGrammar) -> CallLayout:
-    """Return the layout of keys and values (GLM)."""
-    return CallLayout(_keyed_call, between=grammar.literal("\n"))
-
-
-def _hermes_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+def hermes_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of `<tool_call>` with JSON."""
     head = f'{CALL}\n{{"name": "{name}", "arguments": '
     return grammar.json_call(head, schema, f"}}\n{CALL_END}")
 
 
-def _function_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+def function_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of `<function=` tags (Qwen)."""
+
     def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
         del types
         return f"{PARAMETER}{key}>\n", f"\n{PARAMETER_END}\n"
@@ -115,7 +103,9 @@ def _function_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -
     return grammar.tagged_call(head, schema, tags, f"{FUNCTION_END}\n{CALL_END}")
 
 
-def _keyed_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+def keyed_call(grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the expression of keys and values (GLM)."""
+
     def tags(key: str, types: frozenset[str]) -> tuple[str, str]:
         del types
         return f"{KEY}{key}{KEY_END}\n{VALUE}", f"{VALUE_END}\n"
