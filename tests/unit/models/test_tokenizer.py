@@ -179,7 +179,11 @@ def test_the_pattern_of_byte_level_is_a_split_of_its_own(edited_tokenizer):
     def steps(pre):
         path = edited_tokenizer(pre_tokenizer=pre)
         fast, reference = FastEncoder(path), ReferenceEncoder(path)
-        texts = [*TEXTS, "it's 10 o'clock  \u00a0x\n\n y\u2028 z ", " " * 70_000 + "end"]
+        texts = [
+            *TEXTS,
+            "it's 10 o'clock  \u00a0x\n\n y\u2028 z\u180e \u180e\u180ez ",
+            " " * 70_000 + "end",
+        ]
         assert [*map(fast.encode, texts)] == [*map(reference.encode, texts)]
         explicit = json.loads(with_explicit_splits(path.read_bytes()))["pre_tokenizer"]
         return explicit and [step["type"] for step in explicit["pretokenizers"]]

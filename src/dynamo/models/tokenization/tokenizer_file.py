@@ -13,8 +13,11 @@ from dynamo.models.file_cache import read_json
 
 _MAX_TOKEN_ID = 1 << 21
 _MAX_TEXT_GROWTH = 16
-_BYTE_LEVEL_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern of GPT-2, by which the pre-tokenizer `ByteLevel` splits."""
+_BYTE_LEVEL_PATTERN = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+"
+    r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+"
+)
+"""The pattern of GPT-2, by which the pre-tokenizer `ByteLevel` splits. `\\s` would match U+180E, too."""
 _BYTE_LEVEL_SPLIT = {
     "type": "Split",
     "pattern": {"Regex": _BYTE_LEVEL_PATTERN},
