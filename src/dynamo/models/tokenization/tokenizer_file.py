@@ -17,7 +17,7 @@ _BYTE_LEVEL_PATTERN = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+"
     r"|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+"
 )
-"""The pattern of GPT-2, by which the pre-tokenizer `ByteLevel` splits. `\\s` would match U+180E, too."""
+"""The pattern of GPT-2, by which `ByteLevel` splits. `\\s` of a `Split` would match U+180E, too."""
 _BYTE_LEVEL_SPLIT = {
     "type": "Split",
     "pattern": {"Regex": _BYTE_LEVEL_PATTERN},
