@@ -150,6 +150,7 @@ class Replay:
     def _make_result(self, log: ReplayLog, wall_s: float, cpu_s: float) -> ReplayResult:
         plan = self._plan
         engines = plan.workers.count * plan.workers.ranks
+        counts = log.count_requests()
         return ReplayResult(
             trace=plan.trace,
             settings=plan.settings,
@@ -165,7 +166,7 @@ class Replay:
             duration_s=self._duration_s,
             preemptions=self._preemptions,
             evictions=self._evictions,
-            requests_per_worker=[log.count_requests(engine) for engine in range(engines)],
+            requests_per_worker=[counts[engine] for engine in range(engines)],
             prefills=PrefillCounts(log.completed - self._remote_prefills, self._remote_prefills),
             prefill_fallbacks=dict(self._fallbacks),
             kv_bytes_moved=self._kv_bytes_moved,

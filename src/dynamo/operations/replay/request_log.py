@@ -181,9 +181,9 @@ class ReplayLog:
         """Placements in the order in which they happened."""
         return map(PlacementRecord, self._requests, self._workers, self._placed_ms)
 
-    def count_requests(self, worker: int) -> int:
-        """Return the number of prompts and requests that the engine of that number got."""
-        return self._workers.count(worker) + self._prefills[worker]
+    def count_requests(self) -> Counter[int]:
+        """Return how many prompts and requests the engine of each number got."""
+        return Counter(self._workers) + self._prefills
 
     def on_fast_forward(self, ends: Sequence[float]) -> None:
         """Record a token at each time of `ends` for one request. Requests of one batch pass the

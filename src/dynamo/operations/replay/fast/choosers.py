@@ -124,6 +124,7 @@ class SolverChooser(Chooser):
     def on_finished(self, request: FastRequest) -> None:
         if request.placed is not None:
             self._ledger.end(request.placed, None)
+            request.placed = None  # its token log refers to the request
             if len(self.solver):
                 self._schedule()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,10 @@ from dynamo.operations.replay.workers import ReplayGroup
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
 from dynamo.scheduling.router.factory import KV
+
+
+PROGRESS_EVERY = 256
+"""Completed requests between two reports of progress."""
 
 
 class FastReplay(Replay, WorkerListener):
@@ -60,7 +65,11 @@ class FastReplay(Replay, WorkerListener):
         self._chooser = self._make_chooser()
         self._conversations = iter(conversations)
         self._start_next()
-        self._heap.run()
+        gc.freeze()  # else each collection visits the whole trace
+        try:
+            self._heap.run()
+        finally:
+            gc.unfreeze()
         self._duration_s = self._heap.time_s
         self._preemptions = sum(worker.preemptions for worker in self._workers)
         self._evictions = sum(worker.cache.evictions for worker in self._workers)
@@ -169,7 +178,8 @@ class FastReplay(Replay, WorkerListener):
     def on_finished(self, request: FastRequest) -> None:
         self._log.on_finished(request, request.end_s)
         self._chooser.on_finished(request)
-        self._report_progress(self._log)
+        if not self._log.completed % PROGRESS_EVERY:
+            self._report_progress(self._log)
         self._arrive(request.turns)
 
     def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:

@@ -20,7 +20,7 @@ from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import Leap, StepTime
 
-GAP_SPREAD = 0.01
+GAP_SPREAD = 0.02
 """The gaps of a leap are counted in parts within which they differ by this share."""
 MAX_GAP_PARTS = 8
 
@@ -182,6 +182,8 @@ class FastWorker:
     def _blocks_needed(self, first: int, steps: int) -> int:
         """Count the sequences that begin a block in these steps."""
         size, crossings = self._block_tokens, self._crossings
+        if steps == 1:
+            return crossings[first % size]
         whole, rest = divmod(steps, size)
         at = first % size
         need = sum(crossings[at : at + rest]) + sum(crossings[: max(0, at + rest - size)])
