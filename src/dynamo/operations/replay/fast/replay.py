@@ -29,7 +29,6 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
 from dynamo.scheduling.router.factory import KV
 
-
 PROGRESS_EVERY = 256
 """Completed requests between two reports of progress."""
 
