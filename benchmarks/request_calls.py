@@ -2,14 +2,15 @@
 """Count the function calls of a short request in a frontend, and measure its CPU without sockets.
 
     benchmarks/request_calls.py --model MODEL_DIR [--mode kv] [--api responses] [--requests 200]
-                                [--most 40]
+                                [--most 40] [--record]
 
 A whole frontend runs (one output token, streamed) without sockets: the client's bytes go directly
 to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
 machine: calls of Python's functions, and with those of built-in ones. CPU is the minimum of 40
-rounds of 64 concurrent requests. A response is not stored. The last lines in mode kv count the
-files of the source that a request passes, and those of its decision. A decision lasts from the
-entry of the router until the ledger has the chosen worker.
+rounds of 64 concurrent requests. A response is not stored. With `--record` the record of requests
+is written, whose thread is not part of the CPU. The last lines in mode kv count the files of the
+source that a request passes, and those of its decision. A decision lasts from the entry of the
+router until the ledger has the chosen worker.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ import uvloop
 
 import dynamo
 from dynamo.application import Application, Gateway
+from dynamo.application.generation.stories import Stories
 from dynamo.communication.frames import MAX_FRAME_BYTES, FrameSplitter, pack_items
 from dynamo.communication.http import HttpLimits
 from dynamo.communication.http.connection import HttpConnection, HttpServerState
 from dynamo.communication.requests.client_connection import ClientConnection
 from dynamo.communication.requests.protocol import DATA, OPEN, unpack_open
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import ModelSettings, RuntimeSettings
+from dynamo.core.settings.schema import ModelSettings, RecordSettings, RuntimeSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Finish, ProbeResult, Started
 from dynamo.runtime import DistributedRuntime
 from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.planning.record import RecordFiles, RequestRecorder
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.worker import WorkerService
 
@@ -269,6 +272,14 @@ async def main(arguments: argparse.Namespace) -> None:
         )
         gateway = Gateway()
         application = Application(settings.server, gateway, runtime.clock, runtime.metrics)
+        if arguments.record:
+            files = RecordFiles(
+                lambda: Path(state) / "record", "b", RecordSettings(), runtime.clock
+            )
+            recorder = RequestRecorder(files, runtime.clock, runtime.metrics)
+            recorder.start()
+            stack.push_async_callback(recorder.close)
+            application.generation.stories = Stories(recorder.add, runtime.clock.wall)
         ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
         while not runtime.health.healthy:
             await runtime.clock.sleep(0.05)
@@ -306,5 +317,6 @@ if __name__ == "__main__":
     parser.add_argument("--api", choices=APIS, default="chat")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--most", type=int, default=0)
+    parser.add_argument("--record", action="store_true")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main(parser.parse_args()))

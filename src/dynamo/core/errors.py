@@ -12,6 +12,9 @@ import msgspec
 
 from dynamo.core.redaction import redact
 
+CANCELLED = "cancelled"
+"""The code of a request whose reader wanted no more."""
+
 
 class DynamoError(Exception):
     """Base of every error that a user may see. Message and hint show no secret of this process.
@@ -284,6 +287,15 @@ def decode_error(payload: bytes | memoryview) -> DynamoError:
     if isinstance(error, WorkerFailed):
         error.instance = record.instance
     return error
+
+
+def error_code(error: BaseException) -> str:
+    """Return the code of how a request ended, which may be `CANCELLED`."""
+    if isinstance(error, DynamoError):
+        return error.code
+    from asyncio import CancelledError
+
+    return CANCELLED if isinstance(error, CancelledError) else InternalError.code
 
 
 def nearest_name_hint(

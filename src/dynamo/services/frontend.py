@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.application import Application, Gateway
+from dynamo.application.generation.stories import Stories
 from dynamo.application.large_bodies import default_body_bytes
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
 from dynamo.application.responses.store import ResponseStore
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.settings import Settings
+from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.adapters import AdapterOrders
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
 from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.routing_queries import RoutingQueries
@@ -62,7 +65,7 @@ class FrontendService:
         runtime.on_leaving = lambda drain_s: http.leave(
             min(drain_s, runtime.settings.server.leave_s), drain_s
         )
-        runtime.add_shutdown_hook(http.stop)
+        runtime.add_shutdown_hook(lambda drain_s: self._stop(drain_s, http, application))
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
@@ -93,7 +96,10 @@ class FrontendService:
                 AdapterOrders(runtime, gateway) if runtime.settings.engine.lora_updates else None
             ),
         )
-        runtime.add_shutdown_hook(application.close)
+        self._recorder = _request_recorder(runtime)
+        if self._recorder is not None:
+            self._recorder.start()
+            application.generation.stories = Stories(self._recorder.add, runtime.clock.wall)
 
         def apply_settings(settings: Settings) -> None:
             application.update_settings(settings.server, settings.router.ttft_slo)
@@ -101,6 +107,11 @@ class FrontendService:
         apply_settings(runtime.settings)
         runtime.on_settings_change(apply_settings)
         return application
+
+    async def _stop(self, drain_s: float, http: HttpServer, application: Application) -> None:
+        await run_all(http.stop(drain_s), application.close(drain_s))
+        if self._recorder is not None:
+            await self._recorder.close()
 
     @staticmethod
     def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:
@@ -128,8 +139,26 @@ def _response_store(runtime: DistributedRuntime) -> ResponseStore:
     """Return the store in the state folder of the deployment, which its frontends share."""
 
     def path() -> Path:
-        deployment = deployment_of(runtime.settings)
-        deployment.create_folder()
-        return deployment.folder / RESPONSES_FILE
+        return _state_folder(runtime) / RESPONSES_FILE
 
     return ResponseStore(path, runtime.settings.responses, runtime.clock.wall)
+
+
+def _request_recorder(runtime: DistributedRuntime) -> RequestRecorder | None:
+    """Return the recorder of this process; None if `record.enabled` is off."""
+    settings = runtime.settings.record
+    if not settings.enabled:
+        return None
+
+    def folder() -> Path:
+        return _state_folder(runtime) / RECORD_FOLDER
+
+    files = RecordFiles(folder, runtime.instance_id, settings, runtime.clock)
+    return RequestRecorder(files, runtime.clock, runtime.metrics)
+
+
+def _state_folder(runtime: DistributedRuntime) -> Path:
+    """Return the state folder of the deployment, made if it is missing. Raises `ConfigError`."""
+    deployment = deployment_of(runtime.settings)
+    deployment.create_folder()
+    return deployment.folder

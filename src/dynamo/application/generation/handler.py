@@ -24,6 +24,7 @@ from dynamo.application.generation.replies import (
     StreamReply,
     UnaryReply,
 )
+from dynamo.application.generation.stories import Stories
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import ItemWriter, UsageCounter
 from dynamo.application.openai.body import decode_body
@@ -91,6 +92,7 @@ class GenerationHandler:
         self._clock = clock
         self._metrics = metrics
         self._caller_limits = caller_limits
+        self.stories: Stories | None = None
         self.concurrency = ConcurrencyLimit(
             server.max_concurrent_requests, server.max_waiting_requests
         )
@@ -194,8 +196,9 @@ class GenerationHandler:
     ) -> HttpReply:
         deadlines = self.deadlines
         metrics = self._metrics.for_model(exchange.model)
-        usage_counter = UsageCounter(options.n)
-        started = self._clock.now()
+        usage_counter, started = UsageCounter(options.n), self._clock.now()
+        if self.stories is not None:
+            self.stories.begin(exchange, started, options.priority, options.n, prompts)
         timing = TokenTiming(metrics, self._clock.now, started, options.n * prompts)
         reply_type: type[HttpReply] = StreamReply if exchange.streaming else UnaryReply
         if options.count_tokens:
@@ -211,9 +214,8 @@ class GenerationHandler:
                 if exchange.request.is_large:
                     await exchange.request.pause()
                 remaining_s = deadline.expires_at - self._clock.now()
-                answer = call(
-                    _make_context(exchange, remaining_s, passes_key=self._passes_key), reply
-                )
+                context = _make_context(exchange, remaining_s, passes_key=self._passes_key)
+                answer = call(context, reply)
                 del call  # frees the conversation while it is answered
                 await answer
             finally:
@@ -226,8 +228,10 @@ class GenerationHandler:
         finally:
             exchange.output.on_silence = None
             deadlines.stop(deadline)
-            duration_s = self._clock.now() - started
-            _record_metrics(metrics, usage_counter, timing, reply.remaining_choices, duration_s)
+            ended, missing = self._clock.now(), reply.remaining_choices
+            tokens = _record_metrics(metrics, usage_counter, timing, missing, ended - started)
+            if self.stories is not None:
+                self.stories.end(usage_counter, tokens, missing, ended)
 
     @asynccontextmanager
     async def open_context(self, exchange: Exchange) -> AsyncIterator[Context]:
@@ -267,12 +271,13 @@ def _record_metrics(
     timing: TokenTiming,
     remaining_choices: int,
     duration_s: float,
-) -> None:
-    """Record one request. Choices that did not end have no token counts, only texts."""
+) -> int:
+    """Record one request, and return its output tokens. Choices that did not end have no token
+    counts, only texts."""
     metrics.duration.observe(duration_s)
     timing.flush()
     if not usage.prompt_tokens:
-        return
+        return 0
     if usage.cached_tokens:
         metrics.cached_tokens.inc(usage.cached_tokens)
     metrics.input_length.observe(usage.prompt_tokens)
@@ -280,6 +285,7 @@ def _record_metrics(
     if remaining_choices:
         tokens = max(tokens, timing.recorded_texts)
     metrics.output_length.observe(tokens)
+    return tokens
 
 
 async def _complete_all(

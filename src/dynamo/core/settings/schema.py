@@ -163,6 +163,26 @@ class ResponsesSettings(SettingsSection, frozen=True):
     )
 
 
+class RecordSettings(SettingsSection, frozen=True):
+    """The record of requests, without their words, in the deployment's state folder."""
+
+    enabled: bool = setting(
+        True,
+        "record arrival, lengths, times, worker and end of each request, for `dynamo record`, "
+        "`replay` and `calibrate`",
+        flag="--record",
+    )
+    keep: float = setting(
+        30 * 86_400.0, "time after which a file of the record is deleted", unit="seconds", ge=1
+    )
+    max_bytes: int = setting(
+        256 << 20,
+        "size of the record; beyond it the oldest files are deleted",
+        unit="bytes",
+        ge=1 << 20,
+    )
+
+
 class ModelSettings(SettingsSection, frozen=True):
     """The served model."""
 
@@ -318,6 +338,7 @@ class Settings(SettingsSection, frozen=True):
     decode_workers: tuple[WorkerGroupSettings, ...] = setting(
         (), "groups of workers that compute answers"
     )
+    record: RecordSettings = RecordSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InstanceGone, InternalError, Unsupported
+from dynamo.core.errors import InstanceGone, Unsupported, error_code
 from dynamo.core.features import required_features
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
@@ -25,6 +24,7 @@ from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.workers import NO_RANKS, data_parallel_ranks
 from dynamo.telemetry import Registry
+from dynamo.telemetry.story import current_story
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class WorkerRouter:
     def _start_attempt(
         self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
     ) -> Attempt:
-        """Enter the attempt, notify the observers and wrap `reply` in an Attempt."""
+        """Enter the attempt, notify story and observers, and wrap `reply` in an Attempt."""
         prefill = decision.prefill
         if (placed := decision.placement) is None:
             workers, prompt = self.ledger.workers, decision.prompt
@@ -182,6 +182,8 @@ class WorkerRouter:
                 new_tokens=decision.new_tokens or prompt.tokens,
                 max_tokens=request.stops.max_tokens,
             )
+        if (story := current_story.get()) is not None:
+            story.attempts.append(placed)
         for observer in self._observers:
             observer.on_decision(request, decision)
         if prefill is None:
@@ -199,14 +201,6 @@ class WorkerRouter:
     ) -> None:
         self.ledger.end(attempt.placed, error)
         if self._observers:
-            outcome = attempt.outcome(_error_code(error))
+            outcome = attempt.outcome("" if error is None else error_code(error))
             for observer in self._observers:
                 observer.on_outcome(request, decision, outcome)
-
-
-def _error_code(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    if isinstance(error, DynamoError):
-        return error.code
-    return "cancelled" if isinstance(error, CancelledError) else InternalError.code

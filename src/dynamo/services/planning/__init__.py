@@ -1,0 +1,1 @@
+"""The notes of a deployment about its own load, for replays and plans."""

@@ -1,0 +1,87 @@
+"""Each request that generates text ends in one story, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dynamo.application.generation.stories import Stories
+from dynamo.telemetry.story import Story
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "spoken", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+def listen(site: Any) -> list[Story]:
+    stories: list[Story] = []
+    site.application.generation.stories = Stories(stories.append, lambda: 1_700_000_000.0)
+    return stories
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_whole_answer_has_its_tokens(site: Any, connect: Any, path: str) -> None:
+    stories = listen(site)
+    prompt = {
+        CHAT: {"messages": BODY["messages"]},
+        "/v1/messages": {"messages": BODY["messages"], "max_tokens": 3},
+        "/v1/completions": {"prompt": "one two three"},
+        "/v1/responses": {"input": "one two three"},
+    }[path]
+    async with connect(site.port) as client:
+        client.ask("POST", path, {"model": "spoken", **prompt})
+        assert (await client.answer()).status == 200
+    (story,) = stories
+    assert (story.end, story.model) == ("", "words")
+    assert (story.prompt_tokens, story.cached_tokens, story.output_tokens) == (3, 1, 3)
+    assert story.ended_s >= story.began_s
+    assert story.wall_s == 1_700_000_000.0
+
+
+async def test_the_choices_of_all_prompts_are_one_story(site: Any, connect: Any) -> None:
+    stories = listen(site)
+    async with connect(site.port) as client:
+        client.ask("POST", "/v1/completions", {"model": "words", "prompt": ["a b", "c d"], "n": 2})
+        assert (await client.answer()).status == 200
+    (story,) = stories
+    assert (story.prompts, story.choices) == (2, 2)
+    assert (story.prompt_tokens, story.output_tokens) == (4, 8)
+
+
+@pytest.mark.parametrize(("fails", "code"), [("before", "no_workers"), ("after", "worker_failed")])
+async def test_a_failure_is_told(site: Any, connect: Any, fails: str, code: str) -> None:
+    stories = listen(site)
+    site.processor.fails = fails
+    async with connect(site.port) as client:
+        client.ask("POST", CHAT, BODY)
+        await client.answer()
+    assert [story.end for story in stories] == [code]
+
+
+async def test_a_rejection_and_a_client_that_left_are_told(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
+    stories = listen(site)
+    site.processor.gate.clear()
+    async with connect(site.port) as leaves, connect(site.port) as late:
+        leaves.ask("POST", CHAT, {**BODY, "stream": True})
+        await site.processor.entered.wait()
+        late.ask("POST", CHAT, BODY)
+        assert (await late.answer()).status == 503
+        assert [story.end for story in stories] == ["overloaded"]
+    await site.processor.cancelled.wait()
+    while len(stories) < 2:
+        await asyncio.sleep(0)
+    assert stories[1].end == "cancelled"
+
+
+async def test_requests_of_a_connection_have_stories_of_their_own(site: Any, connect: Any) -> None:
+    stories = listen(site)
+    async with connect(site.port) as client:
+        for prompt in ("a", "a b c d"):
+            body = {"model": "words", "messages": [{"role": "user", "content": prompt}]}
+            client.ask("POST", CHAT, body)
+            await client.answer()
+        client.ask("POST", "/tokenize", {"prompt": "a b"})
+        assert (await client.answer()).status == 200
+    assert [story.prompt_tokens for story in stories] == [1, 4]
