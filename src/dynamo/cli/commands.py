@@ -59,6 +59,9 @@ COMMANDS = {
     "bench": Command(
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
     ),
+    "record": Command(
+        "dynamo.cli.foresight.record", "show the record of requests, or write it as a trace"
+    ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
     **{
         f"_{name}": Command(

@@ -253,7 +253,7 @@ def test_a_mooncake_trace_with_sessions(tmp_path: Path) -> None:
         file.write("\n".join(map(json.dumps, ROWS)) + "\n\n")
     first, second = read_mooncake(str(path), speed=2)
 
-    assert (first.start_s, second.start_s) == (0.5, 1.0)
+    assert (first.start_s, second.start_s) == (0.0, 0.5), "the first starts at once"
     assert [turn.delay_s for turn in first.turns] == [0.0, 0.25]
     assert second.turns[0].output_tokens == 1
     assert len(read_mooncake(str(path), rows=2)) == 2

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from dynamo.core.errors import ConfigError
+from dynamo.operations.bench.traces import trace_block_tokens
 from dynamo.operations.replay.trace import (
     ArrivalOptions,
     PrefixBlockIds,
@@ -116,3 +117,32 @@ def test_an_empty_or_invalid_trace_is_rejected(write):
         read_trace(write({"timestamp": 1}), ArrivalOptions())
     with pytest.raises(ConfigError):
         read_trace("/no/such/trace", ArrivalOptions())
+
+
+def test_the_rest_of_a_damaged_record_is_read_in_order_of_arrival(tmp_path, capsys):
+    late = row(9000, block_tokens=64, end="cancelled", worker="w")
+    (tmp_path / "a-00001.jsonl").write_text(json.dumps(late) + '\n{"timestamp": 1, "inp')
+    (tmp_path / "b-00001.jsonl").write_text("\0\0\n" + json.dumps(row(4000, session="s")) + "\n")
+    (tmp_path / "salt").write_bytes(b"\xff" * 32)
+    conversations = read_trace(str(tmp_path), ArrivalOptions())
+    assert [conversation.start_s for conversation in conversations] == [0, 5]
+    assert "2 damaged lines" in capsys.readouterr().err
+    assert trace_block_tokens(str(tmp_path)) == 64
+
+
+def test_a_record_without_requests_is_no_trace(tmp_path):
+    (tmp_path / "a-00001.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no requests"):
+        read_trace(str(tmp_path), ArrivalOptions())
+
+
+def test_each_choice_of_a_prompt_is_a_request(write):
+    path = write(row(0, choices=3), row(1000))
+    conversations = read_trace(path, ArrivalOptions())
+    assert [(each.start_s, each.requests[0].row) for each in conversations] == [
+        (0, 0),
+        (0, 2),
+        (0, 3),
+        (1, 1),
+    ]
+    assert trace_block_tokens(path) == 512

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo.cli.foresight.record import locate_trace
 from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Flag, Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
@@ -43,10 +44,13 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         Flag(
             "--trace",
             "Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
-            "output_length, hash_ids; optional session_id and delay",
+            "output_length, hash_ids; optional session_id and delay; or a deployment, for its "
+            "record",
             metavar="FILE",
         ),
-        Flag("--block-tokens", "tokens per hash id of the trace", 512, "N"),
+        Flag(
+            "--block-tokens", "tokens per hash id (default: what the trace tells, else 512)", 0, "N"
+        ),
         Flag("--speed", "divide the trace's times by X", 1.0, "X"),
         Flag("--closed", "ignore the trace's times: -c sessions at a time", False),
         Flag("--sharegpt", "conversations from a ShareGPT file", metavar="FILE"),
@@ -113,6 +117,8 @@ def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
             f"unknown argument {args.words[1]!r}", hint="one URL; or: compare A.json B.json"
         )
     _check_numbers(args)
+    if args.trace:
+        args.trace = locate_trace(args.trace)
     return BenchConfig(
         shape=RequestShape(args.isl, args.osl, args.prefix_share, args.prefixes, args.turns),
         load=_parse_load(args),
@@ -186,7 +192,7 @@ def _parse_rate(text: str | None) -> tuple[float, float]:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    minimum = {"concurrency": 1, "isl": 1, "osl": 1, "requests": 0, "warmup": 0, "block_tokens": 1}
+    minimum = {"concurrency": 1, "isl": 1, "osl": 1, "requests": 0, "warmup": 0, "block_tokens": 0}
     for name, bound in minimum.items():
         if getattr(args, name) < bound:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {bound}")

@@ -19,6 +19,7 @@ from dynamo.cli.benchmark.report import (
     format_capacity_step,
     format_replay_result,
 )
+from dynamo.cli.foresight.record import locate_trace
 from dynamo.cli.parsing import check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
@@ -131,6 +132,8 @@ def run(arguments: Sequence[str]) -> int:
     args = parser().parse(arguments)
     loaded = load_settings(args)
     _check_source(args)
+    if args.trace:
+        read_trace_flags(args)
 
     from dynamo.operations.plotting import check_matplotlib
     from dynamo.operations.replay.replay_plot import draw_pareto, draw_replay
@@ -155,6 +158,15 @@ def run(arguments: Sequence[str]) -> int:
     if args.json != "-":
         print(format_replay_result(result))
     return 0 if result.completed + result.rejected == result.requests else 1
+
+
+def read_trace_flags(args: argparse.Namespace) -> None:
+    """Find the trace if it is the name of a deployment, and the size of its blocks unless a flag
+    tells it. Raises `ConfigError`."""
+    from dynamo.operations.bench.traces import trace_block_tokens
+
+    args.trace = locate_trace(args.trace)
+    args.trace_block_size = args.trace_block_size or trace_block_tokens(args.trace)
 
 
 def _check_source(args: argparse.Namespace) -> None:

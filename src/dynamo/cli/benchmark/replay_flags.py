@@ -43,7 +43,12 @@ def parser() -> Parser:
         EXAMPLES,
         usage="TRACE | --synthetic LOAD [FLAGS]",
     )
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, plain or .gz")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="JSON lines, plain or .gz; or a deployment, whose record is replayed",
+    )
     parser.add_flags(FLAGS)
     add_settings_flags(parser, shown=("router", "engine", "workers"))
     return parser
@@ -152,7 +157,13 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             metavar="LOAD",
             parse=_parse_synthetic,
         ),
-        Flag("--trace-block-size", "tokens per hash id of the trace", 512, "TOKENS", _number(int)),
+        Flag(
+            "--trace-block-size",
+            "tokens per hash id (default: what the trace tells, else 512)",
+            0,
+            "TOKENS",
+            _number(int),
+        ),
         Flag("--speed", "divide the trace's times by X", 1.0, "X", _number(float)),
         Flag(
             "--smear",

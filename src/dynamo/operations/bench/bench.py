@@ -28,7 +28,12 @@ from dynamo.operations.bench.single_token_words import (
     words_from_server,
     words_from_tokenizer,
 )
-from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
+from dynamo.operations.bench.traces import (
+    TRACE_BLOCK_TOKENS,
+    read_mooncake,
+    read_sharegpt,
+    trace_block_tokens,
+)
 from dynamo.operations.bench.workload import (
     BenchTarget,
     LatencyObjectives,
@@ -42,16 +47,16 @@ BenchProgressCallback = Callable[[LoadGenerator, float], None]
 
 class BenchConfig(msgspec.Struct, frozen=True):
     """Configuration of a run. Requests come from the Mooncake `trace`, from the `sharegpt` file, or
-    else are synthetic with `shape`. Each hash id of a trace stands for `block_tokens` tokens. A
-    trace is sent `speed` times as fast; if `closed`, its times are ignored and `load.concurrency`
-    sessions run at a time."""
+    else are synthetic with `shape`. Each hash id of a trace stands for `block_tokens` tokens, 0: as
+    many as the trace tells. A trace is sent `speed` times as fast; if `closed`, its times are
+    ignored and `load.concurrency` sessions run at a time."""
 
     target: BenchTarget = BenchTarget()
     shape: RequestShape = RequestShape()
     load: LoadProfile = LoadProfile()
     objectives: LatencyObjectives = LatencyObjectives()
     trace: str = ""
-    block_tokens: int = 512
+    block_tokens: int = 0
     speed: float = 1.0
     closed: bool = False
     sharegpt: str = ""
@@ -78,7 +83,8 @@ async def run_bench(
     try:
         check_context_length(bench, await fetch_models(server))
         words = await _load_words(bench, server, clock)
-        prompts = PromptGenerator(words, bench.shape, bench.load.seed, bench.block_tokens)
+        block_tokens = bench.block_tokens or await clock.offload(_trace_block_tokens, bench)
+        prompts = PromptGenerator(words, bench.shape, bench.load.seed, block_tokens)
         sessions = await clock.offload(_make_sessions, bench)
         generator = LoadGenerator(bench.target, server, prompts, clock, stop)
         if bench.load.warmup:
@@ -141,6 +147,10 @@ async def _load_words(bench: BenchConfig, server: LoadClient, clock: Clock) -> S
     if bench.tokenizer:
         return await clock.offload(words_from_tokenizer, bench.tokenizer)
     return await words_from_server(server, bench.target.model)
+
+
+def _trace_block_tokens(bench: BenchConfig) -> int:
+    return trace_block_tokens(bench.trace) if bench.trace else TRACE_BLOCK_TOKENS
 
 
 def _make_sessions(bench: BenchConfig) -> Iterable[SessionPlan]:

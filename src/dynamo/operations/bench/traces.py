@@ -1,13 +1,15 @@
-"""Readers of recorded requests: Mooncake traces and ShareGPT files."""
+"""Readers of recorded requests: records of deployments, Mooncake traces and ShareGPT files."""
 
 from __future__ import annotations
 
 import gzip
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,11 +19,17 @@ from dynamo.operations.bench.workload import RequestPlan, SessionPlan
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "chatgpt", "assistant", "bard")
 CountTokens = Callable[[str], int]
+Row = TypeVar("Row", bound=msgspec.Struct)
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of a hash id of a trace that does not tell: those of Mooncake."""
+MAX_ROWS_FOR_BLOCKS = 1000
+RECORD_FILES = "*.jsonl"
 
 
 class TraceRow(msgspec.Struct):
     """A line of a Mooncake trace, times in milliseconds. `delay` passes after the response to the
-    previous row of the same session."""
+    previous row of the same session. Records of requests also tell the tokens of a hash id and the
+    answers to the prompt."""
 
     input_length: Annotated[int, msgspec.Meta(ge=0)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
@@ -29,12 +37,43 @@ class TraceRow(msgspec.Struct):
     hash_ids: list[int | str] = []
     session_id: int | str | None = None
     delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    block_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    choices: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class Record(msgspec.Struct, Generic[Row], frozen=True):
+    """The rows of the record of a deployment, in order of arrival. `damaged` counts lines that
+    could not be read, such as the last one of a process that was killed."""
+
+    rows: Sequence[Row]
+    damaged: int
+
+
+def read_record(folder: str, row_type: type[Row]) -> Record[Row]:
+    """Read all files of the record in `folder`. Blocks. Raises `ConfigError`."""
+    decoder, rows, damaged = msgspec.json.Decoder(row_type), [], 0
+    for path in sorted(Path(folder).glob(RECORD_FILES)):
+        for line in _read_lines(str(path)):
+            try:
+                rows.append(decoder.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                damaged += 1
+    rows.sort(key=attrgetter("timestamp"))
+    return Record(rows, damaged)
+
+
+def trace_block_tokens(path: str) -> int:
+    """Return the tokens of a hash id, by the first row that tells. Blocks. Raises `ConfigError`."""
+    rows = (row.block_tokens for row in islice(_read_rows(path), MAX_ROWS_FOR_BLOCKS))
+    return next(filter(None, rows), TRACE_BLOCK_TOKENS)
 
 
 def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[SessionPlan]:
     """Read the sessions of a Mooncake trace (JSON lines, plain or .gz), ordered by start. Reads the
     first `rows` lines, 0 for all. Times are divided by `speed`. Raises `ConfigError`. Blocks."""
-    sessions = [_make_session(session, speed) for session in read_trace_sessions(path, rows)]
+    recorded = read_trace_sessions(path, rows)
+    begin_ms = min((session[0][1].timestamp for session in recorded), default=0.0)
+    sessions = [_make_session(session, begin_ms, speed) for session in recorded]
     return sorted(sessions, key=lambda session: session.start_s or 0.0)
 
 
@@ -50,6 +89,12 @@ def read_trace_sessions(path: str, rows: int = 0) -> list[list[tuple[int, TraceR
 
 
 def _read_rows(path: str) -> Iterator[TraceRow]:
+    if Path(path).is_dir():
+        record = read_record(path, TraceRow)
+        if record.damaged:
+            sys.stderr.write(f"{path}: {record.damaged} damaged lines are left out\n")
+        yield from record.rows
+        return
     decoder = msgspec.json.Decoder(TraceRow)
     for number, line in enumerate(_read_lines(path), 1):
         try:
@@ -61,7 +106,9 @@ def _read_rows(path: str) -> Iterator[TraceRow]:
             ) from None
 
 
-def _make_session(rows: Sequence[tuple[int, TraceRow]], speed: float) -> SessionPlan:
+def _make_session(
+    rows: Sequence[tuple[int, TraceRow]], begin_ms: float, speed: float
+) -> SessionPlan:
     turns = [
         RequestPlan(
             row.input_length,
@@ -71,7 +118,7 @@ def _make_session(rows: Sequence[tuple[int, TraceRow]], speed: float) -> Session
         )
         for turn, (_, row) in enumerate(rows)
     ]
-    return SessionPlan(turns, start_s=rows[0][1].timestamp / 1000 / speed)
+    return SessionPlan(turns, start_s=(rows[0][1].timestamp - begin_ms) / 1000 / speed)
 
 
 def read_sharegpt(path: str, count: CountTokens, *, turns: int = 1) -> Sequence[SessionPlan]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.traces import TraceRow, read_trace_sessions
@@ -103,10 +105,29 @@ def read_trace(path: str, arrivals: ArrivalOptions, rows: int = 0) -> list[Trace
         raise ConfigError(f"{path}: no requests", hint="a Mooncake trace has a JSON object a line")
     block_ids, rng = PrefixBlockIds(), Random(arrivals.seed)
     begin_ms = min(session[0][1].timestamp for session in sessions)
+    further = count(sum(map(len, sessions)))
     conversations = [
-        _make_conversation(session, begin_ms, block_ids, arrivals, rng) for session in sessions
+        conversation
+        for session in sessions
+        for conversation in _with_choices(
+            _make_conversation(session, begin_ms, block_ids, arrivals, rng),
+            session[0][1].choices,
+            further,
+        )
     ]
     return sorted(conversations, key=lambda conversation: conversation.start_s)
+
+
+def _with_choices(
+    conversation: TraceConversation, choices: int, further: Iterator[int]
+) -> Iterator[TraceConversation]:
+    """Yield a conversation, and its prompt again for each further choice of a single request, with
+    row numbers from `further`."""
+    yield conversation
+    if len(conversation.requests) == 1:
+        for _ in range(choices - 1):
+            request = replace(conversation.requests[0], row=next(further))
+            yield TraceConversation(conversation.start_s, [request])
 
 
 def make_synthetic_trace(load: SyntheticLoad, arrivals: ArrivalOptions) -> list[TraceConversation]:

@@ -167,7 +167,11 @@ def find_record(name: str) -> Path | None:
     if name:
         names = (name, f"http-{name}")
         return next((path for path in folders if path.parent.name in names), None)
-    return max(folders, key=lambda path: path.stat().st_mtime, default=None)
+    return max(folders, key=_last_write_s, default=None)
+
+
+def _last_write_s(folder: Path) -> float:
+    return max((modified_s for modified_s, *_ in _list_files(folder)), default=0.0)
 
 
 def _list_files(folder: Path) -> Iterator[tuple[float, int, Path]]:

@@ -1,0 +1,1 @@
+"""Commands that look ahead: the record of requests, calibration."""
