@@ -29,6 +29,7 @@ from typing import Self
 from dynamo.core.clock import SystemClock
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.core.timing.model import DYNAMO_TIMING
 from dynamo.core.values import (
     BlocksStored,
     EngineInfo,
@@ -38,7 +39,6 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
-from dynamo.inference.mock.timing import DYNAMO_TIMING
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers

@@ -28,7 +28,7 @@ import msgspec
 from msgspec.structs import replace
 from targets import Targets
 
-from dynamo.inference.mock.timing import DYNAMO_TIMING
+from dynamo.core.timing.model import DYNAMO_TIMING
 
 CONVERSATION = "mooncake_conversation_trace.jsonl"
 ENGINES = 8

@@ -25,12 +25,12 @@ from msgspec.structs import replace
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.reply import LogprobsPerToken
+from dynamo.core.timing.model import DYNAMO_TIMING
 from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
-from dynamo.inference.mock.timing import DYNAMO_TIMING
 from dynamo.models.resolve import resolve_model_blocking
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorker, ReplayWorkers
 from dynamo.testing.fakes import CollectedReply

@@ -11,6 +11,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import (
     ROLES_BY_NAME,
     EngineInfo,
@@ -19,7 +20,6 @@ from dynamo.core.values import (
     Started,
 )
 from dynamo.inference.fast_forward import FastForward
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
@@ -71,7 +71,7 @@ class Fleet(NamedTuple):
             info = EngineInfo(
                 "mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192, roles=ROLES_BY_NAME[role]
             )
-            groups.append(ReplayGroup(1, info, LinearTiming(10.0, 0.3)))
+            groups.append(ReplayGroup(1, info, Timing(10.0, 0.3)))
         links = 64e9 if transfer else None
         return ReplayWorkers(groups, "lru", ranks=self.ranks, transfer=links)
 

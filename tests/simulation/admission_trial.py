@@ -14,9 +14,9 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
@@ -37,7 +37,7 @@ CAPACITY = SLOTS / (HOLD_S + 0.05)
 def make_workers(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWorkers:
     """Return workers with few slots that take 23 ms a token under any load."""
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
-    return ReplayWorkers([ReplayGroup(number, info, LinearTiming(23.0, 0.01))], "reuse")
+    return ReplayWorkers([ReplayGroup(number, info, Timing(23.0, 0.01))], "reuse")
 
 
 def make_workers_apart(prefill: int = 1, decode: int = 2) -> ReplayWorkers:
@@ -45,7 +45,7 @@ def make_workers_apart(prefill: int = 1, decode: int = 2) -> ReplayWorkers:
     groups = []
     for count, role in ((prefill, "prefill"), (decode, "decode")):
         info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 256, 8192, roles=(role,))
-        groups.append(ReplayGroup(count, info, LinearTiming(10.0, 0.1)))
+        groups.append(ReplayGroup(count, info, Timing(10.0, 0.1)))
     return ReplayWorkers(groups, "reuse", transfer=64e9)
 
 

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
+from dynamo.core.timing.model import DYNAMO_TIMING
 from dynamo.core.values import EngineInfo
-from dynamo.inference.mock.timing import DYNAMO_TIMING
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.result import ReplayResult

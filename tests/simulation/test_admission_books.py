@@ -16,9 +16,9 @@ from tests.simulation.chaos.processes import SimulatedFrontend, SimulatedNetwork
 from tests.simulation.chaos.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
 
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.scheduling.workers.ledger import Ledger
 
 BUSY = ChaosScenario(
@@ -67,7 +67,7 @@ def serve_burst(mode: str) -> float:
 
     async def main(clock: VirtualClock) -> float:
         name = f"memory:burst-{next(_burst_numbers)}"
-        timing = LinearTiming(c0=10.0, c1=0.1)
+        timing = Timing(c0=10.0, c1=0.1)
         network = SimulatedNetwork(name, clock, engine, timing, mode, data_parallel=2)
         clock.on_time_advanced(network.deliver_tokens)
         workers = [SimulatedWorker(network, f"worker-{number}") for number in range(2)]

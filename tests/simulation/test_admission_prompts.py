@@ -9,9 +9,9 @@ from tests.simulation.admission_trial import BLOCK, open_trial
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import ROLES_BY_NAME, EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 
@@ -22,7 +22,7 @@ def make_slow_workers(
     groups = []
     for role in roles:
         info = EngineInfo("mock", BLOCK, 4096, 4096 * BLOCK, 64, 8192, roles=ROLES_BY_NAME[role])
-        groups.append(ReplayGroup(count, info, LinearTiming(10.0, token_ms)))
+        groups.append(ReplayGroup(count, info, Timing(10.0, token_ms)))
     transfer = 64e9 if len(roles) > 1 else None
     return ReplayWorkers(groups, "lru", ranks=ranks, transfer=transfer)
 

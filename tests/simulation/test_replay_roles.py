@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
-from dynamo.inference.mock.timing import LinearTiming
+from dynamo.core.timing.model import Timing
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.cluster import ReplayCluster
 from dynamo.operations.replay.replay import Replay, ReplayPlan
@@ -112,7 +112,7 @@ def test_a_transfer_takes_its_time_and_is_counted(clusters: list[ReplayCluster])
 def test_prefill_workers_have_a_timing_of_their_own(clusters: list[ReplayCluster]) -> None:
     workers = apart()
     prefill, decode = workers.groups
-    fast = replace(prefill, timing=LinearTiming(c0=1.0, c1=0.0001))
+    fast = replace(prefill, timing=Timing(c0=1.0, c1=0.0001))
     result, _ = replay(replace(workers, groups=[fast, decode]))
     other, _ = replay(workers)
 

@@ -43,8 +43,7 @@ class StepPlan(msgspec.Struct):
 
     - `released`: sequences that ended or were preempted since the last plan. The runner frees their
       areas before it computes. A preempted sequence comes again later as a new one.
-    - `new_tokens`: prompt tokens to compute.
-    - `decode_seqs`: chunks that decode a single token; `decode_context`: their total length.
+    - `new_tokens`, `decode_seqs`, `decode_context`, `attention`: the counts of `core/timing`.
     - `back_to_back`: the engine was not idle between the previous step and this one.
     """
 
@@ -53,7 +52,13 @@ class StepPlan(msgspec.Struct):
     new_tokens: int = 0
     decode_seqs: int = 0
     decode_context: int = 0
+    attention: float = 0.0
     back_to_back: bool = False
+
+    @property
+    def seqs(self) -> int:
+        """The number of sequences."""
+        return len(self.chunks)
 
 
 class StepResult(msgspec.Struct, frozen=True):

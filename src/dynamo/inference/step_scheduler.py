@@ -346,6 +346,7 @@ class StepScheduler:
             plan.decode_context += end
         else:
             plan.new_tokens += count
+            plan.attention += count * (start + count / 2)
             if sequence.prefill_only:
                 first, blocks = sequence.registered_blocks, sequence.blocks
                 last = -(-end // self._block_tokens) if samples else full

@@ -17,6 +17,7 @@ from dynamo.communication.transfer import MemoryRegion, TransferPlane
 from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.core.errors import TransferFailed
 from dynamo.core.settings import Settings
+from dynamo.core.timing.model import StepTiming
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.data_parallel import DataParallelEngine
@@ -25,7 +26,6 @@ from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.inference.mock.runner import DIGEST_BYTES
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
-from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.kv_tiers import OpenedTiers
 from dynamo.inference.tiers.tier import KvTier, TierBlock

@@ -24,9 +24,9 @@ from tests.simulation.chaos.requests import SimulatedClients, SimulatedOutcome, 
 
 from dynamo.core.reply import SendRequest
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.model import StepTiming, Timing
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.inference.mock.timing import LinearTiming, StepTiming
 from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
 from dynamo.operations.replay.workers import SimulatedTier
 
@@ -114,7 +114,7 @@ class ChaosScenario(msgspec.Struct, frozen=True):
     mode: str = "kv"
     prefill_workers: int = 0
     disaggregation: str = "off"
-    timing: StepTiming = LinearTiming(c0=10.0, c1=0.1)
+    timing: StepTiming = Timing(c0=10.0, c1=0.1)
     faults: FaultSchedule = FaultSchedule()
     disconnect_rate: float = 0.0
     tiers: tuple[SimulatedTier, ...] = ()

@@ -9,8 +9,12 @@ from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
-from dynamo.inference.mock.timing import DYNAMO_TIMING, parse_timing
+from dynamo.core.timing.model import DYNAMO_TIMING, parse_timing
+from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.model_runner import StepPlan
+from dynamo.inference.sequence import SequenceFactory
+from dynamo.inference.step_scheduler import StepScheduler
 
 
 def test_the_default_is_dynamo_s_polynomials():
@@ -30,6 +34,10 @@ def test_constant_and_file_timings(tmp_path):
     file = tmp_path / "linear.json"
     file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c2": 2, "c3": 0.5}))
     assert parse_timing(str(file)).step_ms(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
+    file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c4": 0.25}))
+    plan = StepPlan((None,), new_tokens=100, attention=100 * (300 + 50.0))
+    assert parse_timing(str(file)).step_ms(plan, 1) == pytest.approx(1 + 10 + 0.25 * 35_000)
+    plan = StepPlan((None, None, None), new_tokens=100, decode_seqs=2, decode_context=50)
     file.write_text(json.dumps({"type": "polynomials", "prefill": [1, 2], "decode": [4]}))
     assert parse_timing(str(file)).step_ms(plan, 100) == 205
 
@@ -54,7 +62,7 @@ def test_a_wrong_timing_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"type": "linear", "c0": 1, "c1": 0.1, "c4": 2}', "c4"),
+        ('{"type": "linear", "c0": 1, "c1": 0.1, "c5": 2}', "c5"),
         ('{"type": "linear", "c0": -1, "c1": 0.1}', "c0"),
         ('{"type": "polynomials", "prefill": [1], "decode": [1], "floor_ms": -2}', "floor_ms"),
         ('{"c0": 1, "c1": 0.1}', "type"),
@@ -87,3 +95,23 @@ async def test_short_steps_set_no_timer_but_accumulate(make_engine, make_request
     assert clock.sleeps == 20
     assert clock.time == pytest.approx(100 + 100 * 0.0002)
     await engine.stop()
+
+
+def test_the_attention_of_a_prompt_does_not_depend_on_its_chunks():
+    def attention(tokens_a_step: int) -> float:
+        limits = EngineInfo("mock", 16, 64, 1024, 8, tokens_a_step)
+        scheduler = StepScheduler(BlockPool(64, 16), limits)
+        scheduler.add(SequenceFactory(16, 0, frozenset(), None).make(request_of(300)))
+        total = 0.0
+        while plan := scheduler.schedule():
+            total += plan.attention
+            if plan.decode_seqs:
+                break
+            scheduler.complete(plan, [1] * sum(chunk.samples for chunk in plan.chunks))
+        return total
+
+    assert attention(1000) == attention(70) == 300 * 150
+
+
+def request_of(tokens: int) -> GenerateRequest:
+    return GenerateRequest("r", "m", bytes(4 * tokens), SamplingParams(), StopConditions(4))

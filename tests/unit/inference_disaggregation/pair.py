@@ -13,17 +13,17 @@ from dynamo.communication.transfer import MemoryRegion, RegionPeer
 from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.model import StepTiming, Timing
 from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
-from dynamo.inference.mock.timing import LinearTiming, StepTiming
 from dynamo.testing.fakes import CollectedReply
 
 BLOCK_TOKENS = 4
-TIMING = LinearTiming(c0=2.0, c1=1.0)
+TIMING = Timing(c0=2.0, c1=1.0)
 T = TypeVar("T")
 
 

@@ -10,11 +10,11 @@ from tests.unit.inference_disaggregation.pair import Pair, local_answer, make_re
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.tasks import run_all
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import RequestGroup
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.inference.requests.prefill_calls import PrefillCall
 
-SLOW = {"timing": LinearTiming(c0=2.0, c1=3.0)}
+SLOW = {"timing": Timing(c0=2.0, c1=3.0)}
 
 
 def test_choices_of_a_prompt_are_answered_like_single_requests() -> None:

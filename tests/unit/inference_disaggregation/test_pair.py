@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tests.unit.inference_disaggregation.pair import Pair, local_answer, make_request, with_pair
 
 from dynamo.core.tasks import run_all
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import (
     BlocksStored,
     Finish,
@@ -17,7 +18,6 @@ from dynamo.core.values import (
     ProbeResult,
     Started,
 )
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.inference.probe import answer_probe
 
 SMALL_CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 8}
@@ -166,7 +166,7 @@ def test_arrivals_do_not_disturb_running_answers() -> None:
                     await task
                 return [[reply.ids for reply, _ in sent], ends]
 
-        no_ties = LinearTiming(c0=2.0137, c1=1.0071)
+        no_ties = Timing(c0=2.0137, c1=1.0071)
         return with_pair(main, p={"timing": no_ties}, d={"num_blocks": 200})
 
     assert run(2) == run(1 << 40)

@@ -213,8 +213,8 @@ def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
 
 def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers:
     """Return the groups of workers that the settings name. Raises `ConfigError`."""
+    from dynamo.core.timing.model import parse_timing
     from dynamo.inference.mock.engine import make_mock_engine_info
-    from dynamo.inference.mock.timing import parse_timing
     from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
     from dynamo.services.deployment.worker_groups import answering_groups
 

@@ -8,11 +8,11 @@ from dynamo.communication.transfer.region import MAX_SLOTS
 from dynamo.core.clock import Clock
 from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.timing.model import parse_timing
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.mock.runner import SLOT_BYTES, MockRunner
-from dynamo.inference.mock.timing import parse_timing
 from dynamo.inference.tiers.opening import plan_host_blocks, tier_opener
 from dynamo.models.grammar.matcher import GrammarCompiler
 

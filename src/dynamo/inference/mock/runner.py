@@ -14,9 +14,9 @@ from xxhash import xxh3_64_digest
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
+from dynamo.core.timing.model import StepTiming
 from dynamo.core.values import EngineInfo, TokenLogprobs
 from dynamo.inference.block import Block
-from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.mock.token_generator import MockTokenGenerator
 from dynamo.inference.model_runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence, TokenContent

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import Clock
+from dynamo.core.timing.model import StepTiming
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.fast_forward import FastForward, WaitUntilQuiescent
 from dynamo.inference.mock.runner import MockRunner
-from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.sequence import ResolveRequest, SequenceContent
 from dynamo.inference.tiers.kv_tiers import OpenTiers
 

@@ -13,6 +13,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import Engine
+from dynamo.core.timing.model import StepTiming
 from dynamo.core.values import EngineInfo, GenerateRequest, Tier
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.disaggregation.peer_prefill import FindPeer, PeerPrefill, PrefillPeer
@@ -20,7 +21,6 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_source import PrefillSink
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.engine import KV_BYTES_PER_TOKEN
-from dynamo.inference.mock.timing import StepTiming
 from dynamo.inference.requests.engine_core import EngineCore
 from dynamo.inference.tiers.copies import CopyLink, TimedCopies
 from dynamo.inference.tiers.kv_tiers import OpenedTiers

@@ -6,21 +6,22 @@ from math import ceil
 
 import msgspec
 
-from dynamo.inference.mock.timing import (
+from dynamo.core.timing.model import (
     QUADRATIC_COEFFICIENTS,
-    LinearTiming,
     PolynomialTiming,
     StepTiming,
+    Timing,
 )
 
 
 class _StepCounts(msgspec.Struct):
-    """The counts of a `StepPlan` that a timing reads."""
+    """The counts that a timing reads."""
 
     new_tokens: int
-    chunks: range
+    seqs: int
     decode_seqs: int
     decode_context: int
+    attention: float
 
 
 class Leap(msgspec.Struct, frozen=True):
@@ -66,15 +67,17 @@ class StepTime:
         self._timing = timing
         self._capacity = capacity_tokens
 
-    def step_s(self, new_tokens: int, sequences: int, decoding: int, context: int) -> float:
+    def step_s(
+        self, new_tokens: int, sequences: int, decoding: int, context: int, attention: float
+    ) -> float:
         """Return the time of a step."""
-        counts = _StepCounts(new_tokens, range(sequences), decoding, context)
-        return self._timing.step_ms(counts, self._capacity) * 1e-3  # type: ignore[arg-type]
+        counts = _StepCounts(new_tokens, sequences, decoding, context, attention)
+        return self._timing.step_ms(counts, self._capacity) * 1e-3
 
     def leap(self, sequences: int, context: int) -> Leap:
         """Return the steps that decode `sequences`, of which the first has this context."""
         timing = self._timing
-        if isinstance(timing, LinearTiming):
+        if isinstance(timing, Timing):
             first_ms = timing.c0 + timing.c2 * sequences + timing.c3 * context
             return Leap(first_ms * 1e-3, timing.c3 * sequences * 1e-3, 0.0)
         return _polynomial_leap(timing, sequences, context, self._capacity)

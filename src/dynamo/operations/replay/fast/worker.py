@@ -109,13 +109,14 @@ class FastWorker:
             self._grow()
         decoding, context = self._decoding, self._context
         budget = self.info.max_num_batched_tokens - decoding
-        new_tokens, sequences = 0, decoding
+        new_tokens, sequences, attention = 0, decoding, 0.0
         for request in self.prefilling.copy():
             if budget <= 0:
                 break
             count = min(request.length - request.computed, budget)
             if not self._allocate(request, request.computed + count):
                 break
+            attention += count * (request.computed + count / 2)
             self._plan_chunk(request, count)
             budget -= count
             new_tokens += count
@@ -128,6 +129,7 @@ class FastWorker:
             self.waiting.popleft()
             count = min(request.length - request.computed, budget)
             self._allocate(request, request.computed + count)
+            attention += count * (request.computed + count / 2)
             self._plan_chunk(request, count)
             budget -= count
             new_tokens += count
@@ -135,7 +137,8 @@ class FastWorker:
         if new_tokens or not decoding:
             self.is_busy = bool(sequences)
             if sequences:
-                self._step_s = self._time.step_s(new_tokens, sequences, decoding, context)
+                counts = new_tokens, sequences, decoding, context, attention
+                self._step_s = self._time.step_s(*counts)
                 self._wake(self, now + self._step_s)
             return
         self.is_busy = True

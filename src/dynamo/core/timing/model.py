@@ -1,19 +1,39 @@
-"""Models of the time that a step of a real engine takes. Times are in milliseconds."""
+"""Models of the time that a step of an engine takes, by counts. Times are in milliseconds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.inference.model_runner import StepPlan
 
 QUADRATIC_COEFFICIENTS = 3
 _NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StepCounts(Protocol):
+    """The work of one step.
+
+    - `new_tokens`: prompt tokens to compute; `seqs`: sequences in the batch.
+    - `decode_seqs`: those that decode a single token; `decode_context`: their total length.
+    - `attention`: pairs of tokens that prompts attend to: for each chunk of a prompt its length
+      times the tokens before it and half of its own.
+    """
+
+    @property
+    def new_tokens(self) -> int: ...
+    @property
+    def seqs(self) -> int: ...
+    @property
+    def decode_seqs(self) -> int: ...
+    @property
+    def decode_context(self) -> int: ...
+    @property
+    def attention(self) -> float: ...
 
 
 class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
@@ -25,13 +45,13 @@ class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     decode: tuple[float, ...]
     floor_ms: _NonNegativeFloat = 1.0
 
-    def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
+    def step_ms(self, counts: StepCounts, capacity_tokens: int) -> float:
         """Return the time of one step."""
         step_ms = 0.0
-        if plan.new_tokens:
-            step_ms = evaluate_polynomial(self.prefill, plan.new_tokens)
-        if plan.decode_seqs:
-            step_ms += evaluate_polynomial(self.decode, plan.decode_context / capacity_tokens)
+        if counts.new_tokens:
+            step_ms = evaluate_polynomial(self.prefill, counts.new_tokens)
+        if counts.decode_seqs:
+            step_ms += evaluate_polynomial(self.decode, counts.decode_context / capacity_tokens)
         return max(step_ms, self.floor_ms)
 
     def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
@@ -50,19 +70,22 @@ class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return times if min(times) >= floor else [max(time, floor) for time in times]
 
 
-class LinearTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
-    """Step time: c0 + c1 * new prompt tokens + c2 * sequences + c3 * context that is decoded."""
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
+    """Step time: c0 + c1 * new prompt tokens + c2 * sequences + c3 * context that is decoded
+    + c4 * attention of prompts (see `StepCounts`)."""
 
     c0: _NonNegativeFloat
     c1: _NonNegativeFloat
     c2: _NonNegativeFloat = 0.0
     c3: _NonNegativeFloat = 0.0
+    c4: _NonNegativeFloat = 0.0
 
-    def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
+    def step_ms(self, counts: StepCounts, capacity_tokens: int) -> float:
         """Return the time of one step."""
         del capacity_tokens
-        batch = self.c2 * len(plan.chunks) + self.c3 * plan.decode_context
-        return self.c0 + self.c1 * plan.new_tokens + batch
+        batch = self.c2 * counts.seqs + self.c3 * counts.decode_context
+        step_ms = self.c0 + self.c1 * counts.new_tokens + batch
+        return step_ms + self.c4 * counts.attention if self.c4 else step_ms
 
     def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
         """Return the times of `steps` steps that only decode; see `PolynomialTiming.decode_ms`."""
@@ -71,7 +94,7 @@ class LinearTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
         return [base + self.c3 * (context + step * seqs) for step in range(steps)]
 
 
-StepTiming = PolynomialTiming | LinearTiming
+StepTiming = PolynomialTiming | Timing
 """A model of an engine's speed. `capacity_tokens` is the size of its KV cache."""
 
 DYNAMO_TIMING = PolynomialTiming(
@@ -90,14 +113,14 @@ def evaluate_polynomial(coefficients: Sequence[float], x: float) -> float:
 
 def parse_timing(text: str) -> StepTiming:
     """Parse the setting `timing`. Accepts `dynamo`, `constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP`, or
-    the path of a JSON file that holds {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials",
-    prefill, decode, floor_ms}. Raises `ConfigError`."""
+    the path of a JSON file that holds {"type": "linear", c0, c1, c2, c3, c4} or
+    {"type": "polynomials", prefill, decode, floor_ms}. Raises `ConfigError`."""
     if text in {"", "dynamo"}:
         return DYNAMO_TIMING
     if text.startswith("constant:"):
         return parse_constant_timing(text.removeprefix("constant:"))
     try:
-        return msgspec.json.decode(Path(text).read_bytes(), type=LinearTiming | PolynomialTiming)
+        return msgspec.json.decode(Path(text).read_bytes(), type=Timing | PolynomialTiming)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"timing {text!r}: {error}",
@@ -105,7 +128,7 @@ def parse_timing(text: str) -> StepTiming:
         ) from error
 
 
-def parse_constant_timing(text: str) -> LinearTiming:
+def parse_constant_timing(text: str) -> Timing:
     """Parse `MS_PER_PROMPT_TOKEN,MS_PER_STEP`. Raises `ConfigError`."""
     try:
         per_token, per_step = (float(part) for part in text.split(","))
@@ -116,4 +139,4 @@ def parse_constant_timing(text: str) -> LinearTiming:
         ) from None
     if not (0 <= per_token < math.inf and 0 <= per_step < math.inf):
         raise ConfigError(f"timing 'constant:{text}': times must be finite and not negative")
-    return LinearTiming(c0=per_step, c1=per_token)
+    return Timing(c0=per_step, c1=per_token)

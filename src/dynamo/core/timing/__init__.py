@@ -1,0 +1,1 @@
+"""The time of an engine step: its model, and learning it from steps."""
