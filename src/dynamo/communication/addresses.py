@@ -23,8 +23,7 @@ class Address(msgspec.Struct, frozen=True):
     incarnation: str
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}/{self.incarnation}"
+        return f"tcp://{bracket_ipv6(self.host)}:{self.port}/{self.incarnation}"
 
 
 def new_incarnation() -> str:
@@ -77,6 +76,11 @@ def parse_address(text: str) -> Address:
     if not host or not port or parts.scheme != "tcp" or not incarnation:
         raise InstanceGone(f"{text!r} is not the address of an instance")
     return Address(host, port, incarnation)
+
+
+def bracket_ipv6(host: str) -> str:
+    """Add brackets to an IPv6 address; other hosts stay as they are."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from dynamo.communication.addresses import is_loopback, parse_listen_url
+from dynamo.communication.addresses import bracket_ipv6, is_loopback, parse_listen_url
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import TRANSFER_BACKENDS
@@ -156,8 +156,3 @@ def _plane_options(settings: Settings, server: ServerTlsSettings, direct_url: st
 
 def _redact_url(url: str) -> str:
     return "file:" if url.startswith("file:") else redact_urls(url)
-
-
-def bracket_ipv6(host: str) -> str:
-    """Add brackets to an IPv6 address; other hosts stay as they are."""
-    return f"[{host}]" if ":" in host else host

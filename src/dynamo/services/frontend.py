@@ -12,6 +12,7 @@ from dynamo.application.generation.stories import Stories
 from dynamo.application.large_bodies import default_body_bytes
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
 from dynamo.application.responses.store import ResponseStore
+from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
@@ -66,7 +67,7 @@ class FrontendService:
             min(drain_s, runtime.settings.server.leave_s), drain_s
         )
         runtime.add_shutdown_hook(lambda drain_s: self._stop(drain_s, http, application))
-        runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
         await queries.start()

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from dynamo.application.app import RouterApplication
 from dynamo.application.gateway import MODELS_HEALTH_KEY
+from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import DECODE_ERRORS, ModelNotReady, ProtocolError
@@ -91,7 +92,7 @@ class RouterService:
         host, port = settings.router.host, settings.router.port
         port = await http.start(host, port and port + replica_index(runtime.name))
         runtime.add_shutdown_hook(http.stop)
-        runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
         log.info("router listens", extra={"fields": {"url": runtime.public_address}})
 
     async def _handle_choose(self, payload: bytes, out: ResponseWriter) -> None:

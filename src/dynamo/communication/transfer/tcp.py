@@ -12,7 +12,7 @@ from functools import partial
 from threading import Event
 from typing import Any, Final, Self
 
-from dynamo.communication.addresses import advertised_host, parse_listen_url
+from dynamo.communication.addresses import advertised_host, bracket_ipv6, parse_listen_url
 from dynamo.communication.link import keep_alive
 from dynamo.communication.transfer.backend import BackendPeer
 from dynamo.communication.transfer.compression import ZSTD, LinkCompression, check_zstd
@@ -88,9 +88,8 @@ class TcpTransfer(SocketTransfer):
                 param="runtime.transfer",
             ) from None
         self._start_accepting(listening_socket)
-        host = self._advertised_host
-        host = f"[{host}]" if ":" in host else host
-        return f"{self.scheme}://{host}:{listening_socket.getsockname()[1]}"
+        host, port = bracket_ipv6(self._advertised_host), listening_socket.getsockname()[1]
+        return f"{self.scheme}://{host}:{port}"
 
     async def _connect(self, descriptor: RegionDescriptor, region: MemoryRegion) -> BackendPeer:
         peer = TcpPeer(self, descriptor, region, self.endpoint_of(descriptor))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.communication.addresses import advertised_host, is_loopback
+from dynamo.communication.addresses import advertised_host, bracket_ipv6, is_loopback
 from dynamo.communication.http import (
     RESERVED_FROM_STATUS,
     HttpLimits,
@@ -24,7 +24,6 @@ from dynamo.communication.http import (
 )
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
-from dynamo.runtime.planes import bracket_ipv6
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
