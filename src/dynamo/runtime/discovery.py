@@ -71,10 +71,10 @@ class RepublishingDiscovery(Discovery):
     and watches each prefix once."""
 
     def __init__(self, inner: Discovery) -> None:
+        super().__init__()
         self._inner = inner
         self._records: dict[str, bytes] = {}
         self._tasks = BackgroundTasks()
-        self._lease_lost_listeners: list[Callable[[], None]] = []
         self._watches: dict[str, tuple[SharedWatch, asyncio.Task[None]]] = {}
         inner.on_lease_lost(self._on_lease_lost)
 
@@ -117,9 +117,6 @@ class RepublishingDiscovery(Discovery):
     async def revoke_lease_of(self, key: str) -> None:
         await self._inner.revoke_lease_of(key)
 
-    def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lease_lost_listeners.append(callback)
-
     async def close(self) -> None:
         await self._tasks.close()
         await self._inner.close()
@@ -128,7 +125,7 @@ class RepublishingDiscovery(Discovery):
         fields = {"records": len(self._records)}
         log.warning("lease lost; records are put again", extra={"fields": fields})
         self._tasks.start(self._republish(), "republish records")
-        for callback in self._lease_lost_listeners:
+        for callback in self._lease_lost_callbacks:
             callback()
 
     async def _republish(self) -> None:
@@ -149,6 +146,7 @@ class BackgroundDiscovery(Discovery):
     """Gives the primary loop access to a discovery plane on the background's loop."""
 
     def __init__(self, inner: Discovery, background: ThreadBackground) -> None:
+        super().__init__()
         self._inner = inner
         self._background = background
         self._loop = asyncio.get_running_loop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Final, Self
@@ -37,6 +37,7 @@ class EtcdDiscovery(Discovery):
     """
 
     def __init__(self, connection: EtcdConnection, root: str, ttl_s: float) -> None:
+        super().__init__()
         self._connection = connection
         self._root = root
         self._ttl_s = ttl_s
@@ -44,7 +45,6 @@ class EtcdDiscovery(Discovery):
         self._lease_id = 0
         self._write_lock = asyncio.Lock()
         self._pending_writes: dict[str, bytes | None] = {}
-        self._lease_lost_callbacks: list[Callable[[], None]] = []
         self._reconnected = asyncio.Event()
         self._closed = False
         connection.start(self._reconnected.set)
@@ -106,9 +106,6 @@ class EtcdDiscovery(Discovery):
             yield watch.queue
         finally:
             task.cancel()
-
-    def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lease_lost_callbacks.append(callback)
 
     async def close(self) -> None:
         if self._closed:

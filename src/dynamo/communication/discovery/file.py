@@ -45,13 +45,13 @@ class FileDiscovery(Discovery):
     """
 
     def __init__(self, root: Path, secret: str = "") -> None:
+        super().__init__()
         self._root = root
         self._secret = secret
         self._loop = asyncio.get_running_loop()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="discovery-write")
         self._closed = False
         self._lease: FolderLease | None = None
-        self._lease_lost_callbacks: list[Callable[[], None]] = []
         self._queues: set[ChangeQueue] = set()
         self._state: dict[str, bytes] = {}
         self._poller = FolderPoller(root, self._on_state, self._check_lease)
@@ -94,7 +94,7 @@ class FileDiscovery(Discovery):
             self._queues.discard(queue)
 
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lease_lost_callbacks.append(callback)
+        super().on_lease_lost(callback)
         self._poller.start()
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -35,10 +35,10 @@ class MemoryDiscovery(Discovery):
     """A discovery plane in memory. Each object stands for one process."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
         self._store = _stores.setdefault(name, _DiscoveryStore())
         self._store.members.add(self)
-        self._lease_lost_callbacks: list[Callable[[], None]] = []
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
@@ -67,9 +67,6 @@ class MemoryDiscovery(Discovery):
             yield queue
         finally:
             self._store.queues.discard(queue)
-
-    def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lease_lost_callbacks.append(callback)
 
     def expire_lease(self) -> None:
         """Delete this object's records, as a server does when a lease expires."""

@@ -21,6 +21,9 @@ class Discovery(ABC):
     dies, its records disappear within the lease's TTL (at once for memory: and file:).
     """
 
+    def __init__(self) -> None:
+        self._lease_lost_callbacks: list[Callable[[], None]] = []
+
     @property
     def connection_error(self) -> str:
         """The reason why the plane's server is unreachable now, or ""."""
@@ -57,9 +60,9 @@ class Discovery(ABC):
         Waits for the plane's server. Raises `PlaneUnavailable` if the server fails to do it.
         """
 
-    @abstractmethod
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         """Call `callback` each time the lease is lost. The records must then be put again."""
+        self._lease_lost_callbacks.append(callback)
 
     @abstractmethod
     async def close(self) -> None:
