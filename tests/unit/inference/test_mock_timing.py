@@ -101,7 +101,9 @@ def test_the_attention_of_a_prompt_does_not_depend_on_its_chunks():
     def attention(tokens_a_step: int) -> float:
         limits = EngineInfo("mock", 16, 64, 1024, 8, tokens_a_step)
         scheduler = StepScheduler(BlockPool(64, 16), limits)
-        scheduler.add(SequenceFactory(16, 0, frozenset(), None).make(request_of(300)))
+        scheduler.add(
+            SequenceFactory(16, 0, frozenset(), None, has_tiers=False).make(request_of(300))
+        )
         total = 0.0
         while plan := scheduler.schedule():
             total += plan.attention
