@@ -77,7 +77,7 @@ class EmbeddingHandler:
         """POST /v1/embeddings."""
         async with self._generation.open_context(exchange) as context:
             body = decode_body(_embedding_decoder, exchange.request)
-            served = self._find(exchange, body.model)
+            exchange.model, served = self._gateway.find_embedding_model(body.model)
             _check_dimensions(body.dimensions, served)
             vectors, tokens = await served.processor.embed(
                 _read_inputs(body.input),
@@ -94,9 +94,9 @@ class EmbeddingHandler:
         """POST /v1/score: the cosine of each pair."""
         async with self._generation.open_context(exchange) as context:
             body = decode_body(_score_decoder, exchange.request)
-            served = self._find(exchange, body.model)
-            first = _check_texts(_as_list(body.text_1), "text_1")
-            second = _check_texts(_as_list(body.text_2), "text_2")
+            exchange.model, served = self._gateway.find_embedding_model(body.model)
+            first = _check_texts(body.text_1, "text_1")
+            second = _check_texts(body.text_2, "text_2")
             if len(first) not in (1, len(second)):
                 raise InvalidRequest(
                     f"text_1 has {len(first)} texts and text_2 {len(second)}",
@@ -121,8 +121,8 @@ class EmbeddingHandler:
         """POST /v1/rerank: the documents that are nearest to the query first."""
         async with self._generation.open_context(exchange) as context:
             body = decode_body(_rerank_decoder, exchange.request)
-            served = self._find(exchange, body.model)
-            query = _check_texts([body.query], "query")
+            exchange.model, served = self._gateway.find_embedding_model(body.model)
+            query = _check_texts(body.query, "query")
             texts = _check_texts([_text_of(item) for item in body.documents], "documents")
             cosines, tokens = await self._compare(context, served, query, texts, body)
             order = sorted(range(len(texts)), key=lambda number: -cosines[number])
@@ -140,10 +140,6 @@ class EmbeddingHandler:
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
             }
             exchange.send_value(answer)
-
-    def _find(self, exchange: Exchange, model: str | None) -> ServedEmbeddingModel:
-        exchange.model, served = self._gateway.find_embedding_model(model)
-        return served
 
     async def _compare(
         self,
@@ -166,10 +162,6 @@ class EmbeddingHandler:
             if number % VECTORS_PER_SLICE == VECTORS_PER_SLICE - 1:
                 await asyncio.sleep(0)
         return cosines, tokens
-
-
-def _as_list(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
 
 
 def _text_of(document: str | dict[str, Any]) -> str:
@@ -195,7 +187,8 @@ def _read_inputs(value: str | list[Any]) -> list[str] | list[list[int]]:
     return _check_texts(items, "input")
 
 
-def _check_texts(texts: Sequence[Any], param: str) -> list[str]:
+def _check_texts(texts: str | Sequence[Any], param: str) -> list[str]:
+    texts = [texts] if isinstance(texts, str) else texts
     _check_count(len(texts), param)
     for number, text in enumerate(texts):
         if not isinstance(text, str):

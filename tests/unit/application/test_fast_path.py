@@ -10,9 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
+from dynamo.application.frontend_metrics import (
+    MAX_PENDING_TIMESTAMPS,
+    FrontendMetrics,
+    ModelMetrics,
+    TokenTiming,
+)
 from dynamo.application.generation.fast_path import JsonStringCache, StreamFastPath
-from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
 from dynamo.core.fast_path import TextTable, TokenTexts
 from dynamo.telemetry.metrics import Registry
 

@@ -10,9 +10,8 @@ import pytest
 from tests.unit.application.test_replies import FakeConnection
 
 from dynamo.application.exchange import Exchange
-from dynamo.application.frontend_metrics import FrontendMetrics
+from dynamo.application.frontend_metrics import FrontendMetrics, TokenTiming
 from dynamo.application.generation.replies import HttpReply, StreamReply, UnaryReply
-from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import AnswerItem, ItemKind, ItemWriter, UsageCounter
 from dynamo.communication.http import Request
 from dynamo.communication.http.response import Response

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo.application.exchange import Exchange
-from dynamo.application.frontend_metrics import FrontendMetrics
+from dynamo.application.frontend_metrics import FrontendMetrics, TokenTiming
 from dynamo.application.generation.replies import HttpReply, OffsetReply, StreamReply, UnaryReply
-from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import UsageCounter
 from dynamo.application.openai.completions import COMPLETION_RESPONSE
 from dynamo.application.openai.writer import OpenAIWriter

@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
+from dynamo.application.frontend_metrics import MAX_PENDING_TIMESTAMPS, TokenTiming
 from dynamo.communication.http import Response
 from dynamo.core.fast_path import FastPath, TextTable
 

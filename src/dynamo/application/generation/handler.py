@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from dynamo.application.access import CallerLimits, caller_key
 from dynamo.application.exchange import Exchange
-from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
+from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics, TokenTiming
 from dynamo.application.gateway import Gateway, ServedModel
 from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.application.generation.deadlines import Deadlines
@@ -25,7 +25,6 @@ from dynamo.application.generation.replies import (
     UnaryReply,
 )
 from dynamo.application.generation.stories import Stories
-from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import ItemWriter, UsageCounter
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat import (

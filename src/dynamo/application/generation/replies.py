@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Sequence
 
 from dynamo.application.exchange import EventOutput, Exchange, worker_headers
+from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.generation.fast_path import JSON_STRINGS, StreamFastPath
-from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.items import (
     AnswerChoice,
     AnswerItem,

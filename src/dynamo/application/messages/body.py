@@ -29,13 +29,6 @@ log = logging.getLogger(__name__)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesFields(GenerationBody, kw_only=True):
-    """The fields of a chat whose budget for thinking holds where the model and the engine can
-    enforce one, since Anthropic's clients must send one."""
-
-    soft_thinking_budget = True
-
-
 class TokenCountBody(msgspec.Struct, kw_only=True):
     """The body of /v1/messages/count_tokens, with Anthropic's fields; None means absent."""
 
@@ -91,7 +84,8 @@ def prompt_parts(body: TokenCountBody) -> ChatParts:
     add_messages(conversation, body.messages)
     last = conversation.messages[-1]
     chat = ChatParts(
-        fields=MessagesFields(model=body.model),
+        fields=GenerationBody(model=body.model),
+        soft_thinking_budget=True,  # clients must send a budget
         messages=conversation.messages,
         continue_final=last["role"] == "assistant" and "tool_calls" not in last,
     )
@@ -158,17 +152,10 @@ def _tool_names(places: list[str]) -> dict[str, str]:
 def _convert_tools(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the tools with a schema, and their places. Tools of Anthropic's server are left out
     beside others, and refused alone."""
-    converted: list[dict[str, Any]] = []
-    places: list[str] = []
-    others: list[str] = []
-    for number, tool in enumerate(tools):
-        kind = tool.get("type") or "custom"
-        if kind == "custom":
-            places.append(f"tools[{number}]")
-            converted.append(_convert_tool(tool, places[-1]))
-        else:
-            others.append(str(kind)[:64])
-    if not converted:
+    kinds = [tool.get("type") or "custom" for tool in tools]
+    places = [f"tools[{number}]" for number, kind in enumerate(kinds) if kind == "custom"]
+    others = [str(kind)[:64] for kind in kinds if kind != "custom"]
+    if not places:
         raise Unsupported(
             f"Anthropic's tool {others[0]!r} is not supported",
             hint="send tools with name and input_schema, and call them in the client",
@@ -176,7 +163,8 @@ def _convert_tools(tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], l
         )
     for kind in others:
         log.info("tool left out", extra={"fields": {"type": kind}})
-    return converted, places
+    own = (tool for tool, kind in zip(tools, kinds, strict=True) if kind == "custom")
+    return list(map(_convert_tool, own, places)), places
 
 
 def _convert_tool(tool: dict[str, Any], field: str) -> dict[str, Any]:

@@ -50,12 +50,7 @@ class MessageWriter(ItemWriter):
         )
         before, after = event.rsplit(b'""', 1)
         item.frame = before, after
-        if item.kind == "text":
-            block: dict[str, Any] = {"type": "text", "text": ""}
-        elif item.kind == "reasoning":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        else:
-            block = _call_block(item, {})
+        block = _block(item) | ({"signature": ""} if item.kind == "reasoning" else {})
         return encode_event("content_block_start", index=item.index, content_block=block)
 
     def encode_item_ended(self, item: AnswerItem) -> bytes:
@@ -73,7 +68,7 @@ class MessageWriter(ItemWriter):
     def encode_answer(self) -> bytes:
         # an incomplete call in the middle is followed by its text
         items = self.choices[0].items
-        blocks = [_whole_block(item) for item in items if item.complete or item is items[-1]]
+        blocks = [_block(item) for item in items if item.complete or item is items[-1]]
         return _encode(self._message(blocks, self._stop_fields()))
 
     def _message(self, blocks: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +97,7 @@ class MessageWriter(ItemWriter):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _whole_block(item: AnswerItem) -> dict[str, Any]:
+def _block(item: AnswerItem) -> dict[str, Any]:
     text = item.text
     if item.kind == "text":
         return {"type": "text", "text": text}
@@ -111,13 +106,9 @@ def _whole_block(item: AnswerItem) -> dict[str, Any]:
     try:
         msgspec.json.decode(text, type=dict[str, Any])
     except DECODE_ERRORS:
-        text = "{}"  # a cut call, or arguments that are no object, of a server behind a URL
-    return _call_block(item, msgspec.Raw(text))
-
-
-def _call_block(item: AnswerItem, call_input: Any) -> dict[str, Any]:
-    call_id = CALL_PREFIX + item.call_id
-    return {"type": "tool_use", "id": call_id, "name": item.name, "input": call_input}
+        text = "{}"  # none yet, a cut call, or a server's arguments that are no object
+    call = {"type": "tool_use", "id": CALL_PREFIX + item.call_id, "name": item.name}
+    return call | {"input": msgspec.Raw(text.encode())}
 
 
 def _sign(thinking: str) -> str:

@@ -92,7 +92,8 @@ OWN_NAMES = FieldNames(dict)
 
 class ChatParts(msgspec.Struct, kw_only=True):
     """A chat as the body of any API describes it, in the values of OpenAI's chat. `fields` are
-    those that do not depend on the API. `names` are the client's names of all of them."""
+    those that do not depend on the API. `soft_thinking_budget`: engines that cannot keep to the
+    budget answer without it. `names` are the client's names of all fields."""
 
     fields: GenerationBody
     messages: list[dict[str, Any]]
@@ -105,6 +106,7 @@ class ChatParts(msgspec.Struct, kw_only=True):
     template_args: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final: bool = False
+    soft_thinking_budget: bool = False
     names: FieldNames = OWN_NAMES
 
 
@@ -154,7 +156,9 @@ def chat_request(chat: ChatParts, model: str, unknown_roles: str) -> ChatRequest
         check_size("reasoning_effort", len(chat.reasoning_effort), MAX_NAME_BYTES, "characters")
         off = THINKING_OFF if chat.reasoning_effort == "none" else {}
         template_args = {"reasoning_effort": chat.reasoning_effort, **off} | template_args
-    options = text_options(chat.fields, chat.max_tokens, chat.top_logprobs)
+    options = text_options(
+        chat.fields, chat.max_tokens, chat.top_logprobs, soft=chat.soft_thinking_budget
+    )
     names, call_mode = None, FREE
     if chat.tools or chat.tool_choice:
         names, call_mode = check_tools(chat.tools, chat.tool_choice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,9 @@ STRUCTURE_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
+
+_read_forms = attrgetter(*STRUCTURE_FIELDS)
+_NO_FORMS = (None,) * len(STRUCTURE_FIELDS)
 
 NVEXT_FIELDS = {
     name: name
@@ -73,9 +76,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 class GenerationBody(msgspec.Struct, kw_only=True):
     """The fields of both kinds of request; None means absent."""
-
-    soft_thinking_budget: ClassVar[bool] = False
-    """Whether engines without `thinking_token_budget` answer without it."""
 
     model: str | None = None
     stream: bool | None = None
@@ -189,35 +189,30 @@ class UnsupportedFields:
 
 
 def text_options(
-    body: GenerationBody, max_tokens: int | None, top_logprobs: int | None
+    body: GenerationBody, max_tokens: int | None, top_logprobs: int | None, *, soft: bool = False
 ) -> TextOptions:
     """Return the options for the processor. Raises `InvalidRequest`, `Unsupported`.
 
-    Every field is bounded, because each choice is sent to a worker with all of them.
+    `soft`: engines without `thinking_token_budget` answer without it. Every field is bounded,
+    because each choice is sent to a worker with all of them.
     """
     if body.nvext:
         _apply_nvext(body, body.nvext)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("only with stream: true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise Unsupported("not in a stream", hint="leave stream out", field="prompt_logprobs")
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
         _check_sizes(body)
     structured, field = None, ""
-    if (
-        body.response_format is not None
-        or body.structured_outputs is not None
-        or body.guided_json is not None
-        or body.guided_regex is not None
-        or body.guided_choice is not None
-        or body.guided_grammar is not None
-    ):
-        structured, field = read_structured_output(
-            {name: getattr(body, name) for name in STRUCTURE_FIELDS}
-        )
+    if (forms := _read_forms(body)) != _NO_FORMS:
+        fields = dict(zip(STRUCTURE_FIELDS, forms, strict=True))
+        structured, field = read_structured_output(fields)
     if body.thinking_token_budget is not None and body.thinking_token_budget >= 0:
         structured = replace(
             structured or StructuredOutput("text"),
             reasoning_limit=body.thinking_token_budget,
-            soft_limit=body.soft_thinking_budget,
+            soft_limit=soft,
         )
     return TextOptions(
         n=body.n or 1,
@@ -229,7 +224,7 @@ def text_options(
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop=bool(body.include_stop_str_in_output),
         top_logprobs=top_logprobs,
-        prompt_logprobs=None if body.prompt_logprobs is None else _prompt_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
         count_tokens=(stream := body.stream_options) is not None
         and bool(stream.include_usage and stream.continuous_usage_stats),  # as in vLLM
         sampling=_sampling(body),
@@ -264,12 +259,6 @@ def _converted(body: GenerationBody, field: str, value: Any, name: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), field=name, param="nvext") from None
-
-
-def _prompt_logprobs(body: GenerationBody) -> int | None:
-    if body.stream:
-        raise Unsupported("not in a stream", hint="leave stream out", field="prompt_logprobs")
-    return body.prompt_logprobs
 
 
 def _sampling(body: GenerationBody) -> SamplingOverrides:

@@ -82,18 +82,14 @@ def _read_choice(
         return None, "required"
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        name = _choice_name(choice)
-        _check_known(name, names)
-        return (name,), "named"
+        return (_choice_name(choice, names),), "named"
     if kind == "allowed_tools" and isinstance(choice, dict):
         allowed = choice.get("allowed_tools")
         fields = allowed if isinstance(allowed, dict) else choice
         mode, tools = fields.get("mode", "auto"), fields.get("tools")
         tools = tools if isinstance(tools, list) else ()
         check_size("tool_choice.tools", len(tools), MAX_TOOLS)
-        allowed_names = tuple(map(_choice_name, tools))
-        for name in allowed_names:
-            _check_known(name, names)
+        allowed_names = tuple(_choice_name(tool, names) for tool in tools)
         if mode not in ("auto", "required") or (mode == "required" and not allowed_names):
             raise InvalidRequest(
                 "expected mode auto or required, and tools",
@@ -107,18 +103,15 @@ def _read_choice(
     )
 
 
-def _choice_name(choice: Any) -> str:
+def _choice_name(choice: Any, names: Sequence[str]) -> str:
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidRequest("a function needs a name", field="tool_choice")
-    return name
-
-
-def _check_known(name: str, names: Sequence[str]) -> None:
     if name not in names:
         raise InvalidRequest(
             f"{name[:64]!r} is not among the tools",
             hint=nearest_name_hint(name, names),
             field="tool_choice",
         )
+    return name

@@ -12,7 +12,6 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.responses.event_log import EventLog
 from dynamo.application.responses.store import ResponseStore
-from dynamo.application.responses.store_file import StreamEvents
 from dynamo.application.responses.turn import Turn
 from dynamo.core.clock import Clock
 from dynamo.core.errors import (
@@ -141,7 +140,8 @@ class BackgroundResponses:
         """Renew the running responses until there are none."""
         await self._clock.sleep(RENEWAL_S)
         while running := tuple(self._running):
-            events = self._take_events()
+            logs = ((response_id, run.log) for response_id, run in self._running.items())
+            events = [(key, batch) for key, log in logs if (batch := log.take_batch()) is not None]
             try:
                 going_on = await self._store.renew(running, events)
             except StoreUnavailable as error:
@@ -153,10 +153,3 @@ class BackgroundResponses:
                 for response_id in set(running) - going_on:
                     self.cancel(response_id)
             await self._clock.sleep(RENEWAL_S)
-
-    def _take_events(self) -> list[tuple[str, StreamEvents]]:
-        events = list[tuple[str, StreamEvents]]()
-        for response_id, run in self._running.items():
-            if (batch := run.log.take_batch()) is not None:
-                events.append((response_id, batch))
-        return events

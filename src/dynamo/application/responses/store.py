@@ -92,6 +92,7 @@ class ResponseStore:
         self._wall = wall
         self._thread: Executor | None = None
         self._file: sqlite3.Connection | None = None
+        self._rows: sqlite3.Connection  # the open file, in the thread
         self._writes = self._written_bytes = 0
         self._locked_until_s = -math.inf
 
@@ -118,7 +119,7 @@ class ResponseStore:
         try:
             if self._file is None:
                 with self._alone():
-                    self._file = self._open()
+                    self._rows = self._file = self._open()
             with self._file:
                 return work()
         except (sqlite3.Error, OSError) as error:
@@ -172,12 +173,6 @@ class ResponseStore:
 
     def _alone(self, wait_s: float = BUSY_TIMEOUT_S) -> AbstractContextManager[object]:
         return nullcontext() if self._path is None else hold_lock(self._path(), wait_s)
-
-    @property
-    def _rows(self) -> sqlite3.Connection:
-        if self._file is None:
-            raise RuntimeError("the store is not open")
-        return self._file
 
     @_in_thread
     def add(

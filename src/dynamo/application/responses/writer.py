@@ -212,13 +212,8 @@ def new_response(
 
 
 def _tool(tool: Item) -> Item:
-    return {
-        "type": "function",
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("parameters"),
-        "strict": tool.get("strict"),
-    }
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function"} | {name: tool.get(name) for name in names}
 
 
 def error_text(error: DynamoError) -> str:
