@@ -302,7 +302,8 @@ async def main(arguments: argparse.Namespace) -> None:
         print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
         print(f"{await measure(frontend):.0f} us of CPU per request, without sockets")
         if arguments.mode == "kv":
-            request, decision = await trace_files(frontend)
+            traces = [await trace_files(frontend) for _ in range(9)]
+            request, decision = min(traces, key=lambda each: len(each[1]))  # without load reports
             changes = sum(before != after for before, after in pairwise(decision))
             print(f"{len(set(request))} files a request")
             print(f"{len(set(decision))} files and {changes} changes of file a decision")
