@@ -219,10 +219,10 @@ def text_options(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=() if body.stop is None else _stop_strings(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=tuple(body.stop_token_ids) if body.stop_token_ids else (),
+        ignore_eos=body.ignore_eos is True,
         skip_special_tokens=body.skip_special_tokens is not False,
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=body.include_stop_str_in_output is True,
         top_logprobs=top_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         count_tokens=(stream := body.stream_options) is not None

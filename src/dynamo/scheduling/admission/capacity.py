@@ -11,6 +11,7 @@ from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import WorkerStates
 
+NEVER = float("-inf")
 MAX_UNCACHED_ENDS = 64
 """Up to this many predicted ends are recomputed for every queued request."""
 
@@ -20,7 +21,7 @@ class SlotForecast:
     """When the slots of some workers become free: times in order, and the time of the forecast."""
 
     ends: list[float]
-    made_at_s: float = float("-inf")
+    made_at_s: float = NEVER
 
 
 class ClusterCapacity:
@@ -63,7 +64,7 @@ class ClusterCapacity:
         now = self._now()
         for worker in self.workers:
             self._update_totals(worker, now)
-        self._forecast.made_at_s = float("-inf")
+        self._forecast.made_at_s = NEVER
         self._label_forecasts.clear()
 
     def reserve(self, placed: PlacedRequest, now: float) -> None:
@@ -175,7 +176,7 @@ class ClusterCapacity:
         if full or not before:
             self._set_full(worker, full=full)
         if len(self._forecast.ends) <= MAX_UNCACHED_ENDS:
-            self._forecast.made_at_s = float("-inf")
+            self._forecast.made_at_s = NEVER
             self._label_forecasts.clear()
 
     def _set_full(self, worker: WorkerState, *, full: bool) -> None:
