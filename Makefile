@@ -22,7 +22,7 @@ endif
 # Bytecode of the sources is stored though the environment forbids it: processes start in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test test-engines test-clients check format bench faults fuzz oracle lock docs clean
+.PHONY: help setup run test test-engines test-torch test-clients check format bench faults fuzz oracle lock docs clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -65,6 +65,16 @@ $(ENGINES)/model/model.safetensors: | $(ENGINES)/.installed-vllm-$(VLLM)
 test-engines: $(ENGINES)/model/model.safetensors  ## tests on real vLLM for CPUs, 2.5 GB; VLLM=0.28.0
 	DYNAMO_TEST_ENGINE_MODEL=$(ENGINES)/model $(ENGINES)/bin/python -m pytest \
 		-W default::pytest.PytestUnraisableExceptionWarning tests/engines $(ARGS)
+
+# PyTorch's build for CPUs is enough: no test needs a card. TORCH="torch==2.13.0" picks another build.
+TORCH      ?= torch==2.13.0
+TORCH_VENV := $(VENV)-torch
+$(TORCH_VENV)/.installed: scripts/torch_environment.sh | $(VENV)/.installed-test
+	scripts/torch_environment.sh $(TORCH_VENV) $(VENV) "$(TORCH)"
+	@touch $@
+
+test-torch: setup $(TORCH_VENV)/.installed  ## tests of the native engine on PyTorch and Triton, 1 GB
+	$(TORCH_VENV)/bin/python -m pytest tests/unit/inference_torch $(ARGS)
 
 # Clients pin each other's libraries: uv makes an environment for each program, node's share a folder.
 CLIENTS := $(VENV)-clients
@@ -118,5 +128,5 @@ oracle:  ## make the native engine's reference answers anew (torch and transform
 	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
 
 clean:  ## remove caches and .venv
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle $(ENGINES) $(CLIENTS) tests/clients/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-oracle $(TORCH_VENV) $(ENGINES) $(CLIENTS) tests/clients/node_modules build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

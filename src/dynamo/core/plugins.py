@@ -73,7 +73,7 @@ ENGINES = PluginTable(
     "engine",
     "dynamo.engines",
     {
-        "native": "dynamo.inference.native.runner:open_engine",
+        "native": "dynamo.inference.torch.engine:open_engine",
         "mock": "dynamo.inference.mock.engine:open_engine",
         "echo": "dynamo.inference.echo:open_engine",
         "script": "dynamo.inference.script.engine:open_engine",

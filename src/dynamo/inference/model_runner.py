@@ -28,6 +28,8 @@ class StepChunk(msgspec.Struct, frozen=True):
     - `save_blocks`: (block index in the sequence, block id) of blocks that this chunk completes.
       The runner copies them out afterwards. Index i starts at position i * block_tokens. The last
       chunk of a sequence that is `prefill_only` also saves the partial last block.
+    - `blocks`: the block table of the sequence, from position 0 on. A runner that keeps KV in place
+      writes and reads these blocks, and neither loads nor saves.
     """
 
     sequence: EngineSequence
@@ -36,6 +38,7 @@ class StepChunk(msgspec.Struct, frozen=True):
     samples: bool
     load_block_ids: tuple[int, ...] = ()
     save_blocks: tuple[tuple[int, int], ...] = ()
+    blocks: Sequence[Block] = ()
 
 
 class StepPlan(msgspec.Struct):

@@ -351,7 +351,7 @@ class StepScheduler:
                 first, blocks = sequence.registered_blocks, sequence.blocks
                 last = -(-end // self._block_tokens) if samples else full
                 save = tuple((at, blocks[at].id) for at in range(first, last))
-        plan.chunks.append(StepChunk(sequence, start, count, samples, load, save))
+        plan.chunks.append(StepChunk(sequence, start, count, samples, load, save, sequence.blocks))
         self._budget -= count
 
     def _allocate_up_to(self, sequence: EngineSequence, end: int) -> bool:

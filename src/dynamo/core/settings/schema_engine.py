@@ -77,6 +77,20 @@ class EngineSettings(SettingsSection, frozen=True):
         "as it needs; a number that is listed twice is shared",
         flag="--device-ids",
     )
+    device: str = setting(
+        "auto",
+        "where the native engine computes: auto (a card that PyTorch can use, else the CPU by "
+        "NumPy), cpu or cuda (by PyTorch)",
+        flag="--device",
+        choices=("auto", "cpu", "cuda"),
+    )
+    dtype: str = setting(
+        "auto",
+        "number format of weights and KV blocks; auto: the engine's default (native: bfloat16 on a "
+        "card that has it, float32 on a CPU)",
+        flag="--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
     gpu_memory_utilization: float = setting(
         0.0,
         "share of each accelerator's memory that the engine may use; 0: the engine's default",

@@ -99,6 +99,7 @@ VLLM: Mapping[str, Row] = {
     "engine.max_num_seqs": PassedSetting("max_num_seqs"),
     "engine.max_num_batched_tokens": PassedSetting("max_num_batched_tokens"),
     "engine.prefix_caching": PassedSetting("enable_prefix_caching"),
+    "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting("kv_cache_dtype", {"fp16": "float16"}),
     "engine.quantization": PassedSetting("quantization", refused=_SQUEEZELLM),
     "engine.lora_modules": PassedSetting("enable_lora", convert=lambda *_: True),
@@ -125,6 +126,7 @@ SGLANG: Mapping[str, Row] = {
     "engine.prefix_caching": PassedSetting(
         "disable_radix_cache", convert=lambda _, value: not value
     ),
+    "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting(
         "kv_cache_dtype",
         {"fp8": "fp8_e4m3"},
@@ -154,6 +156,7 @@ TRTLLM: Mapping[str, Row] = {
     "engine.max_num_seqs": PassedSetting("max_batch_size"),
     "engine.max_num_batched_tokens": PassedSetting("max_num_tokens"),
     "engine.prefix_caching": PassedSetting("kv_cache_config.enable_block_reuse"),
+    "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting(
         "kv_cache_config.dtype", refused={"fp16": "use auto, which is the format of the weights"}
     ),
@@ -184,6 +187,7 @@ LLAMACPP: Mapping[str, Row] = {
     "engine.max_num_seqs": PassedSetting("n_parallel"),
     "engine.max_num_batched_tokens": PassedSetting("n_batch"),
     "engine.prefix_caching": PassedSetting("cache_prompt"),
+    "engine.dtype": RefusedSetting("give a GGUF file in the wanted format"),
     "engine.kv_cache_dtype": PassedSetting(
         "cache_type_k",
         {"fp16": 1},  # the number of the type in ggml

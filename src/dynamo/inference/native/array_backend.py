@@ -1,4 +1,4 @@
-"""The array operations of the model. Another backend (torch on a GPU) can replace NumPy here."""
+"""The array operations of the model, for NumPy and torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.inference.native.buffers import Floats
-    from dynamo.inference.native.ragged import RaggedBatch
 
 Array = Any
 """A float32 array of the backend whose rows are tokens.
@@ -25,8 +24,9 @@ class ArrayBackend(ABC):
         """Prepare a linear layer's weights: `parts` are [out, in], stacked along out."""
 
     @abstractmethod
-    def begin_step(self, batch: RaggedBatch) -> None:
-        """Start a step: the operations until the next `begin_step` belong to `batch`."""
+    def begin_step(self, batch: Any) -> None:
+        """Start a step: the operations until the next `begin_step` belong to `batch`, which is of
+        the backend's own type."""
 
     @abstractmethod
     def embed(self, head: Array, scale: float) -> Array:
@@ -59,7 +59,7 @@ class ArrayBackend(ABC):
     def attend(self, qkv: Array, layer: int, qk_norm: Array | None = None) -> Array:
         """Compute attention: [rows, heads * head_dim]. Queries and keys are normed, if there are
         factors `qk_norm`, and rotated by their positions. Keys and values are written into the
-        areas of the step's sequences."""
+        areas or blocks of the step's sequences."""
 
     @abstractmethod
     def zeros(self, name: str, rows: int, width: int) -> Array:
@@ -82,8 +82,8 @@ class ArrayBackend(ABC):
         """Prepare a row of factors."""
 
     @abstractmethod
-    def to_numpy(self, rows: Array) -> Floats:
-        """Return a NumPy array, which may share the backend's memory."""
+    def to_logits(self, rows: Array) -> Any:
+        """Return logits as the backend's sampler takes them, which may share its memory."""
 
     @abstractmethod
     def stop(self) -> None:

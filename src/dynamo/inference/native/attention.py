@@ -44,7 +44,7 @@ class SlotAttention:
         self._norms_each_head, self._norm_eps = config.qk_norm == "head", config.norm_eps
         self._softcap = config.attention_softcap
         self._windows = [config.window(layer) for layer in range(config.num_layers)]
-        self._rotaries, self._layer_rotaries = _rotaries_of_layers(config, rotary)
+        self._rotaries, self._layer_rotaries = rotaries_of_layers(config, rotary)
         self._areas = kv_storage.areas
         self._thread_pool = thread_pool
         self._scratch = scratch
@@ -222,7 +222,7 @@ class SlotAttention:
             mixed[low:high, head] = weighted.reshape(high - low, group, dim)
 
 
-def _rotaries_of_layers(
+def rotaries_of_layers(
     config: DecoderConfig, rotary: Rotary
 ) -> tuple[Sequence[Rotary], Sequence[int]]:
     """Return the rotary embeddings, and for each layer the number of its own; -1: none."""

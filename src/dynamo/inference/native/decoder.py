@@ -6,7 +6,7 @@ The rotary pairs of a head are neighbours, so that rotation is one complex multi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.inference.native.buffers import Floats
-    from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.models.checkpoint.decoder_config import DecoderConfig
     from dynamo.models.checkpoint.weights import ModelWeights
 
@@ -55,11 +54,10 @@ class DecoderModel:
         ]
         self._add_layer = self._add_plain if config.norms == "before" else self._add_normed
 
-    def forward(
-        self, batch: RaggedBatch, read_rows: Callable[[Array], None] | None = None
-    ) -> Floats:
+    def forward(self, batch: Any, read_rows: Callable[[Array], None] | None = None) -> Any:
         """Return the logits of the sampled rows, [samples, vocabulary]. The next call overwrites
-        them. `read_rows` may read all rows of the last layer, [rows, hidden], by `project`."""
+        them. `batch` is of the backend's own type. `read_rows` may read all rows of the last
+        layer, [rows, hidden], by `project`."""
         backend = self._backend
         backend.begin_step(batch)
         rows = backend.embed(self._embedding, self._config.embedding_scale)
@@ -68,10 +66,10 @@ class DecoderModel:
         if read_rows is not None:
             read_rows(rows)
         if not len(batch.sampled_rows):
-            return backend.to_numpy(rows[:0])
+            return backend.to_logits(rows[:0])
         return self.project(backend.select_sampled_rows(rows))
 
-    def project(self, rows: Array) -> Floats:
+    def project(self, rows: Array) -> Any:
         """Return the logits of rows of the last layer. The next call overwrites them."""
         backend = self._backend
         last = backend.rms_norm(rows, self._config.norm_eps)
@@ -79,7 +77,7 @@ class DecoderModel:
         logits = backend.linear(last, self._lm_head, "logits")
         if self._config.logit_softcap:
             backend.soften(logits, self._config.logit_softcap)
-        return backend.to_numpy(logits)
+        return backend.to_logits(logits)
 
     def _add_plain(self, rows: Array, layer: DecoderLayer, index: int) -> None:
         """Add a layer with norms before its matrices, as Llama's."""

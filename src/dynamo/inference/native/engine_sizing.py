@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import OWN_FEATURES, EngineInfo
-from dynamo.inference.native.kv_storage import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvShape
@@ -62,7 +61,7 @@ def plan_engine_info(
     block_tokens = settings.block_size
     max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     max_useful_blocks = -(-context // block_tokens) * max_num_seqs
-    weight_bytes = FLOAT_BYTES * config.count_weights()
+    weight_bytes = shape.element_bytes * config.count_weights()
     num_blocks, rule = settings.num_blocks, "--num-blocks"
     if not num_blocks:
         kv_bytes, rule = max_kv_bytes, "cache.max_cache_size"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dynamo.communication.transfer import KvLayout, MemoryRegion
+from dynamo.communication.transfer.layout import ELEMENT_BYTES, ElementType
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,20 +32,27 @@ MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
 
 class KvShape(msgspec.Struct, frozen=True):
-    """The dimensions of the keys and values of one position."""
+    """The dimensions and the elements of the keys and values of one position."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    dtype: ElementType = "float32"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one number of a key, a value or a weight."""
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position over all layers, in float32."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
+        """Bytes of one position over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
 
     def layout(self, model: str, block_tokens: int) -> KvLayout:
         """Describe a block to other workers. `model`: the digest of the weights."""
-        return KvLayout(model, block_tokens, self.num_layers, self.num_kv_heads, self.head_dim)
+        heads, dim = self.num_kv_heads, self.head_dim
+        return KvLayout(model, block_tokens, self.num_layers, heads, dim, self.dtype)
 
 
 class KvStorage:
@@ -70,7 +78,7 @@ class KvStorage:
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
         self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
-        self.region = _allocate_region(num_blocks + host_blocks, shape.token_bytes * block_tokens)
+        self.region = allocate_region(num_blocks + host_blocks, shape.token_bytes * block_tokens)
         block_shape = (num_blocks, layers, 2, heads, block_tokens, dim)
         self.blocks: Floats = (
             np.empty(block_shape, np.float32)
@@ -130,7 +138,9 @@ class KvStorage:
         self._free_slot_tokens = 0
 
 
-def _allocate_region(num_blocks: int, block_bytes: int) -> MemoryRegion | None:
+def allocate_region(num_blocks: int, block_bytes: int) -> MemoryRegion | None:
+    """Return memory for blocks that peers may read; None where the system has none. Raises
+    `ConfigError` if it is too much."""
     size = num_blocks * block_bytes
     if size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise _memory_error("memory for KV blocks", size, "num-blocks")

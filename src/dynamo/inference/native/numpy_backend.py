@@ -118,7 +118,7 @@ class NumpyBackend(ArrayBackend):
     def scale(self, rows: Array, factors: Array) -> None:
         rows *= factors
 
-    def to_numpy(self, rows: Array) -> Floats:
+    def to_logits(self, rows: Array) -> Floats:
         return cast("Floats", rows)
 
     def stop(self) -> None:

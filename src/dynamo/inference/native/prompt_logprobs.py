@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from dynamo.inference.model_runner import StepChunk
     from dynamo.inference.native.array_backend import Array
     from dynamo.inference.native.buffers import Floats
-    from dynamo.inference.native.ragged import RaggedBatch
 
 ROWS_PER_SLICE = 64
 """Logits are computed for so many rows at once: 512 rows of 49,152 tokens would take 100 MB."""
 
 
 def read_prompt_logprobs(
-    chunks: Sequence[StepChunk], batch: RaggedBatch, rows: Array, project: Callable[[Array], Floats]
+    chunks: Sequence[StepChunk],
+    first_rows: Sequence[int],
+    rows: Array,
+    project: Callable[[Array], Floats],
 ) -> None:
-    """Add the logprobs that these chunks tell to their sequences. `project` returns the logits of
-    some of `rows`, until its next call. The row of a token tells the logprob of the next one."""
-    for chunk in chunks:
+    """Add the logprobs that these chunks tell to their sequences. `first_rows`: the row of the
+    first token of each. `project` returns the logits of some of `rows`, until its next call. The
+    row of a token tells the logprob of the next one."""
+    for chunk, first_row in zip(chunks, first_rows, strict=True):
         sequence, start = chunk.sequence, chunk.start
         request = sequence.request
         if request is None or request.prompt_logprobs is None:
@@ -34,7 +37,6 @@ def read_prompt_logprobs(
         if start == 0:
             sequence.prompt_logprobs = []
         end = min(start + chunk.count, sequence.prompt_tokens - request.resumed - 1)
-        first_row = _first_row(batch, sequence.runner_state)
         for low in range(start, end, ROWS_PER_SLICE):
             high = min(low + ROWS_PER_SLICE, end)
             logits = project(rows[first_row + low - start : first_row + high - start])
@@ -53,11 +55,3 @@ def make_prompt_logprob(row: Floats, token: int, top: int) -> PromptTokenLogprob
         int(np.count_nonzero(row > row[token])) + 1,
         tuple((other, float(logprobs[other])) for other in best),
     )
-
-
-def _first_row(batch: RaggedBatch, slot: int) -> int:
-    """Return the row of the first token of a slot's chunk."""
-    for span in batch.prefill_spans:
-        if span.slot == slot:
-            return span.low
-    return int(np.flatnonzero(batch.decode_slots == slot)[0])

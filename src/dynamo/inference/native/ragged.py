@@ -68,6 +68,14 @@ class RaggedBatch(msgspec.Struct, frozen=True):
     prefill_spans: tuple[PrefillSpan, ...]
     sampled_rows: Ints
 
+    def first_row(self, slot: int) -> int:
+        """Return the row of the first token of a slot's chunk."""
+        for span in self.prefill_spans:
+            if span.slot == slot:
+                return span.low
+        slots: list[int] = self.decode_slots.tolist()
+        return slots.index(slot)
+
 
 def make_ragged_batch(chunks: Sequence[SlotChunk], threads: int = 1) -> RaggedBatch:
     """Build the rows of a step. Decoding rows are split into at most `threads` equal parts."""

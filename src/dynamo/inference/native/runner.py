@@ -12,8 +12,6 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.model_runner import BlockShape, ModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.native.engine_sizing import (
     available_memory_bytes,
@@ -21,12 +19,11 @@ from dynamo.inference.native.engine_sizing import (
     usable_cores,
 )
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
-from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks, tier_opener
+from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dynamo.inference.engine_registry import EngineInputs
     from dynamo.inference.native.array_backend import Array
     from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.models.checkpoint.weights import ModelWeights
@@ -150,8 +147,9 @@ class NativeRunner(ModelRunner):
             return None
         from dynamo.inference.native.prompt_logprobs import read_prompt_logprobs
 
+        first_rows = [batch.first_row(chunk.sequence.runner_state) for chunk in chunks]
         project = self._model.project
-        return lambda rows: read_prompt_logprobs(chunks, batch, rows, project)
+        return lambda rows: read_prompt_logprobs(chunks, first_rows, rows, project)
 
     def _prepare_chunk(self, chunk: StepChunk) -> SlotChunk:
         """Assign a slot to the chunk's sequence and load the KV before the chunk."""
@@ -164,23 +162,3 @@ class NativeRunner(ModelRunner):
         return SlotChunk(
             sequence.runner_state, chunk.start, sequence.tokens[chunk.start : end], chunk.samples
         )
-
-
-async def open_engine(inputs: EngineInputs) -> BatchedEngine:
-    """Create the engine. The model's weights are read when it starts."""
-    settings, cache = inputs.settings.engine, inputs.settings.cache
-    runner = NativeRunner(
-        inputs.files.open_weights,
-        settings,
-        context_tokens=inputs.card.context_tokens,
-        memory_bytes=inputs.memory_bytes,
-        cache=cache,
-    )
-    return BatchedEngine(
-        runner,
-        eos_token_ids=inputs.card.eos_token_ids,
-        prefix_caching=settings.prefix_caching,
-        eviction=make_eviction_policy(settings.eviction),
-        open_tiers=tier_opener(cache, settings, inputs.clock),
-        grammars=inputs.grammar_compiler(),
-    )

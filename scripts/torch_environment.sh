@@ -1,0 +1,12 @@
+#!/bin/sh
+# Make an environment with PyTorch and Triton beside the packages of another environment.
+#
+#   scripts/torch_environment.sh FOLDER OTHER_FOLDER TORCH
+set -eu
+folder=$1 other=$2 torch=$3
+
+"$other/bin/python" -m venv "$folder"
+"$folder/bin/python" -m pip install --quiet "$torch"
+"$folder/bin/python" -m pip install --quiet --no-deps triton # PyTorch's build for CPUs lacks it
+paths() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+printf '%s\nimport site; site.addsitedir("%s")\n' "$(paths "$other")" "$(paths "$other")" >"$(paths "$folder")/other.pth"

@@ -1,0 +1,107 @@
+"""The array operations of the decoder in PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from dynamo.inference.native.array_backend import ArrayBackend
+from dynamo.inference.torch.attention import BlockAttention
+
+if TYPE_CHECKING:
+    from dynamo.inference.native.buffers import Floats
+    from dynamo.inference.torch.batch import PagedBatch
+    from dynamo.models.checkpoint.decoder_config import DecoderConfig, Rotary
+
+
+class Linear(NamedTuple):
+    """A matrix [out, in] and its bias [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class GatedMlp(NamedTuple):
+    """The matrices of a gated MLP; `gate_up` has the rows of both."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: str
+
+
+class TorchBackend(ArrayBackend):
+    """The operations on one device. Results are new tensors."""
+
+    def __init__(
+        self, config: DecoderConfig, rotary: Rotary, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        self.attention = BlockAttention(config, rotary, device)
+        self._batch: PagedBatch
+
+    def _join(self, *parts: Floats) -> torch.Tensor:
+        return torch.cat([torch.from_numpy(part).to(self._device, self._dtype) for part in parts])
+
+    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> Linear:
+        return Linear(self._join(*parts), None if bias is None else self._join(bias))
+
+    def prepare_vector(self, values: Floats) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def prepare_gated_mlp(
+        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+    ) -> GatedMlp:
+        return GatedMlp(self._join(gate, up), self._join(down), activation)
+
+    def begin_step(self, batch: PagedBatch) -> None:
+        self._batch = batch
+        self.attention.begin_step(batch)
+
+    def embed(self, head: Linear, scale: float) -> torch.Tensor:
+        rows = functional.embedding(self._batch.token_ids, head.weight)
+        return rows * scale if scale != 1.0 else rows
+
+    def rms_norm(self, rows: torch.Tensor, eps: float) -> torch.Tensor:
+        return functional.rms_norm(rows, rows.shape[1:], eps=eps)
+
+    def linear(self, rows: torch.Tensor, weight: Linear, name: str) -> torch.Tensor:
+        del name
+        return functional.linear(rows, *weight)
+
+    def add_linear(self, total: torch.Tensor, rows: torch.Tensor, weight: Linear) -> None:
+        total += functional.linear(rows, *weight)
+
+    def add_gated_mlp(self, total: torch.Tensor, rows: torch.Tensor, weights: GatedMlp) -> None:
+        gate, up = functional.linear(rows, weights.gate_up).chunk(2, 1)
+        gate = (
+            functional.silu(gate)
+            if weights.activation == "silu"
+            else functional.gelu(gate, approximate="tanh")
+        )
+        total += functional.linear(gate * up, weights.down)
+
+    def attend(
+        self, qkv: torch.Tensor, layer: int, qk_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.attention(qkv, layer, qk_norm)
+
+    def zeros(self, name: str, rows: int, width: int) -> torch.Tensor:
+        del name
+        return torch.zeros(rows, width, dtype=self._dtype, device=self._device)
+
+    def soften(self, rows: torch.Tensor, cap: float) -> None:
+        rows.div_(cap).tanh_().mul_(cap)
+
+    def select_sampled_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self._batch.sampled_rows]
+
+    def scale(self, rows: torch.Tensor, factors: torch.Tensor) -> None:
+        rows *= factors
+
+    def to_logits(self, rows: torch.Tensor) -> Any:
+        return rows.float()
+
+    def stop(self) -> None:
+        del self.attention.kv_blocks

@@ -1,0 +1,53 @@
+"""Opens the native engine: NumPy's runner, or torch's where the settings or a card ask for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.eviction import make_eviction_policy
+from dynamo.inference.native.runner import NativeRunner
+from dynamo.inference.tiers.opening import tier_opener
+from dynamo.inference.torch.device import choose_device
+
+if TYPE_CHECKING:
+    from dynamo.inference.engine_registry import EngineInputs
+    from dynamo.inference.model_runner import ModelRunner
+    from dynamo.inference.torch.device import TorchDevice
+
+
+async def open_engine(inputs: EngineInputs) -> BatchedEngine:
+    """Create the engine. The model's weights are read when it starts. Raises `ConfigError`."""
+    settings, cache = inputs.settings.engine, inputs.settings.cache
+    return BatchedEngine(
+        _make_runner(inputs, choose_device(settings)),
+        eos_token_ids=inputs.card.eos_token_ids,
+        prefix_caching=settings.prefix_caching,
+        eviction=make_eviction_policy(settings.eviction),
+        open_tiers=tier_opener(cache, settings, inputs.clock),
+        grammars=inputs.grammar_compiler(),
+    )
+
+
+def _make_runner(inputs: EngineInputs, device: TorchDevice | None) -> ModelRunner:
+    open_weights, settings = inputs.files.open_weights, inputs.settings.engine
+    context_tokens, memory_bytes = inputs.card.context_tokens, inputs.memory_bytes
+    cache = inputs.settings.cache
+    if device is None:
+        return NativeRunner(
+            open_weights,
+            settings,
+            context_tokens=context_tokens,
+            memory_bytes=memory_bytes,
+            cache=cache,
+        )
+    from dynamo.inference.torch.runner import TorchRunner
+
+    return TorchRunner(
+        open_weights,
+        settings,
+        device,
+        context_tokens=context_tokens,
+        memory_bytes=memory_bytes,
+        cache=cache,
+    )

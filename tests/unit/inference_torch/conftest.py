@@ -1,0 +1,57 @@
+"""Engines on PyTorch, with the tiny model and the requests of the tests of the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.inference_native.conftest import (
+    make_request,
+    reference_llama,
+    tiny_llama,
+)
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.native.runner import NativeRunner
+from dynamo.inference.tiers.opening import tier_opener
+from dynamo.inference.torch.device import TorchDevice
+from dynamo.models.checkpoint.weights import open_weights
+
+torch = pytest.importorskip("torch", reason="make test-torch installs PyTorch")
+torch.set_num_threads(1)  # small tensors; a second thread waits longer than it computes
+
+__all__ = ["make_request", "reference_llama", "tiny_llama"]
+
+MakeEngine = Callable[..., BatchedEngine]
+
+
+def open_engine(
+    folder: Path, dtype: Any = "float32", cache: CacheSettings = NO_TIERS, **settings: Any
+) -> BatchedEngine:
+    """Return an engine over the weights in `folder`; `dtype` "numpy": that of NumPy."""
+    from dynamo.inference.torch.runner import TorchRunner
+
+    engine_settings = EngineSettings(
+        **({"threads": 1, "num_blocks": 64, "block_size": 4} | settings)
+    )
+    if dtype == "numpy":
+        runner: Any = NativeRunner(lambda: open_weights(folder), engine_settings, cache=cache)
+    else:
+        device = TorchDevice("cpu", dtype)
+        runner = TorchRunner(lambda: open_weights(folder), engine_settings, device, cache=cache)
+    return BatchedEngine(
+        runner,
+        prefix_caching=engine_settings.prefix_caching,
+        open_tiers=tier_opener(cache, engine_settings, SystemClock()),
+    )
+
+
+@pytest.fixture
+def make_engine(tiny_llama: Path) -> MakeEngine:
+    """Return `make_engine(dtype, cache, **settings)` over the tiny Llama."""
+    return lambda *args, **settings: open_engine(tiny_llama, *args, **settings)
