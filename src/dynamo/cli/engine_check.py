@@ -13,8 +13,11 @@ from dynamo.core.settings.load import DEFAULT_ORIGIN
 from dynamo.core.settings.schema_engine import AUTO
 
 
-def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list[str]:
-    """Check the engine of each group of workers, and return notes on settings without effect.
+def check_engines(
+    parts: Iterable[Settings], origins: Mapping[str, str], *, elsewhere: bool = False
+) -> list[str]:
+    """Check the engine of each group of workers, and return notes on settings without effect. For
+    workers that start `elsewhere`, a package that is missing here is a note.
 
     Raises `ConfigError` for an engine that is not installed as it should be and for arguments or
     a role that it lacks, and `Unsupported` for an engine that does not exist.
@@ -25,7 +28,7 @@ def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list
         engine_arguments,
         explain_arguments,
     )
-    from dynamo.inference.engines.packages import check_engine_package
+    from dynamo.inference.engines.packages import MissingPackage, check_engine_package
 
     notes: dict[str, None] = {}
     for settings in parts:
@@ -33,15 +36,19 @@ def check_engines(parts: Iterable[Settings], origins: Mapping[str, str]) -> list
             continue
         ENGINES.check(settings.engine.kind)
         try:
-            check_roles(settings)
             engine_arguments(settings)
+            check_roles(settings)
+            check_engine_package(settings.engine.kind)
+        except MissingPackage as error:
+            if not elsewhere:
+                raise
+            notes[f"{error.message}; {error.hint}"] = None
         except ConfigError as error:
             origin = origins.get(error.param or "", DEFAULT_ORIGIN)
             where = "" if origin == DEFAULT_ORIGIN else f" ({origin})"
             raise ConfigError(
                 f"{error.message}{where}", hint=error.hint, param=error.param
             ) from None
-        check_engine_package(settings.engine.kind)
         for argument in explain_arguments(settings):
             if not argument.name:
                 notes[f"{argument.key}: {argument.note}"] = None

@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
     def make_plan(base: LoadedSettings) -> DeploymentPlan:
         plan = plan_deployment(root, base, load, options, only=args.only)
-        check_plan(plan, base.origins)
+        check_plan(plan, base.origins, elsewhere=args.dry_run)
         return plan
 
     plan = make_plan(load_settings(args))
@@ -99,12 +99,16 @@ def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceO
     return words, options
 
 
-def check_plan(plan: DeploymentPlan, origins: Mapping[str, str]) -> None:
-    """Check engines, log level and planes. Raises `ConfigError` and `Unsupported`."""
+def check_plan(
+    plan: DeploymentPlan, origins: Mapping[str, str], *, elsewhere: bool = False
+) -> None:
+    """Check engines, log level and planes. Raises `ConfigError` and `Unsupported`. See
+    `check_engines` for plans that start `elsewhere`."""
     from dynamo.runtime.planes import planes_of
     from dynamo.telemetry.logs import parse_levels
 
-    for note in check_engines([part.settings for part in plan.with_role("worker")], origins):
+    parts = [part.settings for part in plan.with_role("worker")]
+    for note in check_engines(parts, origins, elsewhere=elsewhere):
         print(f"note: {note}", file=sys.stderr)
     parse_levels(plan.settings.logging.level)
     planes_of(plan.settings)

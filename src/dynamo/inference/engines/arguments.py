@@ -16,7 +16,12 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.keys import setting_specs_by_key
-from dynamo.inference.engines.packages import ENGINE_PACKAGES, check_argument_name, package_kind
+from dynamo.inference.engines.packages import (
+    ENGINE_PACKAGES,
+    MissingPackage,
+    check_argument_name,
+    package_kind,
+)
 
 LLAMACPP_SLOTS = 8
 """Sequences that llama.cpp computes at once, each with a context of its own."""
@@ -355,7 +360,7 @@ def check_role(kind: str, role: str) -> None:
             param="engine.role",
         )
     if find_spec("nixl") is None:
-        raise ConfigError(
+        raise MissingPackage(
             f"engine {kind} needs NIXL for the role {role}, and the package nixl is not installed",
             hint="pip install nixl",
             param="engine.role",

@@ -98,6 +98,10 @@ def package_kind(kind: str) -> str:
     return "trtllm" if kind == "tensorrt_llm" else kind
 
 
+class MissingPackage(ConfigError):
+    """A package that an engine needs is not installed on this machine as it should be."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """The installed version of an engine. `problem` says why it cannot run here; empty: it can."""
 
@@ -109,11 +113,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 def check_engine_package(kind: str) -> None:
-    """Raise `ConfigError` if the package of an engine is missing, its version is not supported, or
-    it was built for another torch. The hint is the command that installs the right one."""
+    """Raise `MissingPackage` if the package of an engine is missing, its version is not supported,
+    or it was built for another torch. The hint is the command that installs the right one."""
     kind = package_kind(kind)
     if kind in ENGINE_PACKAGES and (status := engine_status(kind)).problem:
-        raise ConfigError(status.problem, hint=status.command, param="engine.kind")
+        raise MissingPackage(status.problem, hint=status.command, param="engine.kind")
 
 
 def engine_status(kind: str) -> EngineStatus:
