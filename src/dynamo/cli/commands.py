@@ -55,6 +55,9 @@ COMMANDS = {
     "config": Command(
         "dynamo.cli.config", "explain a configuration; print the schema of its files"
     ),
+    "configure": Command(
+        "dynamo.cli.foresight.configure", "choose and write a configuration for GPUs and a load"
+    ),
     "export": Command("dynamo.cli.models.export", "write a model in float32 for other engines"),
     "bench": Command(
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"

@@ -1,1 +1,1 @@
-"""Commands that look ahead: the record of requests, calibration."""
+"""Commands that look ahead: the record of requests, calibration, the configurator."""

@@ -1,0 +1,185 @@
+"""Configurations that are there: their workers, their prediction, and what they reached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ConfigError, nearest_name_hint
+from dynamo.operations.configure.catalogue import engines, family_of
+from dynamo.operations.configure.files import HEADROOM
+from dynamo.operations.configure.measured import MeasuredRow
+from dynamo.operations.configure.plans import Layout, Plan, Question
+from dynamo.operations.configure.predictor import Predictor
+from dynamo.operations.configure.search import Search
+from dynamo.operations.configure.yaml_files import read_yaml
+
+DEFAULT_SEQS = 256
+
+
+class Workers(msgspec.Struct, frozen=True):
+    """The workers of a configuration: `count` that answer, with `seqs` requests at once each."""
+
+    layout: Layout
+    count: int
+    seqs: int
+    prefill_layout: Layout | None = None
+    prefill_count: int = 0
+
+
+def read_configuration(path: Path, question: Question) -> Workers:
+    """Read the workers of settings for `dynamo serve`, or of a DynamoGraphDeployment. Raises
+    `ConfigError`."""
+    content = read_yaml(path)
+    if content.get("kind") == "DynamoGraphDeployment":
+        return _read_graph(path, content, question)
+    return _read_settings(path, content, question)
+
+
+def _read_settings(path: Path, content: Mapping[str, Any], question: Question) -> Workers:
+    engine = _section(content, "engine")
+    kind = engine.get("kind", "")
+    known = {facts.kind: name for name, facts in engines().items()} | {"trtllm": "trtllm"}
+    if kind not in known:
+        name = question.engines[0].name if kind in {"", "auto", "mock"} else ""
+        if not name:
+            raise ConfigError(
+                f"{path}: no times of engine {kind!r}", hint=nearest_name_hint(kind, known)
+            )
+        known = {**known, kind: name}
+
+    def layout(group: Mapping[str, Any]) -> Layout:
+        args = _section(engine, "args")
+        data = int(engine.get("data_parallel_size") or args.get("dp_size") or 1)
+        tensor = int(group.get("tensor_parallel_size") or engine.get("tensor_parallel_size") or 1)
+        return Layout(
+            engine=known[kind],
+            tensor=max(tensor, data),
+            stages=int(engine.get("pipeline_parallel_size") or 1),
+            attention_dp=data > 1 or bool(args.get("enable_attention_dp")),
+            split_experts=any(re.search("expert|ep_size", name) for name in args),
+            kv_precision="fp8" if engine.get("kv_cache_dtype") == "fp8" else _own_kv(question),
+        )
+
+    seqs = int(engine.get("max_num_seqs") or DEFAULT_SEQS)
+    groups = _section(content, "workers")
+    decode, prefill = (_section(groups, name) for name in ("decode", "prefill"))
+    if not decode.get("replicas"):
+        return Workers(layout({}), int(engine.get("workers", 1)) or 1, seqs)
+    return Workers(
+        layout(decode),
+        int(decode["replicas"]),
+        int(decode.get("max_batch_size") or seqs),
+        layout(prefill) if prefill.get("replicas") else None,
+        int(prefill.get("replicas") or 0),
+    )
+
+
+def _read_graph(path: Path, content: Mapping[str, Any], question: Question) -> Workers:
+    by_role: dict[str, tuple[Layout, int, int]] = {}
+    for component in _section(content, "spec").get("components") or ():
+        pod = _section(_section(component, "podTemplate"), "spec")
+        for container in pod.get("containers") or ():
+            words = [
+                *map(str, container.get("command") or ()),
+                *map(str, container.get("args") or ()),
+            ]
+            module = next((word for word in words if word.startswith("dynamo.")), "")
+            engine = next((name for name, own in engines().items() if own.module == module), "")
+            if engine:
+                role = "prefill" if "prefill" in words else str(component.get("type", "worker"))
+                layout, seqs = _read_words(words, engine, question)
+                by_role[role] = (layout, int(component.get("replicas", 1)), seqs)
+    answering = next((by_role[role] for role in ("decode", "worker") if role in by_role), None)
+    if answering is None:
+        raise ConfigError(f"{path} has no workers of {', '.join(engines())}")
+    ahead = by_role.get("prefill")
+    return Workers(*answering, *(ahead[:2] if ahead else ()))
+
+
+def _read_words(words: Sequence[str], engine: str, question: Question) -> tuple[Layout, int]:
+    flags = engines()[engine].flags
+
+    def value(name: str, default: int) -> int:
+        flag = flags.get(name, "")
+        return int(words[words.index(flag) + 1]) if flag in words else default
+
+    data = value("dp", 1)
+    layout = Layout(
+        engine=engine,
+        tensor=max(value("tp", 1), data),
+        stages=value("pp", 1),
+        attention_dp=data > 1,
+        split_experts=flags.get("ep", "") in words,
+        kv_precision="fp8" if "fp8" in words else _own_kv(question),
+    )
+    return layout, value("seqs", DEFAULT_SEQS)
+
+
+def _own_kv(question: Question) -> str:
+    return question.kv_precision or "bf16"
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = content.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is no mapping")
+    return value
+
+
+def predict_plan(workers: Workers, question: Question, predictor: Predictor) -> Plan:
+    """Return the plan of workers that run as many requests as they may, or as bear the rate."""
+    search = Search(question, predictor)
+    most = max(1, int(workers.seqs / HEADROOM))
+    plans = [
+        search.plan_of(
+            workers.layout,
+            batch,
+            workers.count,
+            (workers.prefill_layout, workers.prefill_count) if workers.prefill_layout else None,
+        )
+        for batch in sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, most})
+        if batch <= most
+    ]
+    if question.rate:
+        return next((plan for plan in plans if plan.rate >= question.rate), plans[-1])
+    good = [plan for plan in plans if plan.misses(question) <= 1]
+    return good[-1] if good else plans[0]
+
+
+def measured_row(path: str, question: Question, workers: Workers | None) -> MeasuredRow:
+    """Return the row of a result of `dynamo bench`, measured on `workers`; without them on one
+    replica of the question's engine on all its GPUs. Raises `ConfigError`."""
+    from dynamo.operations.bench.bench_result import read_result
+
+    result = read_result(path)
+    if not result.requests or not result.ttft_ms.mean or not result.tpot_ms.mean:
+        raise ConfigError(f"{path} has no answered requests with times")
+    if workers is None and (len(question.engines) > 1 or not question.gpus):
+        raise ConfigError(
+            "--measured needs what was measured",
+            hint="--check FILE, or --engine and --gpus of one replica",
+        )
+    layout = workers.layout if workers else None
+    count = workers.count if workers else 1
+    newest = Predictor.shipped().newest(question.engines[0].name, "", "")
+    return MeasuredRow(
+        engine=layout.engine if layout else question.engines[0].name,
+        version=newest[0],
+        day="9999-12-31",
+        model=family_of(question.shape),
+        gpu=question.gpu.name,
+        precision=question.shape.precision,
+        gpus=layout.tensor if layout else question.gpus,
+        attention_dp=int(layout.attention_dp) if layout else 0,
+        split_experts=int(layout.split_experts) if layout else 0,
+        isl=max(1, round(result.prompt_tokens / result.requests)),
+        osl=max(1, round(result.output_tokens / result.requests)),
+        concurrency=max(1.0, result.requests_per_s * result.e2e_ms.mean / 1e3 / count),
+        ttft_ms=result.ttft_ms.mean,
+        tpot_ms=result.tpot_ms.mean,
+    )

@@ -1,0 +1,159 @@
+"""Finalists of a search in the replay: Poisson arrivals on workers with the plan's step times."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.core.values import BOTH_ROLES
+from dynamo.inference.mock.engine import make_mock_engine_info
+from dynamo.inference.mock.timing import LinearTiming
+from dynamo.operations.bench.workload import LatencyObjectives
+from dynamo.operations.configure.cases import CaseArrays
+from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
+from dynamo.operations.configure.plans import Layout, Plan, Question
+from dynamo.operations.configure.predictor import Predictor
+from dynamo.operations.configure.search import Search
+from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.trace import ArrivalOptions, SyntheticLoad, make_synthetic_trace
+from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+
+BLOCK_TOKENS = 64
+FEWEST_REQUESTS, MOST_REQUESTS = 128, 900
+TURNS = 3
+"""Requests of a replay for each one that runs at once."""
+MOST_BLOCKS = 20_000
+LOAD = 0.85
+"""Arrivals of the replay, as a share of what the plan bears in a closed loop."""
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """The outcome of a replay of a plan: mean times, the 90th percentile of TTFT, and the share of
+    requests within the promise (None without one)."""
+
+    kind: str
+    rate: float
+    ttft_ms: float
+    ttft_p90_ms: float
+    tpot_ms: float
+    tokens_per_gpu: float
+    good_share: float | None
+
+
+def step_timing(
+    plan: Plan, question: Question, predictor: Predictor, layout: Layout, *, prefill: bool = False
+) -> LinearTiming:
+    """Return the step time of a worker around the plan's load: the formula's slopes, scaled to what
+    measured rows say of it."""
+    search = Search(question, predictor)
+    seqs = 1 if prefill else plan.concurrency
+    cases = CaseArrays([search.case(layout, seqs)])
+    times = predictor.times
+    context = np.array([question.isl + question.osl / 2])
+    running = np.array([float(seqs)])
+    single, longer = np.ones(1), context + 1
+    step = float(times.step_ms(cases, running, context, running)[0])
+    alone = float(times.step_ms(cases, single, context, single)[0])
+    per_context = float(times.step_ms(cases, single, longer, single)[0]) - alone
+    new = question.isl - question.prefix
+    per_token = float(times.prompt_ms(cases)[0]) / max(1, new)
+    base = times.forecast(cases, prefill=plan.kind == "aggregated")
+    scale = 1.0 if prefill else plan.tpot_ms / float(base.tpot_ms[0])
+    per_seq = 0.0
+    if seqs > 1:
+        moved = per_context * float(context[0])
+        per_seq = max(0.0, (step - alone - moved * (seqs - 1)) / (seqs - 1))
+    fixed = max(0.01, step - per_seq * seqs - per_context * float(context[0]) * seqs)
+    values = (fixed, per_token, max(0.0, per_seq - per_token), per_context)
+    return LinearTiming(*(float(f"{scale * value:.6g}") for value in values))
+
+
+def replay_plan(
+    plan: Plan, question: Question, predictor: Predictor, *, flexible: bool = False
+) -> Replayed:
+    """Replay a plan with Poisson arrivals. `flexible` workers of an aggregated plan compute
+    prompts for each other."""
+    units, groups = _groups(plan, question, predictor)
+    rate = LOAD * plan.rate / units
+    moves = flexible or plan.prefill_layout is not None
+    mode = "flexible" if flexible else DisaggregationSettings().mode
+    router = RouterSettings(mode="round_robin", disaggregation=DisaggregationSettings(mode=mode))
+    promise = LatencyObjectives(*(_limit(ms) for ms in (question.ttft_ms, question.tpot_ms)))
+    workers = ReplayWorkers(
+        groups,
+        "lru",
+        transfer=KvTransfer(question.gpu.link * 1e9 / 2) if moves else None,
+        kv_bytes_per_token=max(
+            1, round(question.shape.kv_bytes_per_token(plan.layout.kv_precision))
+        ),
+    )
+    running = TURNS * plan.concurrency * groups[0].count
+    requests = min(max(FEWEST_REQUESTS, running), MOST_REQUESTS)
+    load = SyntheticLoad(question.isl - question.prefix, question.osl, requests, rate)
+    plan_to_replay = ReplayPlan("finalist", workers, router, BLOCK_TOKENS, objectives=promise)
+    result, _ = Replay(plan_to_replay).run(make_synthetic_trace(load, ArrivalOptions(seed=1)))
+    gpus = plan.gpus / units if moves and not flexible else plan.layout.gpus * groups[0].count
+    return Replayed(
+        "flexible" if flexible else plan.kind,
+        rate * units,
+        result.ttft_ms.mean,
+        result.ttft_ms.p90,
+        result.tpot_ms.mean,
+        rate * question.osl / gpus,
+        result.good_share,
+    )
+
+
+def _limit(milliseconds: float) -> float:
+    return milliseconds if milliseconds < math.inf else 0.0
+
+
+def _groups(plan: Plan, question: Question, predictor: Predictor) -> tuple[int, list[ReplayGroup]]:
+    """Return how many times the plan repeats its smallest unit, and the workers of one."""
+    if plan.prefill_layout is None:
+        count = min(2, plan.replicas)
+        return plan.replicas // count, [_group(plan, question, predictor, plan.layout, count)]
+    units = math.gcd(plan.replicas, plan.prefill_workers)
+    ahead = step_timing(plan, question, predictor, plan.prefill_layout, prefill=True)
+    return units, [
+        _group(plan, question, predictor, plan.layout, plan.replicas // units, role="decode"),
+        _group(
+            plan,
+            question,
+            predictor,
+            plan.prefill_layout,
+            plan.prefill_workers // units,
+            role="prefill",
+            timing=ahead,
+        ),
+    ]
+
+
+def _group(
+    plan: Plan,
+    question: Question,
+    predictor: Predictor,
+    layout: Layout,
+    count: int,
+    *,
+    role: str = "",
+    timing: LinearTiming | None = None,
+) -> ReplayGroup:
+    tokens = (plan.capacity + 1) * (question.isl + question.osl)
+    settings = EngineSettings(
+        block_size=BLOCK_TOKENS,
+        num_blocks=min(MOST_BLOCKS, math.ceil(tokens / BLOCK_TOKENS)),
+        max_num_seqs=most_seqs(plan),
+        max_num_batched_tokens=STEP_TOKENS,
+    )
+    info = make_mock_engine_info(settings, context_tokens=4 * (question.isl + question.osl))
+    roles = (role,) if role else BOTH_ROLES
+    return ReplayGroup(
+        count,
+        msgspec.structs.replace(info, roles=roles),
+        timing or step_timing(plan, question, predictor, layout),
+    )

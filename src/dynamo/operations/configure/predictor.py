@@ -1,0 +1,263 @@
+"""The predictor: formulas, corrected by measured rows that are like the case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dynamo.operations.configure.cases import Case, CaseArrays, Floats
+from dynamo.operations.configure.catalogue import DATA
+from dynamo.operations.configure.measured import MeasuredRow, shipped_rows
+from dynamo.operations.configure.neighbours import Correction, Features, Neighbours, Similarity
+from dynamo.operations.configure.step_time import FEED_SLACK_MS, Forecast, StepTimes
+from dynamo.operations.configure.yaml_files import read_yaml
+
+LOAD_RANGE = (-1.2, 1.0)
+MOST_FEED_LOAD = 0.95
+FEED_TURNS = 6
+FAR = 0.85
+"""Novelty from which an estimate is marked as extrapolated."""
+SHORTEST_MS, LONGEST_MS = 0.01, 1e9
+
+
+class Split(msgspec.Struct, frozen=True):
+    """Prefill and decode workers with their loads. Each decode case has its share of the requests;
+    `concurrency` is that of all workers together."""
+
+    prefill: Case
+    decode: Case
+    prefill_workers: int
+    decode_workers: int
+
+    @property
+    def concurrency(self) -> float:
+        """Requests in all workers."""
+        return self.decode.concurrency * self.decode_workers
+
+
+class Estimates(msgspec.Struct, frozen=True):
+    """Estimated times with bars that hold four measurements of five. `novelty` is that of TPOT:
+    from `FAR` on an estimate is extrapolated."""
+
+    ttft_ms: Floats
+    ttft_low_ms: Floats
+    ttft_high_ms: Floats
+    tpot_ms: Floats
+    tpot_low_ms: Floats
+    tpot_high_ms: Floats
+    novelty: Floats
+
+    @property
+    def extrapolated(self) -> Sequence[bool]:
+        """Whether no measured row is near a case."""
+        return [bool(novelty > FAR) for novelty in self.novelty]
+
+
+class Predictor:
+    """Predictions of TTFT and TPOT. `rows` are the measured rows that correct them."""
+
+    def __init__(
+        self,
+        rows: Sequence[MeasuredRow],
+        constants: Mapping[str, float],
+        similarities: Mapping[str, Similarity],
+    ) -> None:
+        self.times = StepTimes(constants)
+        self._similarities = similarities
+        self._together = [row for row in rows if not row.prefill_workers]
+        self._apart = [row for row in rows if row.prefill_workers]
+        self._newest: dict[tuple[str, ...], tuple[str, str, bool]] = {}
+
+    @classmethod
+    def shipped(cls, more: Sequence[MeasuredRow] = ()) -> Predictor:
+        """Return the predictor with the constants and rows of this package, and `more` rows."""
+        constants, similarities = load_constants()
+        return cls([*shipped_rows(), *more], constants, similarities)
+
+    def newest(self, engine: str, family: str, gpu: str) -> tuple[str, str, bool]:
+        """Return the version of an engine, the day and whether only the first wave counted, of its
+        newest measured row: of the model and GPU if there are any."""
+        if not self._newest:
+            for row in sorted([*self._together, *self._apart], key=lambda row: row.day):
+                for key in (
+                    (row.engine,),
+                    (row.engine, row.model),
+                    (row.engine, row.model, row.gpu),
+                ):
+                    self._newest[key] = (row.version, row.day, bool(row.first_wave))
+        keys = ((engine, family, gpu), (engine, family), (engine,))
+        return next((self._newest[key] for key in keys if key in self._newest), ("", "", False))
+
+    def predict(self, cases: Sequence[Case], hidden: Sequence[str] = ()) -> Estimates:
+        """Return estimates of replicas that compute prompts and answers. `hidden` has the
+        combination of each case whose rows are not looked at."""
+        arrays = CaseArrays(cases)
+        forecast = self.times.forecast(arrays)
+        features = case_features(cases, arrays, forecast)
+        return self._combine(
+            forecast.ttft_ms,
+            forecast.tpot_ms,
+            _correct(self._neighbours["ttft"], features, hidden),
+            _correct(self._neighbours["tpot"], features, hidden),
+        )
+
+    def predict_split(self, splits: Sequence[Split], hidden: Sequence[str] = ()) -> Estimates:
+        """Return estimates of prefill workers with decode workers."""
+        ttft, tpot, features = split_forecast(self.times, splits)
+        return self._combine(
+            ttft,
+            tpot,
+            _correct(self._split_neighbours["split_ttft"], features, hidden),
+            _correct(self._split_neighbours["split_tpot"], features, hidden),
+        )
+
+    def _combine(
+        self, ttft: Floats, tpot: Floats, first: Correction, later: Correction
+    ) -> Estimates:
+        def scaled(base: Floats, logarithm: Floats) -> Floats:
+            return np.clip(base * np.exp(logarithm), SHORTEST_MS, LONGEST_MS)
+
+        return Estimates(
+            scaled(ttft, first.estimate),
+            scaled(ttft, first.low),
+            scaled(ttft, first.high),
+            scaled(tpot, later.estimate),
+            scaled(tpot, later.low),
+            scaled(tpot, later.high),
+            later.novelty,
+        )
+
+    @cached_property
+    def _neighbours(self) -> Mapping[str, Neighbours]:
+        cases = [row.case() for row in self._together]
+        arrays = CaseArrays(cases)
+        forecast = self.times.forecast(arrays)
+        features = case_features(cases, arrays, forecast)
+        bases = {"ttft": forecast.ttft_ms, "tpot": forecast.tpot_ms}
+        return self._make(self._together, features, bases)
+
+    @cached_property
+    def _split_neighbours(self) -> Mapping[str, Neighbours]:
+        ttft, tpot, features = split_forecast(self.times, [row_split(row) for row in self._apart])
+        return self._make(self._apart, features, {"split_ttft": ttft, "split_tpot": tpot})
+
+    def _make(
+        self, rows: Sequence[MeasuredRow], features: Features, bases: Mapping[str, Floats]
+    ) -> Mapping[str, Neighbours]:
+        groups = [row.combination for row in rows]
+        neighbours = {}
+        for name, base in bases.items():
+            kind = name.removeprefix("split_")
+            measured = np.array([getattr(row, f"{kind}_ms") for row in rows])
+            doubts = np.array([getattr(row, f"{kind}_doubt") for row in rows])
+            neighbours[name] = Neighbours(
+                features, np.log(measured / base), doubts, groups, self._similarities[name]
+            )
+        return neighbours
+
+
+@cache
+def load_constants() -> tuple[Mapping[str, float], Mapping[str, Similarity]]:
+    """Return the fitted constants, and how corrections weigh their rows."""
+    content = read_yaml(DATA / "constants.yaml")
+    similarities: Mapping[str, Any] = content["similarity"]
+    return content["constants"], {
+        name: msgspec.convert(value, Similarity) for name, value in similarities.items()
+    }
+
+
+def _correct(neighbours: Neighbours, features: Features, hidden: Sequence[str]) -> Correction:
+    if hidden:
+        return neighbours.correct_hidden(features, hidden)
+    return neighbours.correct(features)
+
+
+def row_split(row: MeasuredRow) -> Split:
+    """Return the workers of a measured row."""
+    return Split(row.prefill_case(), row.case(), row.prefill_workers, max(1, row.decode_workers))
+
+
+def case_features(cases: Sequence[Case], arrays: CaseArrays, forecast: Forecast) -> Features:
+    """Return what the distance of replicas is measured on."""
+    names = _names(cases)
+    numbers = {
+        "isl": np.log(np.maximum(arrays.isl, 1)),
+        "osl": np.log(np.maximum(arrays.osl, 1)),
+        "concurrency": np.log(np.maximum(arrays.concurrency, 1)),
+        "gpus": np.log(arrays.gpus),
+        "load": np.clip(forecast.load, *LOAD_RANGE),
+    }
+    return Features(names, numbers)
+
+
+def _names(cases: Sequence[Case]) -> Mapping[str, Sequence[str]]:
+    return {
+        "engine": [case.engine for case in cases],
+        "model": [case.family for case in cases],
+        "gpu": [case.gpu.name for case in cases],
+        "precision": [case.shape.precision for case in cases],
+        "first_wave": [str(case.first_wave or case.campaign_wave) for case in cases],
+        "version": [case.version for case in cases],
+        "day": [case.day for case in cases],
+        "attention_dp": [str(case.attention_dp) for case in cases],
+        "split_experts": [str(case.split_experts) for case in cases],
+        "experts": [str(case.shape.experts > 0) for case in cases],
+    }
+
+
+def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, Floats, Features]:
+    """Return TTFT and TPOT in closed form, and the features of their correction. Prefill workers
+    are one queue; a decode worker runs what has had its first token."""
+    prefill = CaseArrays([split.prefill for split in splits])
+    cases = [split.decode for split in splits]
+    decode = CaseArrays(cases)
+    workers = np.array([float(split.prefill_workers) for split in splits])
+    decoders = np.array([float(split.decode_workers) for split in splits])
+    everywhere = np.array([split.concurrency for split in splits])
+    ahead = times.forecast(prefill, prefill=False)
+    context = decode.isl + decode.osl / 2
+    held = decode.concurrency
+    running = np.maximum(held, 0.5)
+    tpot = times.step_ms(decode, running, context, running)
+    ttft = ahead.first_prompt_ms + FEED_SLACK_MS
+    load = np.zeros(len(splits))
+    for _ in range(FEED_TURNS):
+        rate = everywhere / (ttft + decode.osl * tpot)
+        load = np.minimum(rate * ahead.prompt_ms / workers, MOST_FEED_LOAD)
+        queue = ahead.prompt_ms * load / (1 - load)
+        ttft = FEED_SLACK_MS + ahead.first_prompt_ms + queue
+        running = np.maximum(held * decode.osl * tpot / (ttft + decode.osl * tpot), 0.5)
+        tpot = times.step_ms(decode, running, context, running)
+    numbers = {
+        "isl": np.log(decode.isl),
+        "osl": np.log(np.maximum(decode.osl, 1)),
+        "concurrency": np.log(np.maximum(held, 0.1)),
+        "gpus": np.log(decode.gpus),
+        "prefill_gpus": np.log(prefill.gpus),
+        "feed": load,
+    }
+    columns = (
+        np.ones(len(splits)),
+        np.log(ttft) - 6,
+        np.log(np.maximum(everywhere, 0.1)) - 5,
+        np.log(workers),
+        numbers["isl"] - 8,
+        np.log(ahead.prompt_ms) - 4,
+        numbers["osl"] - 7,
+        np.log(tpot) - 2.5,
+        load,
+        np.log(decoders),
+    )
+    return ttft, tpot, Features(_names(cases), numbers, np.stack(columns, 1))
+
+
+def finite(value: float) -> float:
+    """Return a time for a file: rounded, never infinite."""
+    return (
+        round(min(max(value, SHORTEST_MS), LONGEST_MS), 3) if math.isfinite(value) else LONGEST_MS
+    )

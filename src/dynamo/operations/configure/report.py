@@ -1,0 +1,203 @@
+"""The result of a search as a table, as text, and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from dynamo.operations.configure.finalists import Replayed
+from dynamo.operations.configure.plans import Plan, Question
+from dynamo.operations.configure.search import SearchResult
+
+PARETO_INCHES = (8.0, 5.0)
+BINDING = {
+    "tpot": "a larger batch breaks the limit on TPOT",
+    "ttft": "a larger batch breaks the limit on TTFT",
+    "memory": "the KV of a larger batch does not fit",
+    "batch": "it is the largest batch that is searched",
+    "load": "the other workers or the load, not this worker",
+}
+HEADER = (
+    "", "kind", "engine", "workers", "batch", "TTFT", "TPOT", "tokens/s/GPU", "requests/s", "GPUs",
+    "memory a GPU", "binds", "",
+)  # fmt: skip
+
+
+def plan_name(plan: Plan) -> str:
+    """Return the workers of a plan, such as 4 x tp8."""
+    name = f"{plan.replicas} x {plan.layout.name}"
+    if plan.prefill_layout is None:
+        return name
+    return f"{plan.prefill_workers} x {plan.prefill_layout.name} + {name}"
+
+
+def table_rows(plans: Sequence[Plan]) -> Sequence[Sequence[str]]:
+    """Return the cells of a table of plans."""
+    rows = [HEADER]
+    for number, plan in enumerate(plans, 1):
+        rows.append(
+            (
+                str(number),
+                plan.kind,
+                plan.layout.engine,
+                plan_name(plan),
+                str(plan.concurrency),
+                _with_bar(plan.ttft_ms, plan.ttft_bar),
+                _with_bar(plan.tpot_ms, plan.tpot_bar),
+                f"{plan.tokens_per_gpu:.0f}",
+                f"{plan.rate:.2f}",
+                str(plan.gpus),
+                f"{plan.weight_gb:.0f} + {plan.kv_gb:.1f} of {plan.memory_gb:.0f} GB",
+                plan.binds,
+                "extrapolated" if plan.extrapolated else "",
+            )
+        )
+    return rows
+
+
+def promise_text(question: Question) -> str:
+    """Return the limits in words."""
+    limits = [
+        f"{name} {limit:g} ms"
+        for name, limit in (("TTFT", question.ttft_ms), ("TPOT", question.tpot_ms))
+        if limit < math.inf
+    ]
+    return " and ".join(limits) or "no limits"
+
+
+def explain_failure(result: SearchResult, question: Question) -> tuple[str, str]:
+    """Return what keeps every plan from the promise, and the nearest one that would fit."""
+    nearest = result.nearest
+    if nearest is None:
+        return "no layout of this model was found", "more GPUs, or shorter weights (--precision)"
+    over_ttft = nearest.ttft_ms / question.ttft_ms
+    over_tpot = nearest.tpot_ms / question.tpot_ms
+    if max(over_ttft, over_tpot) <= 1:
+        text = f"{question.gpus} {question.gpu.name} bear at most {nearest.rate:.2f} requests/s"
+        return text, f"--rate {nearest.rate:.2f}, or more GPUs"
+    what = "TTFT" if over_ttft > over_tpot else "TPOT"
+    text = (
+        f"nothing keeps {promise_text(question)}: {what} binds. The nearest is "
+        f"{nearest.layout.engine} {plan_name(nearest)} with batch {nearest.concurrency}: TTFT "
+        f"{nearest.ttft_ms:.0f} ms, TPOT {nearest.tpot_ms:.1f} ms"
+    )
+    limits = [
+        f"{name}={max(limit, math.ceil(reached)):.0f}ms"
+        for name, limit, reached in (
+            ("ttft", question.ttft_ms, nearest.ttft_ms),
+            ("tpot", question.tpot_ms, nearest.tpot_ms),
+        )
+        if limit < math.inf
+    ]
+    return text, f"--good {','.join(limits)} would fit; or other GPUs, shorter weights"
+
+
+def why_text(
+    result: SearchResult, question: Question, replayed: Sequence[Replayed], price: float
+) -> str:
+    """Return `why.md`: the choice, what binds, and what it rests on."""
+    best = result.plans[0]
+    lines = [
+        f"# {question.shape.name} on {question.gpu.name}",
+        "",
+        f"Asked: {_asked(question)}.",
+        "",
+        f"Chosen: {best.kind}, {best.layout.engine}, {plan_name(best)}, batch {best.concurrency}.",
+        "",
+        *(f"- {fact}" for fact in _facts(best, question, price)),
+    ]
+    if best.extrapolated:
+        lines.append("- Extrapolated: no measured run is near. Measure before you buy.")
+    if replayed:
+        lines += [
+            "",
+            "Replayed with Poisson arrivals at 85 % of the rate (engine's time only):",
+        ]
+        lines += ["", *(f"- {_replay_text(outcome)}" for outcome in replayed)]
+    lines += ["", "Others:", ""]
+    for plan in result.plans[1:8]:
+        lines.append(
+            f"- {plan.kind}, {plan.layout.engine}, {plan_name(plan)}, batch {plan.concurrency}: "
+            f"{plan.tokens_per_gpu:.0f} tokens/s/GPU, TTFT {plan.ttft_ms:.0f} ms, "
+            f"TPOT {plan.tpot_ms:.1f} ms, {plan.gpus} GPUs"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _facts(best: Plan, question: Question, price: float) -> Iterator[str]:
+    shape = question.shape
+    yield f"What binds: {BINDING.get(best.binds, 'what was budget')}."
+    yield f"TTFT {_with_bar(best.ttft_ms, best.ttft_bar)}."
+    yield f"TPOT {_with_bar(best.tpot_ms, best.tpot_bar)}."
+    yield "Four of five measurements lie within such bars."
+    yield (
+        f"{best.rate:.2f} requests/s, {best.tokens_per_gpu:.0f} tokens/s/GPU, "
+        f"{best.tokens_per_user:.0f} tokens/s for each reader, {best.gpus} GPUs."
+    )
+    dollars = 1e6 * price / 3600 / max(1e-9, best.tokens_per_gpu)
+    yield f"{dollars:.2f} USD a million tokens of answer at {price:g} USD a GPU hour."
+    yield (
+        f"{shape.weights / 1e9:.1f} billion weights in {shape.precision}, "
+        f"{shape.active_weights / 1e9:.1f} active: {best.weight_gb:.1f} GB a GPU."
+    )
+    yield f"KV: {best.kv_gb:.1f} GB a GPU; {best.capacity:.0f} requests would fit."
+
+
+def _replay_text(outcome: Replayed) -> str:
+    good = "" if outcome.good_share is None else f", {outcome.good_share:.0%} in time"
+    return (
+        f"{outcome.kind}: {outcome.rate:.2f} requests/s, TTFT mean {outcome.ttft_ms:.0f} ms, p90 "
+        f"{outcome.ttft_p90_ms:.0f} ms, TPOT {outcome.tpot_ms:.1f} ms, "
+        f"{outcome.tokens_per_gpu:.0f} tokens/s/GPU{good}"
+    )
+
+
+def _with_bar(value: float, bar: tuple[float, float]) -> str:
+    return f"{value:.4g} ms ({bar[0]:.4g} to {bar[1]:.4g})"
+
+
+def _asked(question: Question) -> str:
+    budget = [f"{question.gpus} GPUs"] if question.gpus else []
+    budget += [f"{question.rate:g} requests/s"] if question.rate else []
+    return (
+        f"{question.isl} prompt tokens, {question.prefix} of them cached, "
+        f"{question.osl} of answer; {' for '.join(budget)}; {promise_text(question)}; "
+        f"goal {question.goal}"
+    )
+
+
+def draw_pareto(result: SearchResult, question: Question, path: str) -> None:
+    """Draw tokens per second and GPU over tokens per second and user of both kinds into a PNG file,
+    with the promise. Raises `Unsupported` without matplotlib. Blocks."""
+    from dynamo.operations.plotting import LIMIT_STYLE, check_matplotlib, make_panels
+
+    check_matplotlib()
+    figure, (panel,) = make_panels(1, 1, PARETO_INCHES)
+    for kind in ("aggregated", "disaggregated"):
+        points = [plan for plan in result.points if plan.kind == kind]
+        users = [plan.tokens_per_user for plan in points]
+        dots = panel.plot(users, [plan.tokens_per_gpu for plan in points], ".", alpha=0.3)
+        front = pareto_front([plan for plan in points if plan.ttft_ms <= question.ttft_ms])
+        panel.plot(
+            [plan.tokens_per_user for plan in front],
+            [plan.tokens_per_gpu for plan in front],
+            "o-",
+            color=dots[0].get_color(),
+            label=f"{kind}, best that keep TTFT",
+        )
+    if question.tpot_ms < math.inf:
+        panel.axvline(1e3 / question.tpot_ms, label=f"TPOT {question.tpot_ms:g} ms", **LIMIT_STYLE)
+    panel.set(title=f"{question.shape.name} on {question.gpu.name}", xlabel="tokens/s/user")
+    panel.set(ylabel="tokens/s/GPU", xlim=(0, None), ylim=(0, None))
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize=8)
+    figure.savefig(path, format="png")
+
+
+def pareto_front(plans: Sequence[Plan]) -> Sequence[Plan]:
+    """Return the plans that no other one beats in both rates, by falling tokens a user."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: -plan.tokens_per_user):
+        if not front or plan.tokens_per_gpu > front[-1].tokens_per_gpu:
+            front.append(plan)
+    return front
