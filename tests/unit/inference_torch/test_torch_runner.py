@@ -10,6 +10,8 @@ from tests.unit.inference_native.test_native_runner import COUNT, PROMPTS, expec
 
 from dynamo.core.values import SamplingParams
 
+pytest.importorskip("torch", reason="make test-torch installs PyTorch")
+
 __all__ = ["expected"]
 
 

@@ -19,6 +19,8 @@ from dynamo.inference.model_runner import StepChunk
 from dynamo.inference.native.decoder import DecoderModel
 from dynamo.models.checkpoint.weights import open_weights
 
+pytest.importorskip("torch", reason="make test-torch installs PyTorch")
+
 BLOCK_TOKENS, BLOCKS = 8, 40
 """Each sequence has so many blocks, in a mixed order."""
 

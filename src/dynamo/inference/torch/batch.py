@@ -81,7 +81,7 @@ def make_paged_batch(
     tensors[5] = tensors[5].view(tables.shape)
     edges = (first_rows[:-1], first_rows[1:], lengths)
     spans = list(map(Span, *(edge.tolist() for edge in edges)))
-    return PagedBatch(*tensors, spans=spans, decoding=int((counts == 1).sum()))
+    return PagedBatch._make([*tensors, spans, int((counts == 1).sum())])
 
 
 def _upload(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
