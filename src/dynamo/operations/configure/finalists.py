@@ -9,9 +9,9 @@ import numpy as np
 
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.core.timing.model import Timing
 from dynamo.core.values import BOTH_ROLES
 from dynamo.inference.mock.engine import make_mock_engine_info
-from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.configure.cases import CaseArrays
 from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
@@ -20,7 +20,7 @@ from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.search import Search
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import ArrivalOptions, SyntheticLoad, make_synthetic_trace
-from dynamo.operations.replay.workers import KvTransfer, ReplayGroup, ReplayWorkers
+from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
 FEWEST_REQUESTS, MOST_REQUESTS = 128, 900
@@ -46,7 +46,7 @@ class Replayed(msgspec.Struct, frozen=True):
 
 def step_timing(
     plan: Plan, question: Question, predictor: Predictor, layout: Layout, *, prefill: bool = False
-) -> LinearTiming:
+) -> Timing:
     """Return the step time of a worker around the plan's load: the formula's slopes, scaled to what
     measured rows say of it."""
     search = Search(question, predictor)
@@ -69,7 +69,7 @@ def step_timing(
         per_seq = max(0.0, (step - alone - moved * (seqs - 1)) / (seqs - 1))
     fixed = max(0.01, step - per_seq * seqs - per_context * float(context[0]) * seqs)
     values = (fixed, per_token, max(0.0, per_seq - per_token), per_context)
-    return LinearTiming(*(float(f"{scale * value:.6g}") for value in values))
+    return Timing(*(float(f"{scale * value:.6g}") for value in values))
 
 
 def replay_plan(
@@ -86,7 +86,7 @@ def replay_plan(
     workers = ReplayWorkers(
         groups,
         "lru",
-        transfer=KvTransfer(question.gpu.link * 1e9 / 2) if moves else None,
+        transfer=question.gpu.link * 1e9 / 2 if moves else None,
         kv_bytes_per_token=max(
             1, round(question.shape.kv_bytes_per_token(plan.layout.kv_precision))
         ),
@@ -141,7 +141,7 @@ def _group(
     count: int,
     *,
     role: str = "",
-    timing: LinearTiming | None = None,
+    timing: Timing | None = None,
 ) -> ReplayGroup:
     tokens = (plan.capacity + 1) * (question.isl + question.osl)
     settings = EngineSettings(
