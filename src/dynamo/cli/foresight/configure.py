@@ -123,10 +123,11 @@ def _predictor(args: argparse.Namespace, question: Question) -> Predictor:
     from dynamo.operations.configure.checking import measured_row, read_configuration
     from dynamo.operations.configure.predictor import Predictor
 
-    if not args.measured:
-        return Predictor.shipped()
-    plan = read_configuration(Path(args.check), question) if args.check else None
-    return Predictor.shipped([measured_row(args.measured, question, plan)])
+    rows = []
+    if args.measured:
+        workers = read_configuration(Path(args.check), question) if args.check else None
+        rows.append(measured_row(args.measured, question, workers))
+    return Predictor.shipped(rows, question.shape)
 
 
 def _known(flag: str, name: str, known: dict[str, float]) -> str:

@@ -18,6 +18,7 @@ from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
 from dynamo.operations.configure.plans import Layout, Plan, Question
 from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.search import Search
+from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import ArrivalOptions, SyntheticLoad, make_synthetic_trace
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
@@ -60,7 +61,10 @@ def step_timing(
     alone = float(times.step_ms(cases, single, context, single)[0])
     per_context = float(times.step_ms(cases, single, longer, single)[0]) - alone
     new = question.isl - question.prefix
-    per_token = float(times.prompt_ms(cases)[0]) / max(1, new)
+    per_pair = 4 * float(cases.attention_size[0] * cases.full_layers[0])
+    per_pair /= float(cases.gpus[0] * cases.flops_bf16[0])
+    attention = per_pair * new * (question.prefix + new / 2)
+    per_token = max(0.0, float(times.prompt_ms(cases)[0]) - attention) / new
     base = times.forecast(cases, prefill=plan.kind == "aggregated")
     scale = 1.0 if prefill else plan.tpot_ms / float(base.tpot_ms[0])
     per_seq = 0.0
@@ -68,7 +72,7 @@ def step_timing(
         moved = per_context * float(context[0])
         per_seq = max(0.0, (step - alone - moved * (seqs - 1)) / (seqs - 1))
     fixed = max(0.01, step - per_seq * seqs - per_context * float(context[0]) * seqs)
-    values = (fixed, per_token, max(0.0, per_seq - per_token), per_context)
+    values = (fixed, per_token, max(0.0, per_seq - per_token), per_context, per_pair)
     return Timing(*(float(f"{scale * value:.6g}") for value in values))
 
 
@@ -95,7 +99,8 @@ def replay_plan(
     requests = min(max(FEWEST_REQUESTS, running), MOST_REQUESTS)
     load = SyntheticLoad(question.isl - question.prefix, question.osl, requests, rate)
     plan_to_replay = ReplayPlan("finalist", workers, router, BLOCK_TOKENS, objectives=promise)
-    result, _ = Replay(plan_to_replay).run(make_synthetic_trace(load, ArrivalOptions(seed=1)))
+    replay = Replay(plan_to_replay) if moves else FastReplay(plan_to_replay)
+    result, _ = replay.run(make_synthetic_trace(load, ArrivalOptions(seed=1)))
     gpus = plan.gpus / units if moves and not flexible else plan.layout.gpus * groups[0].count
     return Replayed(
         "flexible" if flexible else plan.kind,

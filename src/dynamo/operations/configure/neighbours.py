@@ -133,22 +133,27 @@ class Neighbours:
         return Correction(estimate, mean - half, mean + half, novelty)
 
     def _covariance(self, left: Features, right: Features) -> Half:
-        distance: Any = np.float32(0)
+        size = (len(next(iter(left.names.values()))), len(next(iter(right.names.values()))))
+        distance = np.zeros(size, dtype=np.float32)
         for name, weight in self._similarity.weights.items():
             if name in left.names:
                 known = {value: number for number, value in enumerate(set(right.names[name]))}
                 a = np.array([known.get(value, -1) for value in left.names[name]])
                 b = np.array([known[value] for value in right.names[name]])
-                part = (a[:, None] != b[None, :]).astype(np.float32)
+                part: Any = a[:, None] != b[None, :]
             else:
                 a, b = (side.numbers[name].astype(np.float32) for side in (left, right))
                 part = np.abs(a[:, None] - b[None, :])
-            distance = distance + np.float32(weight) * part
-        half: Half = np.exp(-distance / 2)
-        covariance: Half = (1 - WIDE_SHARE) * half * half + WIDE_SHARE * half
+            distance += np.float32(weight) * part
+        distance /= -2
+        half: Half = np.exp(distance, out=distance)
+        covariance: Half = half * half
+        covariance *= np.float32(1 - WIDE_SHARE)
+        half *= np.float32(WIDE_SHARE)
+        covariance += half
         if self._similarity.trend and left.trend is not None and right.trend is not None:
             trend = left.trend.astype(np.float32) @ right.trend.T.astype(np.float32)
-            covariance = covariance + np.float32(self._similarity.trend) * trend
+            covariance += np.float32(self._similarity.trend) * trend
         return covariance
 
     def leave_out(self, groups: Sequence[NDArray[np.intp]]) -> tuple[Floats, Floats]:

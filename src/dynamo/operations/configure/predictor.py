@@ -14,6 +14,7 @@ from dynamo.operations.configure.cases import Case, CaseArrays, Floats
 from dynamo.operations.configure.catalogue import DATA
 from dynamo.operations.configure.measured import MeasuredRow, shipped_rows
 from dynamo.operations.configure.neighbours import Correction, Features, Neighbours, Similarity
+from dynamo.operations.configure.shapes import ModelShape
 from dynamo.operations.configure.step_time import FEED_SLACK_MS, Forecast, StepTimes
 from dynamo.operations.configure.yaml_files import read_yaml
 
@@ -74,10 +75,16 @@ class Predictor:
         self._newest: dict[tuple[str, ...], tuple[str, str, bool]] = {}
 
     @classmethod
-    def shipped(cls, more: Sequence[MeasuredRow] = ()) -> Predictor:
-        """Return the predictor with the constants and rows of this package, and `more` rows."""
+    def shipped(
+        cls, more: Sequence[MeasuredRow] = (), shape: ModelShape | None = None
+    ) -> Predictor:
+        """Return the predictor with the rows and constants of this package, and `more` rows. For a
+        `shape` the rows of models that have experts like it, or none, are enough."""
         constants, similarities = load_constants()
-        return cls([*shipped_rows(), *more], constants, similarities)
+        rows = [*shipped_rows(), *more]
+        if shape is not None:
+            rows = [row for row in rows if (row.case().shape.experts > 0) == (shape.experts > 0)]
+        return cls(rows, constants, similarities)
 
     def newest(self, engine: str, family: str, gpu: str) -> tuple[str, str, bool]:
         """Return the version of an engine, the day and whether only the first wave counted, of its

@@ -323,7 +323,7 @@ class Search:
             layout, batch = pairs[place]
             ttft, tpot = float(estimates.ttft_ms[number]), float(estimates.tpot_ms[number])
             rate = 1e3 * batch * decode_workers / (ttft + self._question.osl * tpot)
-            rate = min(rate, most_rates[first] * prefill_workers)
+            rate = min(rate, float(most_rates[first]) * prefill_workers)
             plans.append(
                 self._describe(
                     kind="disaggregated",
