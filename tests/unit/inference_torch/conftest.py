@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from dynamo.inference.tiers.opening import tier_opener
 from dynamo.inference.torch.device import TorchDevice
 from dynamo.models.checkpoint.weights import open_weights
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are loaded
 if find_spec("torch"):
     import torch
 

@@ -7,6 +7,7 @@ Keys lie there rotated, in the order of NumPy's runner, so that both can read ea
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 
 
 class BlockAttention:
-    """The attention of one model on the blocks `kv_blocks`, which its owner sets."""
+    """The attention of one model on the blocks `kv_blocks`, which its owner sets. `uses_kernels`:
+    Triton computes it."""
 
     kv_blocks: torch.Tensor
 
     def __init__(self, config: DecoderConfig, rotary: Rotary, device: torch.device) -> None:
+        self.uses_kernels = device.type == "cuda" and find_spec("triton") is not None
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
-        self._rotary_dim = config.rotary_dim or config.head_dim
         self._norms_each_head, self._norm_eps = config.qk_norm == "head", config.norm_eps
         self._softcap = config.attention_softcap
         self._windows = [config.window(layer) for layer in range(config.num_layers)]
@@ -43,40 +45,67 @@ class BlockAttention:
         self._rotations = []
         for frequencies, factor in self._rotaries:
             angles = positions * frequencies
-            parts = torch.cos(angles) * factor, torch.sin(angles) * factor
-            self._rotations.append(torch.complex(*(part.float() for part in parts))[:, None])
+            cosines, sines = torch.cos(angles) * factor, torch.sin(angles) * factor
+            self._rotations.append((cosines.float(), sines.float()))
+        if self.uses_kernels:
+            from dynamo.inference.torch import kernels
+
+            self._kernels = kernels
+            self._tiles = kernels.make_prefill_tiles(batch, self._heads // self._kv_heads)
 
     def __call__(self, qkv: torch.Tensor, layer: int, qk_norm: torch.Tensor | None) -> torch.Tensor:
         """Return [rows, heads * head_dim] from the rows of the fused projection."""
-        heads = qkv.view(len(qkv), -1, self._head_dim)
-        rotated = self._heads + self._kv_heads
-        turned = heads[:, :rotated].float()
-        if qk_norm is not None:
-            turned = self._normalize(turned, qk_norm)
-        if (number := self._layer_rotaries[layer]) >= 0:
-            turned = self._rotate(turned, self._rotations[number])
-        turned = turned.to(qkv.dtype)
-        batch, kv_blocks = self._batch, self.kv_blocks[:, layer]
-        pairs = torch.stack((turned[:, self._heads :], heads[:, rotated:]), 1)
-        block_tokens = kv_blocks.shape[3]
-        kv_blocks[batch.slots // block_tokens, :, :, batch.slots % block_tokens] = pairs
-        queries = turned[:, : self._heads]
-        attended = attend_blocks(queries, kv_blocks, batch, self._windows[layer], self._softcap)
-        return attended.flatten(1)
+        number = self._layer_rotaries[layer]
+        rotation = self._rotations[number] if number >= 0 else None
+        batch, kv_blocks, window = self._batch, self.kv_blocks[:, layer], self._windows[layer]
+        if qk_norm is not None and not (self.uses_kernels and self._norms_each_head):
+            qkv, qk_norm = self._normalize(qkv, qk_norm), None
+        if self.uses_kernels:
+            queries = self._kernels.rotate(
+                qkv, kv_blocks, batch.slots, self._heads,
+                rotation=rotation, factors=qk_norm, eps=self._norm_eps,
+            )  # fmt: skip
+            args = queries, kv_blocks, batch, self._tiles, window, self._softcap
+            return self._kernels.attend(*args).flatten(1)
+        queries = rotate_rows(qkv, kv_blocks, batch.slots, self._heads, rotation)
+        return attend_blocks(queries, kv_blocks, batch, window, self._softcap).flatten(1)
 
-    def _normalize(self, heads: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, qkv: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Norm the queries and keys of each head, or of all heads together."""
-        if self._norms_each_head:
-            return functional.rms_norm(heads, heads.shape[2:], eps=self._norm_eps) * factors
-        parts = heads.split((self._heads, self._kv_heads), 1)
-        normed = [functional.rms_norm(part, part.shape[1:], eps=self._norm_eps) for part in parts]
-        return torch.cat(normed, 1) * factors
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        *parts, values = heads.split((self._heads, self._kv_heads, self._kv_heads), 1)
+        dims = slice(2 if self._norms_each_head else 1, None)
+        normed = torch.cat(
+            [
+                functional.rms_norm(part.float(), part.shape[dims], eps=self._norm_eps)
+                for part in parts
+            ],
+            1,
+        )
+        return torch.cat(((normed * factors).to(qkv.dtype), values), 1).flatten(1)
 
-    def _rotate(self, heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Rotate the pairs of neighbours in each head."""
-        turned = heads[..., : self._rotary_dim].contiguous().unflatten(-1, (-1, 2))
-        turned = torch.view_as_real(torch.view_as_complex(turned) * rotation).flatten(-2)
-        return torch.cat((turned, heads[..., self._rotary_dim :]), -1)
+
+def rotate_rows(
+    qkv: torch.Tensor,
+    kv_blocks: torch.Tensor,
+    slots: torch.Tensor,
+    heads: int,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return the queries of `qkv` [rows, (heads + 2 kv heads) * head_dim], rotated by `rotation`:
+    cosines and sines, [rows, rotary_dim / 2]. Keys and values go to the `slots` of `kv_blocks`."""
+    kv_heads, block_tokens, dim = kv_blocks.shape[2:]
+    *_, values = parts = qkv.view(len(qkv), -1, dim).split((heads + kv_heads, kv_heads), 1)
+    turned = parts[0]
+    if rotation is not None:
+        cosines, sines = (part[:, None] for part in rotation)
+        rotary_dim = 2 * cosines.shape[2]
+        even, odd = (turned[..., first:rotary_dim:2].float() for first in (0, 1))
+        pairs = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), -1)
+        turned = torch.cat((pairs.flatten(-2).to(qkv.dtype), turned[..., rotary_dim:]), -1)
+    keys_and_values = torch.stack((turned[:, heads:], values), 1)
+    kv_blocks[slots // block_tokens, :, :, slots % block_tokens] = keys_and_values
+    return turned[:, :heads].contiguous()
 
 
 def attend_blocks(

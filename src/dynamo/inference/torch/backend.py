@@ -71,16 +71,17 @@ class TorchBackend(ArrayBackend):
         return functional.linear(rows, *weight)
 
     def add_linear(self, total: torch.Tensor, rows: torch.Tensor, weight: Linear) -> None:
-        total += functional.linear(rows, *weight)
+        if weight.bias is not None:
+            total += weight.bias
+        total.addmm_(rows, weight.weight.T)
 
     def add_gated_mlp(self, total: torch.Tensor, rows: torch.Tensor, weights: GatedMlp) -> None:
-        gate, up = functional.linear(rows, weights.gate_up).chunk(2, 1)
-        gate = (
-            functional.silu(gate)
-            if weights.activation == "silu"
-            else functional.gelu(gate, approximate="tanh")
-        )
-        total += functional.linear(gate * up, weights.down)
+        gate_up = functional.linear(rows, weights.gate_up)
+        if self.attention.uses_kernels:
+            from dynamo.inference.torch.kernels import gate_rows as gate
+        else:
+            gate = gate_rows
+        total.addmm_(gate(gate_up, weights.activation), weights.down.T)
 
     def attend(
         self, qkv: torch.Tensor, layer: int, qk_norm: torch.Tensor | None = None
@@ -105,3 +106,11 @@ class TorchBackend(ArrayBackend):
 
     def stop(self) -> None:
         del self.attention.kv_blocks
+
+
+def gate_rows(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return activation(gate) * up, [rows, inner], of rows with both: [rows, 2 * inner]."""
+    gate, up = gate_up.chunk(2, 1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
