@@ -1,4 +1,4 @@
-"""Operation of a deployment: machine checks, benchmarks, replays and router reports."""
+"""Operation of a deployment: machine checks, benchmarks, replays, router reports, configuration."""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +6,14 @@ from dynamo.core.public_names import load_on_use
 
 if TYPE_CHECKING:
     from dynamo.operations.bench.bench import benchmark_latency
+    from dynamo.operations.configure.sizing import calculate_optimal_tp, optimize_batch_size
 
-__all__ = ["benchmark_latency"]
+__all__ = ["benchmark_latency", "calculate_optimal_tp", "optimize_batch_size"]
 
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
-    homes = {"benchmark_latency": "dynamo.operations.bench.bench"}
+    homes = {
+        "benchmark_latency": "dynamo.operations.bench.bench",
+        "calculate_optimal_tp": "dynamo.operations.configure.sizing",
+        "optimize_batch_size": "dynamo.operations.configure.sizing",
+    }
     __getattr__ = load_on_use(__name__, homes)

@@ -19,7 +19,7 @@ MOST_WORKERS = 32
 """Prefill or decode workers of one unit of a disaggregated deployment."""
 PREFILL_SHARE, DECODE_SHARE = 0.9, 0.92
 """Shares of their rates that prefill and decode workers reach together; AI Configurator's."""
-MOST_CANDIDATES = 600
+MOST_CANDIDATES = 300
 SLACK = 2.0
 """Candidates whose formula misses a limit by more than this factor are not corrected."""
 
@@ -45,16 +45,21 @@ class Search:
 
     def run(self) -> SearchResult:
         """Return what was found. An interrupt ends the search early. Raises `ConfigError`."""
-        layouts = find_layouts(self._question)
+        question = self._question
+        layouts = find_layouts(question)
         points: list[Plan] = []
         interrupted = False
         try:
-            for plans in (self._aggregated(layouts), self._disaggregated(layouts)):
-                points += plans
+            for engine in question.engines:
+                own = [layout for layout in layouts if layout.engine == engine.name]
+                points += self._aggregated(own)
+                if engine.roles and question.gpus != 1:
+                    for group in alike(own):
+                        points += self._pairs(group)
         except KeyboardInterrupt:
             interrupted = True
-        good = [plan for plan in points if plan.misses(self._question) <= 1 and self._bears(plan)]
-        nearest = min(points, key=lambda plan: plan.misses(self._question), default=None)
+        good = [plan for plan in points if plan.misses(question) <= 1 and self._bears(plan)]
+        nearest = min(points, key=lambda plan: plan.misses(question), default=None)
         return SearchResult(self._rank(good), points, nearest, interrupted)
 
     def case(self, layout: Layout, concurrency: float) -> Case:
@@ -103,6 +108,8 @@ class Search:
 
     def _aggregated(self, layouts: Sequence[Layout]) -> Sequence[Plan]:
         """Return a plan for each layout and batch that comes near the limits."""
+        if not layouts:
+            return []
         pairs = [(layout, batch) for layout in layouts for batch in BATCHES]
         arrays = CaseArrays([self.case(layout, batch) for layout, batch in pairs])
         forecast = self._predictor.times.forecast(arrays)
@@ -234,21 +241,9 @@ class Search:
             return "tpot"
         return "ttft" if larger.ttft_ms > question.ttft_ms else "load"
 
-    def _disaggregated(self, layouts: Sequence[Layout]) -> Sequence[Plan]:
-        """Return plans of prefill and decode workers of one engine."""
-        plans: list[Plan] = []
-        for engine in self._question.engines:
-            if not engine.roles:
-                continue
-            for same in alike([layout for layout in layouts if layout.engine == engine.name]):
-                plans += self._pairs(same)
-        return plans
-
-    def _pairs(self, layouts: Sequence[Layout]) -> Sequence[Plan]:
+    def _pairs(self, plain: Sequence[Layout]) -> Sequence[Plan]:
+        """Return plans of prefill and decode workers of these layouts."""
         question, times = self._question, self._predictor.times
-        plain = layouts
-        if question.gpus == 1:
-            return []
         ahead = times.forecast(
             CaseArrays([self.case(layout, 1) for layout in plain]), prefill=False
         )
@@ -269,7 +264,7 @@ class Search:
         options.sort(reverse=True)
         most = 1e3 / ahead.prompt_ms * PREFILL_SHARE
         return self._estimate_pairs(
-            plain, pairs, options[: MOST_CANDIDATES // 4], decode.capacity, most
+            plain, pairs, options[: MOST_CANDIDATES // 2], decode.capacity, most
         )
 
     def _ratio(

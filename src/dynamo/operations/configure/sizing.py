@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-
-import msgspec
+from collections.abc import Mapping
+from typing import Any
 
 from dynamo.core.errors import ConfigError
 
@@ -16,14 +16,6 @@ REFERENCE_BATCH = 32
 FEWEST, MOST = 8, 128
 LONG_TOKENS, MEDIUM_TOKENS = 2048, 1024
 LONG_FACTOR, MEDIUM_FACTOR = 0.5, 0.7
-
-
-class BatchLimits(msgspec.Struct, frozen=True):
-    """Sizes of an engine's steps, by the engine's own names."""
-
-    batch_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
 
 
 def calculate_optimal_tp(
@@ -54,19 +46,26 @@ def calculate_optimal_tp(
     return max(needed, min(2, num_gpus))
 
 
-def optimize_batch_size(gpu_memory_gb: float, sequence_length: int) -> BatchLimits:
-    """Return the batch for sequences of `sequence_length` tokens: 32 on 24 GB, in proportion to the
-    memory, fewer for long sequences, from 8 to 128. Raises `ConfigError`."""
-    if not 0 < gpu_memory_gb < math.inf or sequence_length < 1:
-        raise ConfigError(
-            f"no batch for {gpu_memory_gb} GB and sequences of {sequence_length} tokens",
-            hint="both must be above 0",
-        )
+def optimize_batch_size(
+    model_config: Mapping[str, Any], hardware_config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return `max_batch_size`, `max_num_batched_tokens` and `max_num_seqs` for a GPU of
+    `gpu_memory_gb` and sequences of `avg_sequence_length` tokens (1,024 if untold): 32 on 24 GB, in
+    proportion to the memory, fewer for long sequences, from 8 to 128. Raises `ConfigError`."""
+    memory: Any = hardware_config.get("gpu_memory_gb")
+    length: Any = model_config.get("avg_sequence_length", MEDIUM_TOKENS)
+    for name, value in (("gpu_memory_gb", memory), ("avg_sequence_length", length)):
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value!r}, expected a number above 0")
     factor = 1.0
-    if sequence_length > LONG_TOKENS:
+    if length > LONG_TOKENS:
         factor = LONG_FACTOR
-    elif sequence_length > MEDIUM_TOKENS:
+    elif length > MEDIUM_TOKENS:
         factor = MEDIUM_FACTOR
-    batch = int(REFERENCE_BATCH * gpu_memory_gb / REFERENCE_GB * factor)
+    batch = int(int(REFERENCE_BATCH * (memory / REFERENCE_GB)) * factor)
     batch = min(max(batch, FEWEST), MOST)
-    return BatchLimits(batch, batch * sequence_length, 2 * batch)
+    return {
+        "max_batch_size": batch,
+        "max_num_batched_tokens": int(batch * length),
+        "max_num_seqs": 2 * batch,
+    }
