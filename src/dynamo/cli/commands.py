@@ -65,6 +65,9 @@ COMMANDS = {
     "record": Command(
         "dynamo.cli.foresight.record", "show the record of requests, or write it as a trace"
     ),
+    "calibrate": Command(
+        "dynamo.cli.foresight.calibrate", "fit an engine's timing to what its requests measured"
+    ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
     **{
         f"_{name}": Command(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.foresight.record import locate_trace
 from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Flag, Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
@@ -118,6 +117,8 @@ def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
         )
     _check_numbers(args)
     if args.trace:
+        from dynamo.services.planning.record import locate_trace
+
         args.trace = locate_trace(args.trace)
     return BenchConfig(
         shape=RequestShape(args.isl, args.osl, args.prefix_share, args.prefixes, args.turns),

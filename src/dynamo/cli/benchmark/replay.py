@@ -19,7 +19,6 @@ from dynamo.cli.benchmark.report import (
     format_capacity_step,
     format_replay_result,
 )
-from dynamo.cli.foresight.record import locate_trace
 from dynamo.cli.parsing import check_writable, write_file
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
@@ -141,7 +140,7 @@ def run(arguments: Sequence[str]) -> int:
     if args.plot or args.pareto:
         check_matplotlib()
     check_writable(args.json, args.decisions, args.plot, args.pareto)
-    plan = _make_plan(args, loaded)
+    plan = make_plan(args, loaded)
     with ProgressBar(sys.stderr) as bar:
         runs = ReplayRuns(args, plan, bar)
         result, log = runs.find_capacity() if args.capacity else runs.replay_at(args.speed)
@@ -164,6 +163,7 @@ def read_trace_flags(args: argparse.Namespace) -> None:
     """Find the trace if it is the name of a deployment, and the size of its blocks unless a flag
     tells it. Raises `ConfigError`."""
     from dynamo.operations.bench.traces import trace_block_tokens
+    from dynamo.services.planning.record import locate_trace
 
     args.trace = locate_trace(args.trace)
     args.trace_block_size = args.trace_block_size or trace_block_tokens(args.trace)
@@ -191,7 +191,8 @@ def _trace_name(args: argparse.Namespace) -> str:
     return "synthetic " + ",".join(f"{name}={value:g}" for name, value in load.items())
 
 
-def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
+def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
+    """Return the plan of a replay by its flags and settings. Raises `ConfigError`."""
     from dynamo.operations.bench.workload import LatencyObjectives
     from dynamo.operations.replay.replay import ReplayPlan
 

@@ -81,14 +81,6 @@ def locate_record(name: str) -> str:
     return str(folder)
 
 
-def locate_trace(name: str) -> str:
-    """Return the path of a trace: the file or folder itself, else the record of a deployment."""
-    from dynamo.services.planning.record import find_record
-
-    folder = None if Path(name).exists() else find_record(name)
-    return name if folder is None else str(folder)
-
-
 def _show(args: argparse.Namespace, folder: str) -> int:
     record = _read(folder)
     summary = summarize_record(record)

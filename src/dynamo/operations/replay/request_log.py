@@ -104,6 +104,8 @@ class ReplayLog:
         self._prefills = Counter[int]()
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.arrived_s = array("d")
+        self.rows, self.tokens = array("q"), array("q")
+        """The line of each completed request, and its output tokens."""
         self.last_progress_s = 0.0
         """Virtual time of the last arrival or token."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
@@ -205,6 +207,8 @@ class ReplayLog:
         """Add the measurements of a completed request whose last token came at `now`."""
         self.completed += 1
         self.arrived_s.append(request.arrived_s)
+        self.rows.append(request.trace_request.row)
+        self.tokens.append(request.output_tokens)
         ttft_s, tpot_s = request.first_token_s - request.arrived_s, 0.0
         self.ttft_s.append(ttft_s)
         self.e2e_s.append(now - request.arrived_s)

@@ -170,6 +170,13 @@ def find_record(name: str) -> Path | None:
     return max(folders, key=_last_write_s, default=None)
 
 
+def locate_trace(name: str) -> str:
+    """Return the path of a trace: the file or folder of that name, else the record of the
+    deployment. Blocks."""
+    folder = None if Path(name).exists() else find_record(name)
+    return name if folder is None else str(folder)
+
+
 def _last_write_s(folder: Path) -> float:
     return max((modified_s for modified_s, *_ in _list_files(folder)), default=0.0)
 

@@ -1,0 +1,1 @@
+"""Calibration: the timing of an engine by what its requests have measured."""
