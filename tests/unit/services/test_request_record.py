@@ -14,7 +14,7 @@ from tests.unit.router.fake_cluster import FakeCluster
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings.schema import RecordSettings
 from dynamo.operations.bench.traces import TraceRow
-from dynamo.scheduling.request_record import RequestRecord, make_record
+from dynamo.scheduling.request_record import RecordMaker, RequestRecord, request_facts
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.services.planning.record import RecordFiles, RequestRecorder
 from dynamo.telemetry import Registry
@@ -29,6 +29,10 @@ def make_story(**fields: Any) -> Story:
     for name, value in fields.items():
         setattr(story, name, value)
     return story
+
+
+def make_record(story: Story, salt: bytes) -> RequestRecord:
+    return RecordMaker(salt).make(request_facts(story))
 
 
 def test_a_moved_request_has_its_last_worker_and_its_first_token() -> None:

@@ -1,8 +1,8 @@
 """Writes the record of requests: JSON lines in the deployment's state folder.
 
-Each process that serves clients appends to files of its own. Stories are collected on the event
-loop and become lines on a thread, once a second. Stories that cannot be written are counted and
-dropped, so that a full disk costs requests nothing.
+Each process that serves clients appends to files of its own. The facts of requests are collected on
+the event loop and become lines on a thread, once a second and all at once. Those that cannot be
+written are counted and dropped, so that a full disk costs requests nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from time import sleep
 
 import msgspec
 
@@ -21,7 +20,12 @@ from dynamo.core.host.private_folders import make_private
 from dynamo.core.settings.schema import RecordSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import state_roots
-from dynamo.scheduling.request_record import SALT_BYTES, make_record
+from dynamo.scheduling.request_record import (
+    SALT_BYTES,
+    RecordMaker,
+    RequestFacts,
+    request_facts,
+)
 from dynamo.telemetry import Registry
 from dynamo.telemetry.story import Story
 
@@ -36,7 +40,7 @@ MAX_PENDING = 20_000
 """Stories beyond so many that wait for the thread are lost."""
 SEGMENTS = 16
 """A file is complete with this part of `record.max_bytes`, so that old lines can be deleted."""
-encode = msgspec.json.Encoder().encode
+encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class RecordFiles:
@@ -52,19 +56,15 @@ class RecordFiles:
         self._clock = clock
         self._segment = self._size = 0
         self._file = -1
-        self._salt = b""
+        self._maker: RecordMaker | None = None
 
-    def write(self, stories: Sequence[Story]) -> None:
-        """Append a line for each story. Raises `OSError` if none of them could be written."""
-        if not self._salt:
+    def write(self, requests: Sequence[RequestFacts]) -> None:
+        """Append a line for each request. Raises `OSError` if none of them could be written."""
+        if self._maker is None:
             folder = self._make_folder()
             make_private(folder)
-            self._folder, self._salt = folder, _read_salt(folder / SALT_FILE)
-        lines = []
-        for story in stories:
-            lines.append(encode(make_record(story, self._salt)) + b"\n")
-            sleep(0)  # lets the event loop run
-        self._append(b"".join(lines))
+            self._folder, self._maker = folder, RecordMaker(_read_salt(folder / SALT_FILE))
+        self._append(encode_lines(list(map(self._maker.make, requests))))
 
     def close(self) -> None:
         """Close the file."""
@@ -106,7 +106,7 @@ class RequestRecorder:
     def __init__(self, files: RecordFiles, clock: Clock, metrics: Registry) -> None:
         self._files = files
         self._clock = clock
-        self._pending: list[Story] = []
+        self._pending: list[RequestFacts] = []
         self._arrived = asyncio.Event()
         self._failing = False
         self._recorded = metrics.counter(
@@ -129,7 +129,7 @@ class RequestRecorder:
         elif len(pending) >= MAX_PENDING:
             self._lost.inc()
             return
-        pending.append(story)
+        pending.append(request_facts(story))
 
     async def close(self) -> None:
         """Write what is pending."""
@@ -144,20 +144,20 @@ class RequestRecorder:
             await self._write_pending()
 
     async def _write_pending(self) -> None:
-        stories, self._pending = self._pending, []
+        requests, self._pending = self._pending, []
         self._arrived.clear()
-        if not stories:
+        if not requests:
             return
         try:
-            await self._clock.offload(self._files.write, stories)
+            await self._clock.offload(self._files.write, requests)
         except Exception as error:  # noqa: BLE001 - a record must never end a frontend
-            self._lost.inc(len(stories))
+            self._lost.inc(len(requests))
             if not self._failing:
                 self._failing = True
                 log.warning("requests cannot be recorded", extra={"fields": {"error": str(error)}})
         else:
             self._failing = False
-            self._recorded.inc(len(stories))
+            self._recorded.inc(len(requests))
 
 
 def find_record(name: str) -> Path | None:
