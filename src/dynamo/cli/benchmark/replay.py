@@ -73,8 +73,7 @@ class ReplayRuns:
         from dynamo.operations.replay.replay import Replay
 
         if speed not in self._results:
-            conversations = self._read_conversations(speed)
-            total = sum(len(conversation.requests) for conversation in conversations)
+            conversations, total = self._read_conversations(speed)
             progress = ReplayProgress(self._bar, total, f"speed {speed:.4g} ")
             plan = replace(self._plan, settings={**self._plan.settings, "speed": speed})
             replay = FastReplay if self._args.fast else Replay
@@ -112,7 +111,8 @@ class ReplayRuns:
         gpus: int = self._args.gpus or workers.count * workers.ranks
         return gpus
 
-    def _read_conversations(self, speed: float) -> Sequence[TraceConversation]:
+    def _read_conversations(self, speed: float) -> tuple[Iterable[TraceConversation], int]:
+        """Return the conversations, and the number of their requests."""
         from dynamo.operations.replay.trace import (
             ArrivalOptions,
             make_synthetic_trace,
@@ -122,8 +122,9 @@ class ReplayRuns:
         args = self._args
         arrivals = ArrivalOptions(speed, args.smear, args.seed)
         if args.synthetic is not None:
-            return make_synthetic_trace(args.synthetic, arrivals)
-        return read_trace(args.trace, arrivals, args.rows)
+            return make_synthetic_trace(args.synthetic, arrivals), args.synthetic.requests
+        conversations = read_trace(args.trace, arrivals, args.rows)
+        return conversations, sum(len(each.requests) for each in conversations)
 
 
 def run(arguments: Sequence[str]) -> int:

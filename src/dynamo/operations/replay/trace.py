@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
@@ -130,16 +131,23 @@ def _with_choices(
             yield TraceConversation(conversation.start_s, [request])
 
 
-def make_synthetic_trace(load: SyntheticLoad, arrivals: ArrivalOptions) -> list[TraceConversation]:
-    """Return the conversations of a synthetic load, one request each, ordered by start."""
+def make_synthetic_trace(
+    load: SyntheticLoad, arrivals: ArrivalOptions
+) -> Iterator[TraceConversation]:
+    """Yield the conversations of a synthetic load, one request each, ordered by start."""
     rng = Random(arrivals.seed)
-    conversations, time_s = [], 0.0
+    delayed: list[tuple[float, int, TraceConversation]] = []
+    time_s = 0.0
     for row in range(load.requests):
         time_s += rng.expovariate(load.rate)
         start_s = time_s + (rng.random() * arrivals.jitter_s if arrivals.jitter_s else 0.0)
         request = TraceRequest(row, _vary(load.isl, rng), _vary(load.osl, rng))
-        conversations.append(TraceConversation(start_s / arrivals.speed, [request]))
-    return sorted(conversations, key=lambda conversation: conversation.start_s)
+        conversation = TraceConversation(start_s / arrivals.speed, [request])
+        heappush(delayed, (start_s, row, conversation))
+        while delayed and delayed[0][0] <= time_s:
+            yield heappop(delayed)[-1]
+    while delayed:
+        yield heappop(delayed)[-1]
 
 
 def _vary(length: int, rng: Random) -> int:

@@ -29,7 +29,8 @@ class WorkerStates:
     """The states of all workers in order of announcement. An instance with data-parallel ranks has
     one state for each rank, named "instance/rank" as in its events. Workers with the same engine
     and step size share one latency model. `workers` is a new list after each change of the set;
-    `changed` holds the workers that changed since its reader last cleared it.
+    `changed` holds the workers that changed since its reader last cleared it. `refreshes_per_call`:
+    workers that one call refreshes where there are more.
 
     A worker that is gone stays known while requests are there: a worker that was ejected comes back
     with them.
@@ -37,6 +38,7 @@ class WorkerStates:
 
     def __init__(self) -> None:
         self.workers: list[WorkerState] = []
+        self.refreshes_per_call = REFRESHES_PER_CALL
         self.changed: set[WorkerState] = set()
         self._by_name: dict[str, WorkerState] = {}
         self._by_instance: dict[str, list[WorkerState]] = {}
@@ -92,13 +94,13 @@ class WorkerStates:
         }
 
     def refresh_next(self, now: float) -> None:
-        """Refresh all workers, or the next REFRESHES_PER_CALL in turn."""
+        """Refresh all workers, or the next `refreshes_per_call` in turn."""
         workers = self.workers
         if len(workers) <= REFRESHES_PER_CALL:
             for worker in workers:
                 worker.refresh(now)
             return
-        for _ in range(REFRESHES_PER_CALL):
+        for _ in range(self.refreshes_per_call):
             self._next = (self._next + 1) % len(workers)
             workers[self._next].refresh(now)
 

@@ -10,6 +10,7 @@ from dynamo.core.errors import DynamoError
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import KvEvent
 from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.least_loaded import LeastLoadedCandidates
 from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.operations.replay.fast.worker import FastWorker, WorkerListener
 from dynamo.runtime.calls.instances import Instance
@@ -102,6 +103,7 @@ class SolverChooser(Chooser):
         for worker in ledger.workers.workers:
             self._view.apply(worker.name, ())
         self.solver = make_solver(settings, self._view, rng, ledger)
+        self.solver.make_shortlist = LeastLoadedCandidates
         self._view.set_cacheless_workers(ledger.workers.cacheless)
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False

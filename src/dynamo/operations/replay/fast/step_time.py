@@ -13,6 +13,9 @@ from dynamo.core.timing.model import (
     Timing,
 )
 
+NEWTON_STEPS = 20
+"""Steps of Newton's method, which needs two or three where steps are alike."""
+
 
 class _StepCounts(msgspec.Struct):
     """The counts that a timing reads."""
@@ -43,16 +46,18 @@ class Leap(msgspec.Struct, frozen=True):
 
     def steps_until(self, elapsed_s: float) -> int:
         """Return the number of the step, from 1, in which `elapsed_s` is, or which ends then."""
-        low, high = 1, max(1, ceil(elapsed_s / self.first_s)) if self.first_s > 0 else 1
-        while self.duration_s(high) < elapsed_s:  # steps get shorter
-            high *= 2
-        while low < high:
-            middle = (low + high) // 2
-            if self.duration_s(middle) >= elapsed_s:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        steps = ceil(elapsed_s / self.first_s) if self.first_s > 0 else 1
+        for _ in range(NEWTON_STEPS):
+            rate_s = self.step_s(steps)
+            change = ceil((elapsed_s - self.duration_s(steps)) / rate_s) if rate_s > 0 else 0
+            if -1 <= change <= 1:
+                break
+            steps = max(1, steps + change)
+        while self.duration_s(steps) < elapsed_s:
+            steps += 1
+        while steps > 1 and self.duration_s(steps - 1) >= elapsed_s:
+            steps -= 1
+        return max(1, steps)
 
     def steps_ended(self, elapsed_s: float) -> int:
         """Return how many steps have ended after `elapsed_s`."""

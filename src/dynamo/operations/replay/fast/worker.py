@@ -81,6 +81,7 @@ class FastWorker:
         self._leap_steps = 0
         self._sampled: list[FastRequest] = []
         self._step_s = 0.0
+        self._counted_s, self._steps_now = -1.0, 0
         self.is_busy = False
 
     def add(self, request: FastRequest, now: float) -> None:
@@ -97,20 +98,27 @@ class FastWorker:
         """Return the tokens that a request has got by `now`."""
         if not request.first_step:
             return request.recomputed
-        steps = self.steps
-        if self._leap is not None:
-            steps += min(self._leap.steps_ended(now - self._leap_began_s), self._leap_steps)
-        return request.recomputed + steps - request.first_step + 1
+        if now != self._counted_s:
+            self._counted_s, self._steps_now = now, self._count_steps(now)
+        return request.recomputed + self._steps_now - request.first_step + 1
+
+    def _count_steps(self, now: float) -> int:
+        """Return how many steps have ended by `now`."""
+        if self._leap is None:
+            return self.steps
+        return self.steps + min(self._leap.steps_ended(now - self._leap_began_s), self._leap_steps)
 
     def begin(self, now: float) -> None:
         """Begin a step, or a leap of steps that only decode. Call while the worker is idle."""
+        if not (self.running or self.waiting):
+            return
         preemptions = self.preemptions
         if self._decoding:
             self._grow()
         decoding, context = self._decoding, self._context
         budget = self.info.max_num_batched_tokens - decoding
         new_tokens, sequences, attention = 0, decoding, 0.0
-        for request in self.prefilling.copy():
+        for request in self.prefilling.copy() if self.prefilling else ():
             if budget <= 0:
                 break
             count = min(request.length - request.computed, budget)
@@ -122,7 +130,7 @@ class FastWorker:
             new_tokens += count
             sequences += 1
         may_admit = preemptions == self.preemptions or not sequences
-        while may_admit and self.waiting and budget > 0:
+        while self.waiting and budget > 0 and may_admit:
             request = self.waiting[0]
             if len(self.running) >= self.info.max_num_seqs or not self._admit(request):
                 break
@@ -146,7 +154,7 @@ class FastWorker:
 
     def on_wake(self, now: float) -> None:
         """End the step or the leap, and give tokens and ends away. The worker is then idle."""
-        self.is_busy = False
+        self.is_busy, self._counted_s = False, -1.0
         if (leap := self._leap) is not None:
             self._leap = None
             self._count_gaps(leap, self._leap_steps)

@@ -23,7 +23,9 @@ from dynamo.scheduling.router.placement.candidates import (
     SHORT_PROMPT_TOKENS,
     Candidates,
     HoldLimits,
+    MakeShortlist,
     SelectWorker,
+    make_shortlist,
 )
 from dynamo.scheduling.router.placement.regret import (
     RegretRow,
@@ -32,11 +34,7 @@ from dynamo.scheduling.router.placement.regret import (
     workers_of,
 )
 from dynamo.scheduling.router.policy import CandidateTable
-from dynamo.scheduling.router.queue import (
-    PendingRequest,
-    PendingRequestQueue,
-    WaitingQueue,
-)
+from dynamo.scheduling.router.queue import PendingRequest, PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
@@ -96,6 +94,7 @@ class PlacementSolver:
         self._round: Iterator[bool] | None = None
         self.unfinished = False
         """Whether the last `place` cut its round. Call `place` again soon, without an event."""
+        self.make_shortlist: MakeShortlist = make_shortlist
         self._placed: list[PlacementResult] = []
         self._sent_blocks = SentBlocks()
         self._pending = PendingRequestQueue(WaitingQueue(bound=1 << 30) if queue is None else queue)
@@ -167,9 +166,7 @@ class PlacementSolver:
         large = len(self._workers) >= LARGE_FLEET
         arguments = self.worker_states, self.cost, self._hold_limits.max_backlog_s
         if large and self.cost.has_arrays and self._select is None:
-            from dynamo.scheduling.router.placement.shortlist import ShortlistCandidates
-
-            self._candidates = ShortlistCandidates(*arguments, self._rng)
+            self._candidates = self.make_shortlist(*arguments, self._rng)
         else:
             self._candidates = Candidates(*arguments)
 
