@@ -3,7 +3,7 @@
 
     scripts/check_shape.py [ROOT]
 
-- A file has at most 400 lines, a function at most 50.
+- A file has at most 400 lines, a function at most 50. A file of `LONG_FILES` has at most 600.
 - A folder of the source with more than 12 modules is one noun: docs/glossary.md has it in its table
   of folders.
 - No file or folder is named utils, common, helpers or manager.
@@ -23,6 +23,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILE_LINES = 400
+LONG_FILE_LINES = 600
+LONG_FILES = {
+    "src/dynamo/application/responses/store.py": "states of a stored response, with the tables, "
+    "lock and queries that change them"
+}
+"""Files that are one state machine, which would be cut by length alone, with the reason."""
 FUNCTION_LINES = 50
 FOLDER_FILES = 12
 GLOSSARY = Path("docs/glossary.md")
@@ -44,7 +50,7 @@ def main(root: Path) -> int:
     """Print the breaches under `root`. Returns 1 if there are any."""
     project = root / "pyproject.toml"
     shipped, testing = libraries(project, UNSHIPPED), libraries(project, UNSHIPPED - {"test"})
-    lines = [*crowded_folders(root)]
+    lines = [*crowded_folders(root), *needless_exceptions(root)]
     for path in python_files(root):
         lines += breaches(root, path, testing if root / TESTING in path.parents else shipped)
     for line in lines:
@@ -71,6 +77,14 @@ def crowded_folders(root: Path) -> Iterator[str]:
             yield f"{where}: {count} modules, and {GLOSSARY} has no noun for them"
 
 
+def needless_exceptions(root: Path) -> Iterator[str]:
+    """Yield the entries of `LONG_FILES` that are short enough without it."""
+    for name in LONG_FILES:
+        path = root / name
+        if path.exists() and path.read_text().count("\n") <= FILE_LINES:
+            yield f"{name}: at most {FILE_LINES} lines, so that LONG_FILES need not name it"
+
+
 def libraries(project: Path, without: set[str]) -> set[str]:
     """Return the import names of declared libraries, with all extras but those of `without`."""
     metadata = tomllib.loads(project.read_text())["project"]
@@ -87,8 +101,9 @@ def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
     where = path.relative_to(root)
     text = path.read_text()
     lines = text.count("\n")
-    if lines > FILE_LINES:
-        yield f"{where}: {lines} lines, at most {FILE_LINES}"
+    most = LONG_FILE_LINES if where.as_posix() in LONG_FILES else FILE_LINES
+    if lines > most:
+        yield f"{where}: {lines} lines, at most {most}"
     for part in (*where.parts[:-1], where.stem):
         if part in NO_NAMES and not set(FOREIGN_FOLDERS) & set(where.parents):
             yield f"{where}: nothing is called {part!r}; name it after what it does"

@@ -49,3 +49,19 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
     assert "one.py:55: id() is no key" in out
     assert "src/dynamo/crowded: 23 modules, and docs/glossary.md has no noun" in out
     assert len(out.splitlines()) == 8
+
+
+def test_a_file_of_the_list_may_be_longer(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    store = tmp_path / "src" / "dynamo" / "application" / "responses" / "store.py"
+    store.parent.mkdir(parents=True)
+
+    results = []
+    for lines in (400, 401, 600, 601):
+        store.write_text("\n" * lines)
+        results.append(check(tmp_path))
+
+    short, long = "store.py: at most 400 lines", "store.py: 601 lines, at most 600"
+    assert [code for code, _ in results] == [1, 0, 0, 1]
+    assert short in results[0][1]
+    assert long in results[3][1]

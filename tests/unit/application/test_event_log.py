@@ -11,7 +11,7 @@ from tests.unit.application.test_replies import FakeConnection
 from dynamo.application.exchange import Exchange
 from dynamo.application.responses import event_log
 from dynamo.application.responses.event_log import EventLog
-from dynamo.application.responses.store_file import StreamEvents
+from dynamo.application.responses.store import StreamEvents
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import SlowReader
 

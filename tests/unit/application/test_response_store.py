@@ -15,9 +15,13 @@ import msgspec
 import pytest
 
 from dynamo.application.responses import store as store_module
-from dynamo.application.responses import store_file
-from dynamo.application.responses.store import FILE_NAME, LOST_AFTER_S, ResponseStore
-from dynamo.application.responses.store_file import StreamEvents, StreamPart
+from dynamo.application.responses.store import (
+    FILE_NAME,
+    LOST_AFTER_S,
+    ResponseStore,
+    StreamEvents,
+    StreamPart,
+)
 from dynamo.core.errors import (
     InvalidRequest,
     NotFound,
@@ -227,7 +231,7 @@ async def test_a_long_stream_is_read_in_parts(open_store: Open, monkeypatch: Any
     size = len(events(0, 1).data)
     for number in range(2, 40, 2):
         await store.renew(["resp_1"], [("resp_1", events(number, number + 1))])
-    monkeypatch.setattr(store_file, "MAX_PART_BYTES", 3 * size)
+    monkeypatch.setattr(store_module, "MAX_PART_BYTES", 3 * size)
     part, data = await store.read_stream("ann", "resp_1", -1), b""
     while part.stage == "stored":
         data += part.data

@@ -11,8 +11,12 @@ import msgspec
 from dynamo.application.exchange import Exchange
 from dynamo.application.generation.replies import write_keep_alive
 from dynamo.application.http_errors import OpenAIErrorFormat
-from dynamo.application.responses.store import ResponseStore
-from dynamo.application.responses.store_file import EVENT_END, MAX_PART_BYTES, StreamEvents
+from dynamo.application.responses.store import (
+    EVENT_END,
+    MAX_PART_BYTES,
+    ResponseStore,
+    StreamEvents,
+)
 from dynamo.application.responses.writer import error_text
 from dynamo.communication.http import Response
 from dynamo.core.clock import Clock
