@@ -113,11 +113,11 @@ def sample_masked(row: Floats, mask: bytes, sampling: SamplingParams, chance: fl
 
 def _argmax(row: Floats) -> int:
     token = int(row.argmax())
-    _check_finite(float(row[token]))
+    check_finite(float(row[token]))
     return token
 
 
-def _check_finite(best: float) -> None:
+def check_finite(best: float) -> None:
     """Raise `ArithmeticError` if `best`, the highest logit, is not finite. A row with a NaN has NaN
     as its maximum."""
     if not math.isfinite(best):
@@ -147,7 +147,7 @@ def sample_filtered(row: Floats, sampling: SamplingParams, chance: float) -> int
     """Return the token at `chance` of the filtered distribution. Tokens are ordered by probability,
     ties by id. If nothing is filtered they are ordered by id."""
     best = row.max()
-    _check_finite(float(best))
+    check_finite(float(best))
     limit = sampling.top_k if 0 < sampling.top_k < len(row) else len(row)
     whole = 0.0
     if limit == len(row) and sampling.min_p <= 0.0:

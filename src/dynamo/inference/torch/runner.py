@@ -20,12 +20,12 @@ from dynamo.inference.native.engine_sizing import (
     usable_cores,
 )
 from dynamo.inference.native.kv_storage import KvShape, allocate_region
-from dynamo.inference.native.sampling import sample
 from dynamo.inference.native.weights_digest import DigestedWeights
 from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks
 from dynamo.inference.torch.backend import TorchBackend
 from dynamo.inference.torch.batch import make_paged_batch, row_order
 from dynamo.inference.torch.device import TorchDevice
+from dynamo.inference.torch.sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,8 +128,7 @@ class TorchRunner(ModelRunner):
         batch = make_paged_batch(plan.chunks, self._block_tokens, self._device)
         logits = self._model.forward(batch, self._prompt_reader(plan, batch))
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        tokens, logprobs = sample(logits.cpu().numpy(), sequences)
-        return StepResult(tokens, logprobs)
+        return StepResult(*sample(logits, sequences))
 
     def _prompt_reader(self, plan: StepPlan, batch: PagedBatch) -> Callable[[Any], None] | None:
         """Return what reads the logprobs of prompts in this step; None where none are wanted."""

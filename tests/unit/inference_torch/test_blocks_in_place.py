@@ -1,0 +1,177 @@
+"""Random operations on blocks in place against a dense reference, and exchange with NumPy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tests.unit.inference.conftest import RecordingReply
+from tests.unit.inference_native.test_native_disaggregation import (
+    GREEDY,
+    PROMPTS,
+    SEEDED,
+    NativePair,
+)
+from tests.unit.inference_native.test_native_tiers import BLOCK_BYTES, answer
+from tests.unit.inference_native.test_native_tiers import PROMPTS as TIER_PROMPTS
+
+from dynamo.core.context import Context
+from dynamo.core.settings.schema_cache import CacheSettings
+from dynamo.core.tasks import run_all
+from dynamo.core.values import SamplingParams
+from dynamo.inference.model_runner import StepPlan, StepResult
+
+pytest.importorskip("torch", reason="make test-torch installs PyTorch")
+
+
+def fill_unused_blocks(engine: Any) -> None:
+    """Let every step find NaN in blocks that are neither referenced nor cached."""
+    runner, compute = engine.runner, engine.runner.step
+
+    async def step(plan: StepPlan) -> StepResult:
+        kv_blocks = runner._backend.attention.kv_blocks
+        for block in engine.scheduler.pool._blocks:
+            if not block.ref_count and not block.cached:
+                kv_blocks[block.id] = float("nan")
+        result: StepResult = await compute(plan)
+        return result
+
+    runner.step = step
+
+
+class RandomOperations:
+    """Sends random prompts with common beginnings to an engine and checks each answer's logits."""
+
+    def __init__(self, engine: Any, seed: int, make_request: Any, reference: Any) -> None:
+        self.random = random.Random(seed)
+        self.engine = engine
+        self.make_request = make_request
+        self.reference = reference
+        self.beginnings = [self.ids(size) for size in (8, 30, 47)]
+        self.answers = 0
+
+    def ids(self, size: int) -> list[int]:
+        return [self.random.randrange(320) for _ in range(size)]
+
+    async def run(self, operations: int) -> None:
+        running: list[asyncio.Task[None]] = []
+        for _ in range(operations):
+            choice = self.random.random()
+            if choice < 0.7:
+                running.append(asyncio.ensure_future(self.ask()))
+            elif choice < 0.8 and running:
+                self.random.choice(running).cancel()
+            elif choice < 0.85:
+                self.engine.clear_prefix_cache()
+            for _ in range(self.random.choice((0, 1, 5, 40))):
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*running, return_exceptions=True)
+        for result in results:
+            if result is not None and not isinstance(result, asyncio.CancelledError):
+                raise result
+
+    async def ask(self) -> None:
+        beginning = self.random.choice([[], *self.beginnings])
+        prompt = beginning[: self.random.randrange(1, 60)] + self.ids(self.random.randrange(1, 20))
+        sampling = self.random.choice((
+            SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=len(prompt)),
+        ))  # fmt: skip
+        request = self.make_request(
+            prompt,
+            self.random.randrange(1, 24),
+            sampling=sampling,
+            top_logprobs=0,
+            priority=self.random.randrange(2),
+            prefill=self.random.choice(("", "p")) if self.engine.kv_source else "",
+        )
+        reply = RecordingReply()
+        await self.engine.generate(request, Context("r"), reply)
+        logits = self.reference.logits(prompt + reply.ids)[len(prompt) - 1 : -1]
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for row, token, extra in zip(expected, reply.ids, reply.extras, strict=True):
+            assert extra.logprob == pytest.approx(row[token], abs=1e-3)
+        self.answers += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_operations(
+    make_engine: Any, make_request: Any, reference_llama: Any, seed: int
+) -> None:
+    """Prompts are admitted, preempted, hit, cancelled; two seeds take some from another engine."""
+    sizes: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    pair = NativePair(make_engine(**sizes), make_engine(**sizes))
+    await pair.start()
+    for engine in (pair.p, pair.d):
+        fill_unused_blocks(engine)
+    if seed % 2:
+        pair.d.kv_source = None
+    operations = RandomOperations(pair.d, seed, make_request, reference_llama)
+    await operations.run(60)
+    assert operations.answers > 15
+    assert pair.d.scheduler.preemptions > 0
+    assert pair.d.kv_source is None or pair.d.arrivals.counters.blocks_arrived > 0
+    await asyncio.sleep(0)
+    pair.check_idle()
+    await pair.p.stop()
+    await pair.d.stop()
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("numpy", "float32"), ("float32", "numpy"), ("float32", "float32")], ids=str
+)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_prompts_of_another_kind_of_worker(
+    make_engine: Any, make_request: Any, dtypes: tuple[str, str], sampling: SamplingParams
+) -> None:
+    pair = NativePair(*(make_engine(dtype) for dtype in dtypes))
+    await pair.start()
+    requests = [make_request(prompt, 10, sampling=sampling) for prompt in PROMPTS]
+    expected = await run_all(*(pair.answer(pair.p, request) for request in requests))
+    remote = [replace(request, prefill="p") for request in requests]
+    replies = await run_all(*(pair.answer(pair.d, request) for request in remote))
+    assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
+    assert pair.d.arrivals.counters.blocks_arrived > 30
+    assert not pair.d.arrivals.counters.fallbacks
+    await asyncio.sleep(0)
+    pair.check_idle()
+    await pair.p.stop()
+    await pair.d.stop()
+
+
+async def test_an_answer_goes_on_at_a_worker_of_the_other_kind(
+    make_engine: Any, make_request: Any
+) -> None:
+    engines = [make_engine(dtype) for dtype in ("float32", "numpy")]
+    for engine in engines:
+        await engine.start()
+    replies = [RecordingReply() for _ in range(4)]
+    request = make_request(PROMPTS[3], 12, sampling=SEEDED)
+    for engine, reply in zip(engines, replies, strict=False):
+        await engine.generate(request, Context("r"), reply)
+    whole = replies[0].ids
+    for engine, reply in zip(engines, replies[2:], strict=True):
+        rest = make_request(PROMPTS[3] + whole[:5], 7, sampling=SEEDED, resumed=5)
+        await engine.generate(rest, Context("r"), reply)
+        await engine.stop()
+    assert [whole[:5] + reply.ids for reply in replies[2:]] == [whole, replies[1].ids]
+    assert replies[1].ids == whole
+
+
+async def test_blocks_come_back_from_host_memory(make_engine: Any, make_request: Any) -> None:
+    requests = [make_request(prompt, 10, sampling=SEEDED) for prompt in TIER_PROMPTS]
+    alone = make_engine("numpy")
+    await alone.start()
+    expected = [await answer(alone, request) for request in requests]
+    await alone.stop()
+    engine = make_engine(cache=CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=24)
+    await engine.start()
+    fill_unused_blocks(engine)
+    engine.prefill_speed.token_s = 1.0
+    for _ in range(2):
+        assert [await answer(engine, request) for request in requests] == expected
+    assert engine.tiers.tiers[0].counters.loaded_blocks > 50
+    await engine.stop()
