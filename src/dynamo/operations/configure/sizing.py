@@ -49,9 +49,9 @@ def calculate_optimal_tp(
 def optimize_batch_size(
     model_config: Mapping[str, Any], hardware_config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return `max_batch_size`, `max_num_batched_tokens` and `max_num_seqs` for a GPU of
-    `gpu_memory_gb` and sequences of `avg_sequence_length` tokens (1,024 if untold): 32 on 24 GB, in
-    proportion to the memory, fewer for long sequences, from 8 to 128. Raises `ConfigError`."""
+    """Return the sizes of an engine's batch: 32 sequences on 24 GB, in proportion to the
+    `gpu_memory_gb`, fewer if `avg_sequence_length` is above 1,024 or 2,048, and from 8 to 128.
+    Raises `ConfigError`."""
     memory: Any = hardware_config.get("gpu_memory_gb")
     length: Any = model_config.get("avg_sequence_length", MEDIUM_TOKENS)
     for name, value in (("gpu_memory_gb", memory), ("avg_sequence_length", length)):
