@@ -13,6 +13,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, ProtocolError
 from dynamo.core.fast_path import SendToken, TokenLog
 from dynamo.core.text import TextPart
+from dynamo.core.timing.learner import TimingLearner
 from dynamo.core.values import (
     EngineInfo,
     EngineTotals,
@@ -97,7 +98,11 @@ KvEventListener = Callable[[Sequence[KvEvent]], None]
 class EngineRank(ABC):
     """A data-parallel rank of an engine: its load, and the KV blocks that it caches for prompts.
     Blocks have `EngineInfo.block_tokens` and are named as `core/hashing.py` does, whatever the size
-    and the names of the engine's own blocks."""
+    and the names of the engine's own blocks.
+
+    `timing_learner` learns the time of steps where the engine tells them; None elsewhere."""
+
+    timing_learner: TimingLearner | None = None
 
     @abstractmethod
     def report_load(self) -> Load:

@@ -325,7 +325,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens of an answer, and of those above `GenerateRequest.itl_slo_ms`.
     `transfer_bytes_per_s`: learnt rate at which KV blocks come from other workers; 0: unknown.
     `ranks`: the load of each of several data-parallel ranks. `tiers`: the memory tiers below the
-    device, the fastest first.
+    device, the fastest first. `timing`: the coefficients of a linear `Timing` as learnt, in ms.
     """
 
     running: int = 0
@@ -341,11 +341,12 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_bytes_per_s: float = 0.0
     ranks: tuple[Load, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
+    timing: tuple[float, ...] = ()
 
 
 def sum_loads(loads: Iterable[Load]) -> Load:
-    """Return the sum of all counts, without `ranks` and `tiers`."""
-    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-2] for load in loads), strict=True))]
+    """Return the sum of all counts, without `ranks`, `tiers` and `timing`."""
+    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-3] for load in loads), strict=True))]
     return Load(*counts)
 
 

@@ -186,6 +186,7 @@ class BatchedEngine(EngineCore):
             slow_gaps=self.token_gaps.slow_gaps,
             transfer_bytes_per_s=0.0 if self.kv_source is None else self.kv_source.bytes_per_s,
             tiers=self.tiers.report_load(),
+            timing=() if self.timing_learner is None else self.timing_learner.coefficients,
         )
 
     async def stop(self) -> None:
@@ -246,9 +247,15 @@ class BatchedEngine(EngineCore):
     async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
         try:
-            step = self.runner.step(plan)
-            tokens = plan.new_tokens
-            return await (self.prefill_speed.measure(tokens, step) if tokens else step)
+            now = asyncio.get_running_loop().time
+            began_s = now()
+            result = await self.runner.step(plan)
+            seconds = now() - began_s
+            if plan.new_tokens:
+                self.prefill_speed.learn(plan.new_tokens, seconds)
+            if self.timing_learner is not None:
+                self.timing_learner.observe(plan, seconds)
+            return result
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:

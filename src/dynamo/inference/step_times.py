@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from asyncio import get_running_loop
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from dynamo.inference.sequence import EngineSequence
 
-T = TypeVar("T")
 INITIAL_TOKEN_S = 0.001
 DECAY = 0.98
 MIN_SPREAD = 0.05
@@ -67,14 +65,6 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self.token_s = INITIAL_TOKEN_S
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    async def measure(self, tokens: int, step: Awaitable[T]) -> T:
-        """Run a step that computes `tokens` prompt tokens, and learn from its duration."""
-        now = get_running_loop().time
-        started_s = now()
-        result = await step
-        self.learn(tokens, now() - started_s)
-        return result
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Count a step that computed `tokens` prompt tokens."""

@@ -239,6 +239,9 @@ class EngineWorker:
                 hint="start it with the role prefill or decode, which may be changed later",
             )
         self._prefill.set_roles(roles)
+        for rank in self._engine.ranks:
+            if rank.timing_learner is not None:
+                rank.timing_learner.restart()
         await self._announce_engine(roles=roles)
         await self._runtime.set_role(worker_role(name))
         outgoing.send(payload)

@@ -60,7 +60,7 @@ RequestFacts = tuple[
     float, float, float, float | None, float | None, int, int, int, int,
     str, bytes, int, str, str, int, str, Sequence[int], Instance | None,
 ]  # fmt: skip
-"""What is taken of a story on the event loop, in the order of `RecordMaker.make`."""
+"""The part of a story that is taken on the event loop, in the order of `RecordMaker.make`."""
 
 
 def request_facts(story: Story) -> RequestFacts:

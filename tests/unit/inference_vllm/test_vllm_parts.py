@@ -371,3 +371,29 @@ def test_collections_leave_what_an_engine_has_created_alone() -> None:
         assert gc.get_freeze_count() >= frozen + len(created)
     finally:
         gc.unfreeze()
+
+
+def test_a_rank_learns_from_steps_that_follow_each_other() -> None:
+    rank = VllmRank(16, 32)
+    rank.total_blocks = 1000
+    now = 100.0
+    for number in range(400):
+        seqs = 1 + number % 40
+        prompts = 100 * (number % 7) if number % 3 == 0 else 0
+        pause_s = 30.0 if number % 50 == 0 else 0.0
+        now += pause_s + 0.010 + 0.0005 * seqs + 0.00004 * prompts
+        iteration = SimpleNamespace(
+            iteration_timestamp=now, num_prompt_tokens=prompts + 64, num_preempted_reqs=0
+        )
+        if pause_s:  # the engine was idle
+            rank.on_statistics(SimpleNamespace(num_running_reqs=0, kv_cache_usage=0.0), iteration)
+            now += 1.0
+        cache = SimpleNamespace(hits=64)
+        scheduler = SimpleNamespace(
+            num_running_reqs=seqs, kv_cache_usage=0.0, prefix_cache_stats=cache
+        )
+        rank.on_statistics(
+            scheduler, SimpleNamespace(**(vars(iteration) | {"iteration_timestamp": now}))
+        )
+    c0, c1, c2, *_ = rank.report_load().timing
+    assert (c0, c1, c2) == pytest.approx((10.0, 0.04, 0.5), rel=0.1)

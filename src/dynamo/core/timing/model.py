@@ -36,6 +36,16 @@ class StepCounts(Protocol):
     def attention(self) -> float: ...
 
 
+class Counts(msgspec.Struct, frozen=True):
+    """The counts of a step that is known by nothing else (a `StepCounts`)."""
+
+    new_tokens: int
+    seqs: int
+    decode_seqs: int
+    decode_context: int
+    attention: float
+
+
 class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
     """Step time as a sum of two polynomials, with coefficients from the lowest degree up. `prefill`
     is applied to the number of new prompt tokens, if any. `decode` is applied to the context of the

@@ -59,6 +59,7 @@ class ForeignRank(EngineRank):
             gaps=self.gaps,
             slow_gaps=self.slow_gaps,
             cached_blocks=self.cached_blocks,
+            timing=() if self.timing_learner is None else self.timing_learner.coefficients,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from dynamo.core.errors import Unsupported
 from dynamo.core.reply import Engine, KvEventListener, Reply
+from dynamo.core.timing.learner import TimingLearner
 from dynamo.core.values import EngineTotals, Finish, Started, TokenLogprobs
 from dynamo.inference.engine_tiers import EngineTiers
 from dynamo.inference.fast_forward import RealTime
@@ -30,6 +31,7 @@ class EngineCore(Engine):
         self.counters = EngineTotals()
         self.token_gaps = TokenGaps()
         self.prefill_speed = PrefillSpeed()
+        self.timing_learner = None if time.is_virtual else TimingLearner()
         self._time = time
         self._work_arrived = asyncio.Event()
         self._kv_event_listeners: list[KvEventListener] = []

@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, Overloaded, WorkerFailed
+from dynamo.core.timing.learner import TimingLearner
+from dynamo.core.timing.model import Counts
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
 from dynamo.inference.engines.engine import (
@@ -56,6 +58,7 @@ class VllmRank(ViewedRank):
     the requests that it was given."""
 
     preemptions = _running = 0
+    _step_ended_s = 0.0
     _usage = _checked_s = _waited_s = 0.0
     _last_steps = -1
     _waiting_since_s: float | None = None
@@ -79,11 +82,30 @@ class VllmRank(ViewedRank):
     def on_statistics(self, scheduler: Any, iteration: Any) -> None:
         """Take over vLLM's statistics of one step; each may be None."""
         self.steps += 1
+        if scheduler is not None and iteration is not None:
+            self._learn(scheduler, iteration)
         if scheduler is not None:
             self._running = scheduler.num_running_reqs
             self._usage = scheduler.kv_cache_usage
         if iteration is not None:
             self.preemptions += getattr(iteration, "num_preempted_reqs", 0)
+
+    def _learn(self, scheduler: Any, iteration: Any) -> None:
+        """Learn from a step that followed another one without a pause. A prompt that took several
+        steps counts for its last one."""
+        ended_s = getattr(iteration, "iteration_timestamp", 0.0)
+        before_s, self._step_ended_s = self._step_ended_s, ended_s
+        if not (self._running and 0 < before_s < ended_s):
+            return
+        if self.timing_learner is None:
+            self.timing_learner = TimingLearner()
+        cache = getattr(scheduler, "prefix_cache_stats", None)
+        prompts = getattr(iteration, "num_prompt_tokens", 0)
+        new_tokens = max(0, prompts - getattr(cache, "hits", 0))
+        context = round(scheduler.kv_cache_usage * self.total_blocks * self.blocks.block_tokens)
+        seqs = scheduler.num_running_reqs
+        counts = Counts(new_tokens, seqs, seqs, context, new_tokens * new_tokens / 2)
+        self.timing_learner.observe(counts, ended_s - before_s)
 
     def count_running(self) -> int:
         return min(self._running, len(self.answers))

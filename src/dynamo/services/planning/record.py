@@ -1,7 +1,7 @@
 """Writes the record of requests: JSON lines in the deployment's state folder.
 
 Each process that serves clients appends to files of its own. The facts of requests are collected on
-the event loop and become lines on a thread, once a second and all at once. Those that cannot be
+the event loop and become lines on a thread, once a second and all at once. Facts that cannot be
 written are counted and dropped, so that a full disk costs requests nothing.
 """
 

@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.core.timing.model import (
     QUADRATIC_COEFFICIENTS,
+    Counts,
     PolynomialTiming,
     StepTiming,
     Timing,
@@ -15,16 +16,6 @@ from dynamo.core.timing.model import (
 
 NEWTON_STEPS = 20
 """Steps of Newton's method, which needs two or three where steps are alike."""
-
-
-class _StepCounts(msgspec.Struct):
-    """The counts that a timing reads."""
-
-    new_tokens: int
-    seqs: int
-    decode_seqs: int
-    decode_context: int
-    attention: float
 
 
 class Leap(msgspec.Struct, frozen=True):
@@ -76,7 +67,7 @@ class StepTime:
         self, new_tokens: int, sequences: int, decoding: int, context: int, attention: float
     ) -> float:
         """Return the time of a step."""
-        counts = _StepCounts(new_tokens, sequences, decoding, context, attention)
+        counts = Counts(new_tokens, sequences, decoding, context, attention)
         return self._timing.step_ms(counts, self._capacity) * 1e-3
 
     def leap(self, sequences: int, context: int) -> Leap:
