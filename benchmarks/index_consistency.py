@@ -217,7 +217,7 @@ async def inject_faults(workers: int, rounds: int, load_s: float, seed: int) -> 
                 "none": lambda: asyncio.sleep(0),
                 "dropped events": cluster.drop,
                 "paused publisher": cluster.pause,
-                "router begins anew": cluster.restart_router,
+                "router restarts": cluster.restart_router,
                 "kill -9": cluster.kill,
                 "another worker": cluster.add_worker,
             }

@@ -9,9 +9,11 @@ Rules for Python files:
 - No sentence of a docstring or comment has more than 30 words.
 - No variable, parameter, attribute or function has one of the names in `VAGUE_NAMES`.
 - A class name is defined once in `src/`. `REPEATED_CLASSES` lists the exceptions with reasons.
+- A field of a log line that says why is named `reason`.
 
 Rule for Markdown pages: no sentence of running text has more than 30 words. Code blocks, tables and
-headings are not checked. PATH limits the check to these files and folders.
+headings are not checked. Rule for all: no line has one of `LEFT_WORDS`. PATH limits the check to
+these files and folders.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ VAGUE_NAMES = frozenset({"one", "found", "made", "told", "kept", "given", "said"
 REPEATED_CLASSES = {
     "DynamoError": "the server's base error and the client library's; users import both names"
 }
+LEFT_WORDS = {r"\bane[w]\b": "again", r"\bspare[d]\b": "left out", r"[\"']wh[y][\"']: ": "reason"}
+"""Patterns of words that are not used, each with the word for it. No pattern matches itself."""
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 SKIPPED_PAGES = ("docs/reference",)
@@ -55,7 +59,7 @@ def main(root: Path, only: list[Path]) -> int:
             in_file = python_breaches(text, nodes)
         else:
             in_file = page_breaches(text)
-        for line, message in in_file if path in shown else ():
+        for line, message in (*in_file, *left_words(text)) if path in shown else ():
             breaches += 1
             print(f"{where}:{line}: {message}")
     for message in repeated_classes(classes):
@@ -85,6 +89,14 @@ def python_breaches(text: str, nodes: list[ast.AST]) -> Iterator[Breach]:
         name = vague_name(node)
         if name is not None:
             yield node.lineno, f"the name {name!r} does not say what it holds"  # type: ignore[attr-defined]
+
+
+def left_words(text: str) -> Iterator[Breach]:
+    """Lines with one of `LEFT_WORDS`."""
+    for pattern, instead in LEFT_WORDS.items():
+        for match in re.finditer(pattern, text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield line, f"{match[0]!r} is not used here, but {instead!r}"
 
 
 def vague_name(node: ast.AST) -> str | None:

@@ -105,7 +105,7 @@ class EventView:
         rank.on_kv_events(self._apply)
 
     async def assert_matches_snapshot(self) -> None:
-        """Assert that within `SETTLE_S` the events have told what the rank holds."""
+        """Assert that within `SETTLE_S` the events have reported what the rank holds."""
         await settle(lambda: self.blocks == self._held())
         assert self.blocks == self._held()
 

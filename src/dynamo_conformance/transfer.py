@@ -144,7 +144,7 @@ class RefusedPullsConformance:
         async with open_pair(join) as pair:
             reads = pair.reads((1, 2, 3), (1, 2, 3))
             pair.source.generations[2] += 1
-            for _ in range(5):  # a stale block is no fault of the peer: it goes on being asked
+            for _ in range(5):  # a stale block is no fault of the peer: it is still asked
                 await _fails(pair.peer, reads, "stale")
             assert pair.peer.available
             await pair.peer.pull(pair.reads((1, 2, 3), (1, 2, 3)))

@@ -1,4 +1,4 @@
-"""The suite goes on when one of its processes has died, as a test beyond its time limit ends it."""
+"""The suite continues when one of its processes has died, as a test beyond its time limit ends it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_the_project_keeps_its_rules_of_shape() -> None:
     assert check(ROOT) == (0, "")
 
 
-def test_every_breach_is_told(tmp_path: Path) -> None:
+def test_every_breach_is_reported(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     package = tmp_path / "src" / "dynamo" / "utils"
     package.mkdir(parents=True)

@@ -29,6 +29,7 @@ def test_every_breach_is_reported(tmp_path: Path) -> None:
     for folder in (package, tmp_path / "scripts", tmp_path / "docs"):
         folder.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "check_words.py", tmp_path / "scripts")
+    unused = "ane" + "w"
     sentence = "Words " + "and words " * 15 + "end."
     (package / "first.py").write_text(
         '"""It holds things."""\n'
@@ -37,6 +38,8 @@ def test_every_breach_is_reported(tmp_path: Path) -> None:
         "for one in (1, 2):\n"
         "    Queue.kept = one\n"
         f"# {sentence}\n"
+        f"# Begins {unused}.\n"
+        f"log = {{{chr(34)}why{chr(34)}: 1}}\n"
     )
     (package / "second.py").write_text(
         f"def told(said):\n    '''{sentence}'''\n\n\nclass Queue: ...\n"
@@ -58,4 +61,6 @@ def test_every_breach_is_reported(tmp_path: Path) -> None:
     assert "src/dynamo/second.py:2: 32 words in a sentence" in out
     assert "docs/page.md:3: 32 words in a sentence" in out
     assert "class Queue is defined 2 times" in out
-    assert len(out.splitlines()) == 10
+    assert f"src/dynamo/first.py:7: '{unused}' is not used here, but 'again'" in out
+    assert "src/dynamo/first.py:8: '\"why\": ' is not used here, but 'reason'" in out
+    assert len(out.splitlines()) == 12

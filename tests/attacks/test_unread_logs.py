@@ -23,7 +23,7 @@ DRAIN_S = 1.0
 EXIT_S = DRAIN_S + 6.0
 """Generous; the bar is 2 s after the drain."""
 FLAGS = ("--log-requests", "--runtime.drain_s", str(DRAIN_S))
-TOLD = b"log lines were lost because nobody read stderr"
+LOSS_REPORT = b"log lines were lost because nobody read stderr"
 
 
 def send_logged_requests(port: int, count: int = REQUESTS) -> float:
@@ -80,7 +80,7 @@ def end_timed(cluster: Cluster, outcome: Callable[[str], None], text: str) -> It
 def test_ctrl_s_stops_only_the_log(
     tiny_model: Path, tmp_path: Path, outcome: Callable[[str], None]
 ) -> None:
-    """After Ctrl-Q the log goes on and tells of the loss."""
+    """After Ctrl-Q the log continues and reports the loss."""
     keyboard, terminal = pty.openpty()
     screen = Reader(keyboard)
     with Cluster(tiny_model, tmp_path, workers=1, flags=FLAGS, output=terminal) as cluster:
@@ -90,7 +90,7 @@ def test_ctrl_s_stops_only_the_log(
         seconds = send_logged_requests(cluster.port)
         assert chat(cluster.port).status == 200
         os.write(keyboard, CTRL_Q)
-        cluster.wait_blocking(lambda: TOLD in screen.text)
+        cluster.wait_blocking(lambda: LOSS_REPORT in screen.text)
         assert chat(cluster.port).status == 200
         os.write(keyboard, CTRL_S)
         send_logged_requests(cluster.port, 2000)
@@ -106,7 +106,7 @@ def test_ctrl_s_stops_only_the_log(
 def test_an_unread_pipe_and_a_stopped_supervisor_stop_only_the_log(
     tiny_model: Path, tmp_path: Path, outcome: Callable[[str], None]
 ) -> None:
-    """The lost lines are counted and told once somebody reads."""
+    """The lost lines are counted and reported once somebody reads."""
     unread, pipe = os.pipe()
     with Cluster(tiny_model, tmp_path, workers=1, flags=FLAGS, output=pipe) as cluster:
         os.close(pipe)

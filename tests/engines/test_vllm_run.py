@@ -41,7 +41,7 @@ def test_vllm_serves_and_each_of_its_lines_is_a_log_record(
     assert any(record.get("process", "").startswith("EngineCore") for record in engine)
 
 
-def test_too_little_memory_is_told_with_the_setting_to_change(
+def test_too_little_memory_is_reported_with_the_setting_to_change(
     engine_model: Path, start: Start
 ) -> None:
     words = ("out=vllm", engine_model, "--max-model-len=8192")
@@ -54,7 +54,7 @@ def test_too_little_memory_is_told_with_the_setting_to_change(
     assert "--max-model-len " in hint
 
 
-def test_a_missing_folder_is_told_before_vllm_starts(start: Start) -> None:
+def test_a_missing_folder_is_reported_before_vllm_starts(start: Start) -> None:
     deployment = start("out=vllm", "/missing/folder", ready=False)
 
     assert deployment.process.wait(60) != 0

@@ -89,7 +89,7 @@ async def test_an_answer_that_is_not_streamed_is_repeated_when_its_server_breaks
             assert reply.parts == ["good"]
             assert [end.reason for end in reply.ends] == ["content_filter"]
         else:
-            with pytest.raises(WorkerFailed, match="cannot go on at another worker"):
+            with pytest.raises(WorkerFailed, match="cannot continue at another worker"):
                 await chat(ChatRequest("m", MESSAGES), CONTEXT, reply)
         await engine.stop()
 

@@ -102,7 +102,7 @@ def retry_after(url: str, body: dict[str, Any] | None = None) -> tuple[int, str 
         return error.code, error.headers["retry-after"], error.read().decode()
 
 
-def test_requests_during_the_download_are_told_to_retry_and_ctrl_c_stops(
+def test_requests_during_the_download_get_retry_after_and_ctrl_c_stops(
     start: Callable[..., Deployment],
     index: SlowIndex,
     cold: Callable[[str], None],

@@ -58,7 +58,7 @@ async def test_token_ids_of_vllm_and_its_stop_token(tiny_model: Path) -> None:
         assert reply.end.cached_tokens == 32
 
 
-async def test_kv_events_of_a_server_are_told(tiny_model: Path) -> None:
+async def test_kv_events_of_a_server_are_published(tiny_model: Path) -> None:
     port = free_port()
     publisher = KvEventPublisher(f"tcp://*:{port}")
     async with served() as fake:

@@ -77,7 +77,7 @@ class AdaptersHandler:
         if self._orders is None:
             raise Forbidden(
                 "LoRA adapters cannot be loaded or unloaded here",
-                hint="start with --allow-lora-updates; workers then read any folder they are told",
+                hint="start with --allow-lora-updates; workers then read any folder of a request",
             )
         await self._orders.execute(order)
         text = f"Success: LoRA adapter '{order.name}' {done} successfully."

@@ -45,7 +45,7 @@ class FrameSplitter:
 
     def feed(self, data: bytes) -> list[Frame]:
         """Return the frames that `data` completes. Raises `ProtocolError` if the first of them is
-        above the limit; `feed(b"")` goes on at a later one."""
+        above the limit; `feed(b"")` continues at a later one."""
         partial = self._partial
         if partial:
             partial += data

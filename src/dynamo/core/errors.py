@@ -21,7 +21,7 @@ class DynamoError(Exception):
 
     `field` is the path of the wrong value in a request, e.g. "tools[0].type": the message begins
     with it, and the rest is the `reason`. `param`, the wrong field or setting in short, is the same
-    unless it is told.
+    unless it is given.
 
     A subclass sets its `code` and `retryable` in the class statement, or inherits them.
     """

@@ -60,7 +60,7 @@ class Reply(ABC):
         raise ProtocolError(f"a {type(part).__name__} came where tokens were expected")
 
     def restart(self) -> bool:
-        """Forget the text so far, because the answer begins anew at another worker. False: the
+        """Forget the text so far, because the answer begins again at another worker. False: the
         reader has a part of it."""
         return False
 
@@ -169,7 +169,7 @@ class LoraAdapters(ABC):
 
     @abstractmethod
     async def unload(self, name: str) -> None:
-        """Forget an adapter. Requests in flight go on. Raises `NotFound`."""
+        """Forget an adapter. Requests in flight continue. Raises `NotFound`."""
 
 
 class Engine(EngineRank):

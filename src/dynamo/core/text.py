@@ -193,8 +193,8 @@ class TextFinish(msgspec.Struct, frozen=True):
     """The end of one choice. Reason "stop" covers the stop token or stop string in `stop`. An
     answer with complete tool calls ends by "tool_calls" instead.
 
-    `prompt_tokens`, `cached_tokens`: what `TextReply.prompt` and `begin` did not know, told by the
-    first choice of a prompt.
+    `prompt_tokens`, `cached_tokens`: what `TextReply.prompt` and `begin` did not know, reported by
+    the first choice of a prompt.
     """
 
     reason: FinishReason | Literal["tool_calls"]
@@ -240,7 +240,7 @@ class TextReply(ABC):
         return True
 
     def restart(self, choice: int) -> bool:
-        """Forget text and events of the choice, which begins anew. False: the reader has them."""
+        """Forget text and events of the choice, which begins again. False: the reader has them."""
         del choice
         return False
 

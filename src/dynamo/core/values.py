@@ -136,7 +136,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
       penalties count output positions from there. `stops` counts only tokens still to generate.
     - `top_logprobs`: None = no logprobs, 0 = only those of the chosen tokens.
     - `prompt_logprobs`: how many logprobs of each prompt token come with `Finish`; None: none. Such
-      a prompt is computed anew, because cached tokens have no logits.
+      a prompt is computed in full, because cached tokens have no logits.
     - `rank`: the data-parallel rank of the worker that the router chose.
     - `prefill`: name of the worker that computes the prompt. Empty: the worker itself does.
     - `kv_from`: name of the draining worker that wrote the last `resumed` tokens, and has the KV of
@@ -208,8 +208,8 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     """The end of an answer. `stop_token`: the id that ended it, which is not sent as a token.
 
     `completion_tokens` counts the stop token, too, because the engine has generated it. `kv`: the
-    hand-over of the KV to the engine that goes on, in the engine's own form; "" for none.
-    `cached_tokens`: told here by an engine that did not know them for `Started`. `stop_string`:
+    hand-over of the KV to the engine that continues, in the engine's own format; "" for none.
+    `cached_tokens`: reported here by an engine that did not know them for `Started`. `stop_string`:
     the text that ended an answer in text; `prompt_tokens`, `reasoning_tokens`: its counts.
     `prompt_logprobs`: those of the second prompt token and on, where the request wants them.
     """
@@ -251,9 +251,9 @@ Feature = Literal[
     "text",
 ]
 """A property of an engine that a request may need. "whitespace": a pattern for white space in JSON.
-"form_after_reasoning": a form that begins when the model ends its reasoning. "calls": grammars of
-tool calls. "resumed_form": forms that go on where another worker left them. "extra", "text": that
-field of `GenerateRequest`."""
+"form_after_reasoning": a structured output that begins when the model ends its reasoning.
+"calls": grammars of tool calls. "resumed_form": structured outputs that continue where another
+worker left them. "extra", "text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
 """The features of the native engine and of the mock engine."""
 

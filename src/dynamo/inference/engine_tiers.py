@@ -28,7 +28,7 @@ class EngineTiers:
         """Move blocks down, and those of waiting prompts up, while the engine computes a step."""
 
     def is_prefetching(self, sequence: EngineSequence) -> bool:
-        """Whether blocks of a waiting sequence come into host memory. Then it goes on waiting."""
+        """Whether blocks of a waiting sequence come into host memory. Then it keeps waiting."""
         del sequence
         return False
 

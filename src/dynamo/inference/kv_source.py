@@ -79,7 +79,7 @@ class Arrival(ABC):
     @property
     @abstractmethod
     def needs_blocks(self) -> bool:
-        """Whether the sequence goes on after the first token, so that its blocks are needed."""
+        """Whether the sequence continues after the first token, so that its blocks are needed."""
 
     @property
     @abstractmethod

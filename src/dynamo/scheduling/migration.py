@@ -53,8 +53,8 @@ ATTEMPT_STRIDE = 16
 class ResumableReply(Reply):
     """The answer of one request across attempts. `admitted`: the present worker has begun.
 
-    `in_text`: text was sent, so that no other worker can go on, at most begin anew. The token log
-    then has a 0 for each part.
+    `in_text`: text was sent, so that no other worker can continue, at most begin again. The token
+    log then has a 0 for each part.
     """
 
     __slots__ = (
@@ -263,7 +263,7 @@ class Migration(Operator):
                 if not answer.token_log:
                     raise
                 raise WorkerFailed(
-                    "the worker was lost and no other one can go on with the answer: "
+                    "the worker was lost and no other one can continue the answer: "
                     f"{error.message}",
                     hint="send the request again",
                 ) from error
@@ -288,7 +288,7 @@ class Migration(Operator):
         progress = len(answer.token_log) > (answer.resumed_tokens or 0) and not answer.in_text
         if answer.in_text and not answer.restart():
             raise WorkerFailed(
-                f"{error.message}; an answer in text cannot go on at another worker",
+                f"{error.message}; an answer in text cannot continue at another worker",
                 hint="send the request again",
             ) from error
         failures.record_failure(error, progress=progress, admitted=answer.admitted)

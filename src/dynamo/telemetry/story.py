@@ -43,4 +43,4 @@ StoryListener = Callable[[Story], None]
 """Receives each story at its end. Runs on the event loop and must be short."""
 
 current_story: ContextVar[Story | None] = ContextVar("current_story", default=None)
-"""The story of the request that the current task handles; None where no story is told."""
+"""The story of the request that the current task handles; None where no story is recorded."""

@@ -101,14 +101,14 @@ async def test_a_server_tool_that_is_forced_is_refused(messages: Any) -> None:
     assert getattr(caught.value, "status_code", None) == 400
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_of_anthropic() -> None:
+def test_a_prompt_that_is_too_long_is_reported_in_the_words_of_anthropic() -> None:
     error = ContextLengthExceeded("the prompt has 9 tokens", hint="shorten it")
     assert b'"prompt is too long: the prompt has 9 tokens (shorten it)"' in (
         ANTHROPIC_ERRORS.encode(error, "r")
     )
 
 
-async def test_a_tool_runner_that_asks_for_a_thread_is_told_to_go_on_without(
+async def test_a_tool_runner_that_asks_for_a_thread_continues_without(
     site: Any,
 ) -> None:
     anthropic: Any = pytest.importorskip("anthropic")

@@ -50,7 +50,7 @@ async def test_the_choices_of_all_prompts_are_one_story(site: Any, connect: Any)
 
 
 @pytest.mark.parametrize(("fails", "code"), [("before", "no_workers"), ("after", "worker_failed")])
-async def test_a_failure_is_told(site: Any, connect: Any, fails: str, code: str) -> None:
+async def test_a_failure_is_recorded(site: Any, connect: Any, fails: str, code: str) -> None:
     stories = listen(site)
     site.processor.fails = fails
     async with connect(site.port) as client:
@@ -59,7 +59,9 @@ async def test_a_failure_is_told(site: Any, connect: Any, fails: str, code: str)
     assert [story.end for story in stories] == [code]
 
 
-async def test_a_rejection_and_a_client_that_left_are_told(open_site: Any, connect: Any) -> None:
+async def test_a_rejection_and_a_client_that_left_are_recorded(
+    open_site: Any, connect: Any
+) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
     stories = listen(site)
     site.processor.gate.clear()

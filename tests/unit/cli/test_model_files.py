@@ -114,7 +114,7 @@ def test_a_download_that_was_ended_goes_on(
         ("./none", "no name on the hub", "ORGANISATION/NAME"),
     ],
 )
-def test_wrong_names_are_told_before_anything_is_fetched(
+def test_wrong_names_are_reported_before_anything_is_fetched(
     spec: str, message: str, hint: str, hub: FakeHub
 ) -> None:
     with pytest.raises(ModelUnavailable, match=message) as caught:
@@ -132,7 +132,7 @@ def test_the_engine_of_a_model_on_the_hub_is_chosen_by_its_small_files(hub: Fake
     assert not any("safetensors" in path or "gguf" in path for _, path, _ in hub.requests)
 
 
-def test_a_hub_that_answers_wrongly_is_told(hub: FakeHub) -> None:
+def test_a_hub_that_answers_wrongly_is_reported(hub: FakeHub) -> None:
     hub.repositories = {"org/broken": {}}
     with pytest.raises(ModelUnavailable, match="no weights in safetensors"):
         PULL.run(["org/broken"])

@@ -200,7 +200,7 @@ async def test_reading_pauses_behind_many_requests(serve: Any, connect: Any, siz
 
 
 async def test_requests_before_a_malformed_one_have_their_time(serve: Any, connect: Any) -> None:
-    """Reading goes on when the queue is short again. This sets no time-out for a closed input."""
+    """Reading continues when the queue is short again. This sets no time-out for a closed input."""
     opened = asyncio.Event()
 
     async def work(request: Request, response: Response) -> None:

@@ -38,7 +38,7 @@ def test_events_do_not_depend_on_how_they_arrive(cuts: list[int]) -> None:
     assert read(*(BODY[start:end] for start, end in pairwise(places))) == EVENTS
 
 
-def test_events_without_an_empty_line_between_them_are_told_apart() -> None:
+def test_events_without_an_empty_line_between_them_are_separated() -> None:
     stream = EventStream(SystemClock())
     assert stream.feed(b'data: {"a": 1}\ndata: {"b": 2}\n') == [(b"", b'{"a": 1}')]
     assert stream.feed(b"data: [DONE]\n") == [(b"", b'{"b": 2}'), (b"", b"[DONE]")]

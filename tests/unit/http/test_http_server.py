@@ -235,9 +235,7 @@ async def test_stop_lets_requests_end(serve: Any, connect: Any) -> None:
             await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_clients_of_a_server_that_leaves_are_told_to_go_elsewhere(
-    serve: Any, connect: Any
-) -> None:
+async def test_clients_of_a_server_that_leaves_are_sent_elsewhere(serve: Any, connect: Any) -> None:
     release = asyncio.Event()
 
     async def stream_or_describe(request: Request, response: Response) -> None:

@@ -241,7 +241,7 @@ def test_install_commands_name_this_interpreter_and_known_packages() -> None:
     ("content", "message"),
     [(b"GGUF", "damaged"), (b"what", "not a GGUF file"), (b"", "cannot be read")],
 )
-def test_a_damaged_file_is_told_before_anything_starts(
+def test_a_damaged_file_is_reported_before_anything_starts(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.gguf"

@@ -1,4 +1,4 @@
-"""The tables of what foreign engines are told: no parameter of a request is dropped."""
+"""The tables of what is sent to foreign engines: no parameter of a request is dropped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def changed(path: str, value: Any) -> GenerateRequest:
 
 @pytest.mark.parametrize("path", CHANGES)
 @pytest.mark.parametrize("engine", TABLES)
-def test_each_parameter_is_told_or_refused(engine: str, path: str) -> None:
+def test_each_parameter_is_sent_or_refused(engine: str, path: str) -> None:
     table, left_out = TABLES[engine]
     request = changed(path, CHANGES[path])
     if path in REFUSED.get(engine, ()):
@@ -93,7 +93,7 @@ def test_the_most_probable_token_needs_no_temperature(temperature: float) -> Non
 @pytest.mark.parametrize(
     "forms", [vllm.FORMS, sglang.FORMS, trtllm.FORMS, llamacpp.FORMS, completion.FORMS]
 )
-def test_a_form_is_told_or_refused(forms: FormTable) -> None:
+def test_a_structured_output_is_sent_or_refused(forms: FormTable) -> None:
     for kind, value in {
         "json_schema": '{"type": "object"}',
         "json_object": "",

@@ -87,7 +87,7 @@ async def test_start_errors(start: Start, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SGLang refuses its arguments"):
         await start(args={"wrong": 1})
     missing = SglangEngine(make_inputs("sglang", tmp_path / "missing"))
-    with pytest.raises(ModelUnavailable, match="missing is none"):
+    with pytest.raises(ModelUnavailable, match="missing is not one"):
         await missing.start()
 
 

@@ -97,7 +97,7 @@ def test_two_calls_stay_two(parts: list[dict[str, Any]]) -> None:
     assert calls(*parts) == TWO
 
 
-def test_calls_of_one_function_without_ids_are_told_apart_by_complete_arguments() -> None:
+def test_calls_of_one_function_without_ids_are_separated_by_complete_arguments() -> None:
     assert calls(part("f", A1, index=0), part("f", A2, index=0)) == [
         ("f", A1, True),
         ("f", A2, True),

@@ -105,7 +105,7 @@ async def test_a_store_too_slow_for_its_time_limit_is_not_asked_again_for_a_whil
     finally:
         s3_server.signal(signal.SIGCONT)
 
-    assert tier.problem == "", "one failure is none"
+    assert tier.problem == "", "one failure is no problem yet"
     assert tier.predict_load_s(3) > 60
     clock.time_s += 61
     assert tier.predict_load_s(3) == guess_s

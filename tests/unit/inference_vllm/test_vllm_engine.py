@@ -230,7 +230,7 @@ async def test_pinned_kv_is_no_failure(engine: VllmEngine, llm: FakeLlm) -> None
 
 
 @pytest.mark.parametrize("errored", [True, False])
-async def test_another_failure_of_a_reset_is_told(
+async def test_another_failure_of_a_reset_is_reported(
     engine: VllmEngine, llm: FakeLlm, errored: bool
 ) -> None:
     async def reset() -> bool:

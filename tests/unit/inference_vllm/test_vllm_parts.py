@@ -69,7 +69,7 @@ def translator(monkeypatch: pytest.MonkeyPatch) -> RequestTranslator:
 
 @pytest.mark.parametrize("name", ["temperature", "seed", "logit_bias", "structured_outputs", "n"])
 def test_a_caller_sets_no_parameter_beside_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = replace(make_request(), extra={name: 1})  # is greedy, so that no seed is told
+    request = replace(make_request(), extra={name: 1})  # is greedy, so that no seed is sent
     with pytest.raises(InvalidRequest, match=f"{name} is set by dynamo"):
         translator(monkeypatch).sampling_params(request)
 
@@ -219,22 +219,22 @@ def test_a_failed_start_names_the_setting_with_its_value() -> None:
 SEEDED = replace(make_request(), sampling=SamplingParams(temperature=1.0, seed=3))
 
 
-def told_seed(request: GenerateRequest) -> int | None:
+def sent_seed(request: GenerateRequest) -> int | None:
     seed: int | None = PARAMETERS.translate(request).get("seed")
     return seed
 
 
 def test_seeds_differ_by_choice_and_position() -> None:
     others = [replace(SEEDED, choice=1), replace(SEEDED, resumed=1, token_ids=pack_ids([3]))]
-    seeds = {told_seed(request) for request in (SEEDED, *others)}
+    seeds = {sent_seed(request) for request in (SEEDED, *others)}
     assert len(seeds) == 3
     assert None not in seeds
 
 
 def test_vllm_gets_only_seeds_that_a_client_asked_for() -> None:
     sampling = replace(SEEDED.sampling, random_seed=True)
-    assert told_seed(replace(SEEDED, sampling=sampling)) is None
-    assert told_seed(make_request()) is None  # is greedy
+    assert sent_seed(replace(SEEDED, sampling=sampling)) is None
+    assert sent_seed(make_request()) is None  # is greedy
 
 
 async def test_an_engine_argument_sets_the_number_of_ranks(

@@ -229,7 +229,7 @@ def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
     )
     result = verification.compare_encoders(path)
     assert not result.equal
-    assert "<|more|>" in result.why
+    assert "<|more|>" in result.reason
     assert isinstance(encoders.fastest_encoder(path, result), ReferenceEncoder)
     assert isinstance(encoders.fastest_encoder(path, None), ReferenceEncoder)
 
@@ -264,7 +264,7 @@ def test_a_failed_verification_is_not_stored(tmp_path, tokenizer_path, monkeypat
     ref = file_ref(tokenizer_path)
     monkeypatch.setattr(encoders.sys, "executable", "/bin/false")
     assert verify_encoder(ref) == EncoderVerification(
-        equal=False, cuts=False, why="the verification ended with 1"
+        equal=False, cuts=False, reason="the verification ended with 1"
     )
     assert cached_verification(ref) is None
     tokenizer_path.unlink()

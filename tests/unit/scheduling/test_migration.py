@@ -322,7 +322,7 @@ def test_an_answer_in_text_goes_to_another_worker_until_it_has_begun() -> None:
     read = migrate(TextWorker(0, 3), IN_TEXT)
     assert read.parts == [TextDelta("0"), TextDelta("1"), TextDelta("2")]
     assert read.end == Finish("stop", 3)
-    with pytest.raises(WorkerFailed, match="died; an answer in text cannot go on"):
+    with pytest.raises(WorkerFailed, match="died; an answer in text cannot continue"):
         migrate(TextWorker(2, 3), IN_TEXT)
 
 

@@ -216,7 +216,7 @@ def test_a_prompt_beyond_the_next_context_raises() -> None:
 
 def test_an_answer_that_no_other_worker_can_go_on_with_fails_at_once() -> None:
     workers = ScriptedWorkers(died([1]), ((), Unsupported("no worker has grammars")))
-    with pytest.raises(WorkerFailed, match="go on with the answer: no worker has grammars"):
+    with pytest.raises(WorkerFailed, match="continue the answer: no worker has grammars"):
         workers.play()
     assert len(workers.times) == 2
 

@@ -1,4 +1,4 @@
-"""Answers of tokenizers that write spaces as ▁: their text goes on with that of the prompt."""
+"""Answers of tokenizers that write spaces as ▁: their text continues with that of the prompt."""
 
 from __future__ import annotations
 

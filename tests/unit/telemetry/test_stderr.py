@@ -34,7 +34,7 @@ def read_until(fd: int, end: bytes) -> bytes:
     return data
 
 
-def test_lines_to_an_unread_pipe_are_kept_in_order_then_dropped_and_told() -> None:
+def test_lines_to_an_unread_pipe_are_kept_in_order_then_dropped_and_counted() -> None:
     reader, fd = os.pipe()
     writer = NonBlockingWriter(fd)
     count = 2 * MAX_PENDING_BYTES // len(LINE)
@@ -168,7 +168,7 @@ def test_a_process_ends_though_nobody_reads() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["text", "json"])
-def test_the_loss_is_told_as_a_line_of_the_log(fmt: str) -> None:
+def test_the_loss_is_reported_as_a_line_of_the_log(fmt: str) -> None:
     with start(20_000, fmt, subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"printed\n"

@@ -13,7 +13,7 @@ OVERLOADED_STATUS = 529
 TOO_LONG = "prompt is too long"
 """The words of Anthropic, by which clients know that they must shorten the conversation."""
 THREADS_UNSUPPORTED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""The details by which the tool runner of Anthropic's client goes on without a thread."""
+"""The details by which the tool runner of Anthropic's client continues without a thread."""
 ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",

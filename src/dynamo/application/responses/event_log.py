@@ -88,7 +88,7 @@ class EventLog:
 
     async def serve(self, exchange: Exchange, start: bytes) -> None:
         """Stream to the client, from the events `start` on, until the end. Raises `SlowReader`. The
-        response goes on without a client that leaves."""
+        response continues without a client that leaves."""
         client = self._client = exchange.response
         exchange.use_error_format(StreamErrors(lambda: self._events))
         exchange.start_stream("")

@@ -102,7 +102,7 @@ def remove(spec: str) -> None:
 PULL = FileCommand(
     "pull",
     "Fetch a model from the hub or a bucket, with its size before the first byte. A download that "
-    "was ended goes on where it was. `dynamo run` takes the same name.",
+    "was interrupted is resumed. `dynamo run` takes the same name.",
     """\
   dynamo pull Qwen/Qwen3-0.6B
   dynamo pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M     a GGUF file of a repository

@@ -332,7 +332,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def check_silence(self, now: float) -> None:
-        """Let a stream break its silence. Bytes that a slow client has not taken are none."""
+        """Let a stream break its silence. Bytes that a slow client has not taken are no silence."""
         response = self._response
         if response is None or response.on_silence is None or self.paused_at is not None:
             return

@@ -29,7 +29,7 @@ SILENCE_QUERY_S: Final = 2.0
 """The server is asked about streams that were silent for one to two of these periods."""
 LARGE_PAYLOAD_BYTES: Final = 64 << 10
 MAX_UNSENT_BYTES: Final = 64 << 20
-"""Calls that would leave more than this unsent are refused. The connection goes on."""
+"""Calls that would leave more than this unsent are refused. The connection stays open."""
 
 
 class ClientConnection:

@@ -129,7 +129,7 @@ class TransferBackend(TransferPlane):
         breaker, started_s = self._breaker(incarnation), self.clock.now()
         if not breaker.start(started_s):
             self.metrics.failures.labels(self.scheme, "refused").inc()
-            text = f"the peer {incarnation} ({self.scheme}) failed repeatedly and is spared now"
+            text = f"the peer {incarnation} ({self.scheme}) failed repeatedly and is left out now"
             raise TransferFailed.of("refused", text)
         try:
             yield

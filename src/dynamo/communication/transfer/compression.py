@@ -10,7 +10,7 @@ from dynamo.core.errors import ConfigError, TransferFailed
 from dynamo.core.installation import install_command
 
 ZSTD: Final = 1
-"""Number of the encoding in reads of `tcp:`. 0 is none."""
+"""Number of the encoding in reads of `tcp:`. 0: no encoding."""
 ZSTD_LEVEL: Final = 1
 INITIAL_RATIO: Final = 1.25
 INITIAL_BYTES_PER_S: Final = 0.2e9

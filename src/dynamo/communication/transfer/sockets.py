@@ -249,7 +249,7 @@ def _compare(own: Attach, peer: Attach) -> str:
 
 
 def _reason_of(error: BaseException) -> TransferFailure | None:
-    """The reason of a failed connection; None for errors that are none of it."""
+    """The reason of a failed connection; None for other errors."""
     if isinstance(error, ProtocolError | ConfigError | ValueError):  # or no address
         return "refused"
     if isinstance(error, TimeoutError):

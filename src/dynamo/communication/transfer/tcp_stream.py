@@ -66,7 +66,7 @@ class SlotChannel(ABC):
         """Let calls wait again, after an event loop watched the socket: uvloop changes its mode."""
 
     def shut_down(self) -> None:
-        """End the connection, so that a thread that waits for it goes on."""
+        """End the connection, so that a thread that waits for it continues."""
         try:
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
         except OSError:

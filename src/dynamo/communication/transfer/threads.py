@@ -1,4 +1,4 @@
-"""Threads that copy bytes: a cancelled caller goes on when its thread has stopped."""
+"""Threads that copy bytes: a cancelled caller continues when its thread has stopped."""
 
 from __future__ import annotations
 

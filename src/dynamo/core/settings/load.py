@@ -101,7 +101,7 @@ def resolve_settings(
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if a range is none, worker groups cannot run together, or a tier of KV
+    """Raise `ConfigError` if a range is empty, worker groups cannot run together, or a tier of KV
     blocks lacks a setting. Groups of a host share no device; blocks of a model have one size."""
     _check_tiers(settings.cache, "cache", origins)
     bounds = settings.server.priority_range

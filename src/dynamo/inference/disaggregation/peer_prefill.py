@@ -133,7 +133,7 @@ class PeerPrefill(KvSource):
                 expect(0)
                 region = await peer.connect(rank)
                 if not region.available:
-                    text = f"prefill worker {worker} is spared after failed transfers"
+                    text = f"prefill worker {worker} is left out after failed transfers"
                     raise TransferFailed.of("refused", text)
                 block_tokens = peer_block_tokens(region, arrival)
                 missing = arrival.prompt_tokens - arrival.first_block * arrival.block_tokens

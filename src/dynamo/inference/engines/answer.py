@@ -92,7 +92,7 @@ class ForeignAnswer:
 
 
 def check_prompt(ids: Sequence[int], context_tokens: int, vocab_size: int) -> None:
-    """Raise `InvalidRequest` for a prompt that an engine cannot compute. A limit of 0 is none.
+    """Raise `InvalidRequest` for a prompt that an engine cannot compute. 0: no limit.
 
     An id beyond the vocabulary may kill an engine that looks it up.
     """

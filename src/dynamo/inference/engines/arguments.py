@@ -110,7 +110,7 @@ VLLM: Mapping[str, Row] = {
     "engine.lora_modules": PassedSetting("enable_lora", convert=lambda *_: True),
     "engine.lora_updates": PassedSetting("enable_lora", convert=lambda *_: True),
     "engine.swap_space": IgnoredSetting(
-        "vLLM computes a swapped sequence anew; --engine-arg kv_offloading_size=GIB keeps KV "
+        "vLLM computes a swapped sequence again; --engine-arg kv_offloading_size=GIB keeps KV "
         "blocks in host memory"
     ),
 }
@@ -139,7 +139,7 @@ SGLANG: Mapping[str, Row] = {
     ),
     "engine.quantization": PassedSetting("quantization", refused=_SQUEEZELLM),
     "engine.swap_space": IgnoredSetting(
-        "SGLang computes a swapped sequence anew; --engine-arg enable_hierarchical_cache=true "
+        "SGLang computes a swapped sequence again; --engine-arg enable_hierarchical_cache=true "
         "keeps KV blocks in host memory"
     ),
 }

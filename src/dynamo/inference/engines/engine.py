@@ -113,7 +113,7 @@ class MultiprocessEngine(Engine):
         path = self.inputs.files.path
         if not await to_thread(path.is_dir):
             raise ModelUnavailable(
-                f"{self.title} reads folders with a config.json and safetensors; {path} is none",
+                f"{self.title} reads folders with a config.json and safetensors; {path} is not one",
                 hint="`dynamo export FOLDER MODEL` writes one from a GGUF file",
             )
         await self.processes.open()

@@ -1,4 +1,4 @@
-"""The prefix cache of a foreign engine, told by its events, in blocks of the card's size."""
+"""The prefix cache of a foreign engine, known by its events, in blocks of the card's size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineBlocks:
     `counts` counts blocks and events that are not applied, by reason. `removals` increases whenever
     blocks leave the view. `clears` increases with each event of the engine that its cache is empty,
     and with each `clear`. `unusable` says why the view can tell nothing, and is "" while it can.
-    Without `count_copies` the first removal of a block ends all its copies. `listeners` are told
+    Without `count_copies` the first removal of a block ends all its copies. `listeners` get
     what changes, which the methods also return.
     """
 

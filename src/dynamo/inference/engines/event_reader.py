@@ -76,7 +76,7 @@ class KvEventReader:
     """Keeps an `EngineBlocks` equal to the prefix cache of one rank.
 
     A gap in the numbers is filled by a replay. If the replay does not begin with the last message
-    that was applied, or there is none, the view is emptied and goes on from what can be had: it
+    that was applied, or there is none, the view is emptied and continues from what can be had: it
     then knows too few blocks, and never too many. `counts` counts messages and repairs by kind.
     """
 
@@ -130,7 +130,7 @@ class KvEventReader:
             self._monitor = None
 
     def rebuild(self) -> None:
-        """Empty the view, and build it anew from all messages that the publisher still has."""
+        """Empty the view, and build it again from all messages that the publisher still has."""
         self._tasks.start(self._rebuild_alone(), "rebuild of KV events")
 
     async def _run(self, reading: Socket) -> None:
@@ -151,7 +151,9 @@ class KvEventReader:
         self._heard = message.number
         if restarted:
             self.counts["restarts"] += 1
-            log.warning("an engine numbers its KV events anew; the view of its cache is rebuilt")
+            log.warning(
+                "the numbers of an engine's KV events begin again; the view of its cache is rebuilt"
+            )
             await self._rebuild(message)
         elif message.number < self._next:
             self.counts["repeated"] += 1  # was part of a replay
@@ -181,7 +183,7 @@ class KvEventReader:
 
     def _has_reconnected(self) -> bool:
         """Whether a connection was lost since the last call, so that the publisher may be another
-        one, which numbers its messages anew."""
+        one, whose message numbers begin again."""
         reconnected, zmq = False, import_zmq()
         while self._monitor is not None and self._monitor.poll(0):
             self._monitor.recv_multipart(zmq.NOBLOCK)

@@ -34,7 +34,7 @@ class Parameter(msgspec.Struct, frozen=True):
 class Seed(msgspec.Struct, frozen=True):
     """The seed of an engine, `below` a limit. Choices have different seeds, and a resumed answer
     does not repeat its random numbers. Without `if_random` only seeds that clients ask for are
-    told, and without `if_greedy` only to requests that draw a token."""
+    sent, and without `if_greedy` only for requests that draw a token."""
 
     name: str
     below: int
@@ -48,7 +48,7 @@ def same(*names: str) -> tuple[Parameter, ...]:
 
 
 class ParameterTable:
-    """The parameters of the engine `title`. `names`: all that the engine may be told."""
+    """The parameters of the engine `title`. `names`: all that may be sent to the engine."""
 
     def __init__(self, title: str, *rows: Parameter, seed: Seed | None = None) -> None:
         plain = [row for row in rows if row == Parameter(row.source, row.name)]

@@ -49,8 +49,8 @@ class EngineProcesses:
     def starting(self) -> Iterator[None]:
         """Own the processes that are started in the `with` statement.
 
-        They are killed if `close` was called meanwhile: a thread that starts an engine goes on when
-        the task that waits for it is cancelled. Raises `WorkerFailed` after `close`.
+        They are killed if `close` was called meanwhile: a thread that starts an engine continues
+        when the task that waits for it is cancelled. Raises `WorkerFailed` after `close`.
         """
         name, value = self._variable
         with self._lock:
@@ -99,7 +99,7 @@ class EngineProcesses:
         self._release_guard()
 
     def _release_guard(self) -> None:
-        """Let the guard kill what is left after `close`, unless a start goes on."""
+        """Let the guard kill what is left after `close`, unless a start is in progress."""
         with self._lock:
             if self._starts or not self._closed:
                 return

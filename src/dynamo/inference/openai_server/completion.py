@@ -146,7 +146,7 @@ class CompletionAnswer(ChoiceAnswer):
         return len(ids) <= room or self._cut()
 
     def _read_ids(self, ids: Any) -> Sequence[int]:
-        """Return the ids of tokens. Raises `MalformedAnswer` for what is none of the model."""
+        """Return the ids of tokens. Raises `MalformedAnswer` for ids that the model lacks."""
         if not ids:
             return ()
         if type(ids) is list and len(ids) == 1:

@@ -14,7 +14,7 @@ from dynamo.core.errors import DECODE_ERRORS
 from dynamo.core.redaction import redact
 
 MAX_COUNT = 1 << 31
-"""A larger count is none."""
+"""A larger count is ignored."""
 MAX_SHOWN_BYTES = 16 << 10
 MAX_DEPTH = 8
 """Parts of a content in a part are read to this depth."""
@@ -26,7 +26,7 @@ _SPACES = re.compile(r"\s+")
 
 
 def decode_value(data: bytes) -> Any:
-    """Return a JSON value. Characters that are none are replaced, numbers without a value are None.
+    """Return a JSON value. Invalid characters are replaced, numbers without a value are None.
     Raises `ValueError`."""
     try:
         return _decode(data)

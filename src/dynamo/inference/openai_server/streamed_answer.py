@@ -133,7 +133,7 @@ class StreamedAnswer(ForeignAnswer, ABC):
     @staticmethod
     @abstractmethod
     def _decode(data: bytes, kind: bytes) -> Any:
-        """Return the event with this data and name. Raises `ValueError` for what is none, and the
+        """Return the event with this data and name. Raises `ValueError` for other data, and the
         error that the event is or has."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ SNAPSHOT_BLOCKS: Final = 8 * SLICE_BLOCKS
 
 class TierAnnouncements:
     """Announces the blocks of large tiers to new listeners, and those of emptied tiers. Indexes may
-    be told of a block twice."""
+    get a block twice."""
 
     def __init__(self, publish: Callable[[], None]) -> None:
         """`publish` lets the engine publish what `take_events` returns."""

@@ -92,7 +92,7 @@ class SlotFile:
             raise
 
     def _bypass_page_cache(self, path: Path) -> None:
-        """Open the file anew, without page cache. Raises OSError if the file system cannot."""
+        """Open the file again, without page cache. Raises OSError if the file system cannot."""
         direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         try:
             with mmap.mmap(-1, PAGE_BYTES) as page:

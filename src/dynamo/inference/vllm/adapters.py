@@ -50,8 +50,8 @@ def check_lora_modules(modules: Sequence[str]) -> None:
 
 
 class VllmAdapters(LoraAdapters):
-    """The adapters that requests may name. vLLM loads one anew when it needs it and has had to make
-    room for others."""
+    """The adapters that requests may name. vLLM loads one again when it needs it and has had to
+    make room for others."""
 
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}

@@ -115,7 +115,7 @@ class VllmKvConnector(KvConnector):
 
     async def load(self, outputs: Any) -> AsyncIterator[Any]:
         """Yield the outputs of a request that loads KV. An abort before the first output may kill
-        vLLM, so that a request which is cancelled earlier goes on in the background until then."""
+        vLLM, so that a request which is cancelled earlier ends in the background."""
         first = self._tasks.start(_next_or_error(outputs), "load of KV")
         try:
             output = await asyncio.shield(first)

@@ -36,7 +36,7 @@ PARAMETERS = ParameterTable(
 )
 FORMS = FormTable("vLLM", {**GUIDED_DECODING, "calls": ("grammar", str)})
 OWN_NAMES = PARAMETERS.names | {"n", "structured_outputs"}
-"""Names that no caller sets beside ours, told or not."""
+"""Names that no caller sets beside ours, sent or not."""
 
 
 class RequestTranslator:

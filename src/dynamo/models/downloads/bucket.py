@@ -171,7 +171,7 @@ def planned_files(url: str) -> list[BucketFile]:
 
 def fetch(url: str, files: list[BucketFile], progress: ProgressCallback = ignore_progress) -> Path:
     """Fetch what is missing of a model's files, and return the folder or GGUF file. A download that
-    was ended goes on. Raises `ModelUnavailable`."""
+    was interrupted is resumed. Raises `ModelUnavailable`."""
     store = _open(url)
     total = sum(file.size_bytes for file in files)
     done = 0
@@ -222,6 +222,6 @@ def _explained_errors(url: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
             raise ModelUnavailable(f"{url} cannot be stored: {error.strerror}") from error
-        again = "check the network, and repeat the command: it goes on"
+        again = "check the network, and repeat the command: it resumes"
         what, hint = find_access_problem(url, error) or (first_line(error), again)
         raise ModelUnavailable(f"{url} cannot be fetched: {what}", hint=hint) from error

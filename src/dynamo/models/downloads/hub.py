@@ -58,7 +58,7 @@ def fetch_files(name: str, patterns: list[str], **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
     options |= {"allow_patterns": patterns, "ignore_patterns": _IGNORED_PATTERNS}
-    with _told_errors(name):
+    with _explained_errors(name):
         return snapshot_download(name, **options)
 
 
@@ -67,7 +67,7 @@ def list_files(name: str) -> list[str]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    with _told_errors(name):
+    with _explained_errors(name):
         try:  # not `list_repo_files`, which asks an unreachable hub six times within 23 s
             info = HfApi().model_info(name, timeout=ANSWER_TIMEOUT_S)
         except HfHubHTTPError:
@@ -78,7 +78,7 @@ def list_files(name: str) -> list[str]:
 
 
 @contextmanager
-def _told_errors(name: str) -> Iterator[None]:
+def _explained_errors(name: str) -> Iterator[None]:
     """Raise the errors of the client as `ModelUnavailable`."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -105,5 +105,5 @@ def _told_errors(name: str) -> Iterator[None]:
     except Exception as error:
         raise ModelUnavailable(
             f"{name} cannot be fetched from the hub: {error}",
-            hint="check the network and the free disk space, and repeat the command: it goes on",
+            hint="check the network and the free disk space, and repeat the command: it resumes",
         ) from error

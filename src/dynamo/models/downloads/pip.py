@@ -177,7 +177,7 @@ def fetch_resumable(url: str, part: Path, on_bytes: OnBytesFetched) -> bool:
                 log.info("wheel not fetched directly", extra={"fields": {"status": error.code}})
                 return False
         except (OSError, HTTPException) as error:
-            log.info("download interrupted", extra={"fields": {"why": str(error)}})
+            log.info("download interrupted", extra={"fields": {"reason": str(error)}})
         if not part.is_file() or part.stat().st_size <= before:
             return False
     return False

@@ -84,7 +84,7 @@ def planned_files(spec: str) -> Sequence[Any]:
 
 
 def fetch(spec: str) -> Path:
-    """Fetch a model. A download that was ended goes on. Raises `ModelUnavailable`."""
+    """Fetch a model. A download that was interrupted is resumed. Raises `ModelUnavailable`."""
     folder = Path(hub.fetch_files(spec.partition(":")[0], _patterns(spec)))
     return stored_file(spec) or folder
 

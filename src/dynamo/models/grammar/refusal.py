@@ -87,7 +87,7 @@ def find_endless(schema: Any) -> str:
 
 
 def _ends(node: Any, ending: Container[str]) -> bool:
-    """Return whether a schema has an instance of finite size, or is none that recursion affects.
+    """Return whether a schema has an instance of finite size, or is not affected by recursion.
     The references in `ending` have one."""
     if not isinstance(node, Mapping):
         return True

@@ -49,7 +49,7 @@ class EncoderVerification(msgspec.Struct, frozen=True):
     cuts: bool
     texts: int = 0
     chars: int = 0
-    why: str = ""
+    reason: str = ""
 
 
 class Encoder(ABC):
@@ -141,7 +141,7 @@ class FastEncoder(Encoder):
             raise _not_unicode_error() from error
         except ValueError as error:  # a limit that the reference does not have
             log.warning(
-                "text encoded by the reference encoder", extra={"fields": {"why": str(error)}}
+                "text encoded by the reference encoder", extra={"fields": {"reason": str(error)}}
             )
             return self._reference.encode(text, parse_special)
 
@@ -201,12 +201,14 @@ def _run_verification(tokenizer: Path, target: Path) -> EncoderVerification:
             timeout=_VERIFICATION_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return EncoderVerification(equal=False, cuts=False, why="the verification took too long")
+        return EncoderVerification(equal=False, cuts=False, reason="the verification took too long")
     if (verification := _read_verification(target)) is not None:
         return verification
     code, stderr = ended.returncode, ended.stderr.decode(errors="replace").strip()[-500:]
     log.warning("verification failed", extra={"fields": {"code": code, "stderr": stderr}})
-    failed = EncoderVerification(equal=False, cuts=False, why=f"the verification ended with {code}")
+    failed = EncoderVerification(
+        equal=False, cuts=False, reason=f"the verification ended with {code}"
+    )
     if code < 0:  # an encoder crashed: store the result, so that it is not repeated
         write_atomically(target, msgspec.json.encode(failed))
     return failed

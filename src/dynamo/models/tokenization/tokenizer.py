@@ -86,7 +86,7 @@ class Tokenizer:
         return self._encoder.decode(ids, skip_special)
 
     def encode_behind_text(self, text: str, *, parse_special: bool = True) -> bytes:
-        """Return packed ids of a text that goes on with another one: without the space that
+        """Return packed ids of a text that continues another one: without the space that
         SentencePiece puts before a text."""
         if not self.has_exact_bytes:
             for before in _TEXTS_BEFORE:
@@ -97,8 +97,8 @@ class Tokenizer:
         return self.encode(text, parse_special=parse_special)
 
     def decode_behind_text(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` that go on with another text, with the space that decoders drop
-        at a beginning."""
+        """Return the text of `ids` that continue another text, with the space that decoders drop at
+        a beginning."""
         before = unpack_ids(self.encode("a"))
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 

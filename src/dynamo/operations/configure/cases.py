@@ -47,7 +47,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_format(self) -> str:
-        """Precision of the KV cache: 8 bits beside short weights, unless it is told."""
+        """Precision of the KV cache: 8 bits beside short weights, unless it is given."""
         short = self.shape.precision in SHORT_PRECISIONS
         return self.kv_precision or ("fp8" if short else "bf16")
 

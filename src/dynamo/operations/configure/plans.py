@@ -23,7 +23,7 @@ MOST_GPUS = 65_536
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A question: a model, GPUs, a load and a promise. Without `gpus` the fewest for `rate`
-    requests a second are sought. A limit of infinity is none."""
+    requests a second are sought. Infinity: no limit."""
 
     shape: ModelShape
     gpu: Gpu

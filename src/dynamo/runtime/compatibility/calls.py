@@ -117,7 +117,7 @@ async def await_handler(
     reads_context: bool,
 ) -> None:
     """Wait for a handler's work. If this is cancelled, since the caller has left, a handler that
-    reads its context goes on as a task of `tasks`; others are cancelled."""
+    reads its context continues as a task of `tasks`; others are cancelled."""
     running = tasks.start(work)
     try:
         await asyncio.wait({running})
@@ -132,7 +132,7 @@ async def await_handler(
 async def pass_on(answer: Any, send: Callable[[Any], Awaitable[bool]]) -> bool:
     """Send the items of a handler's answer. Returns whether all were sent.
 
-    A handler goes on after an item that is not wanted, to see that its context is stopped, and is
+    A handler continues after an item that is not wanted, to see that its context is stopped, and is
     closed at its next item. Raises `ConfigError` for an answer that is no async iterator.
     """
     if not isinstance(answer, AsyncIterator):

@@ -140,7 +140,7 @@ class ClusterCapacity:
                 insort(forecast.ends, starts_s + whole_s)
 
     def _forecast_for(self, excluded: frozenset[str]) -> SlotForecast:
-        """Return the forecast of the other instances, made anew where it is old."""
+        """Return the forecast of the other instances, computed again where it is old."""
         forecast = self._forecast
         if excluded:
             forecast = self._label_forecasts.setdefault(excluded, SlotForecast([]))

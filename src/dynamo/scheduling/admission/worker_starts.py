@@ -56,7 +56,7 @@ class WorkerStarts:
         if reason := self.describe():
             raise NoWorkers(
                 f"no worker serves this model now: {reason}",
-                hint="the supervisor goes on trying; see the log of the worker",
+                hint="the supervisor keeps trying; see the log of the worker",
                 retry_after_s=CRASH_LOOP_RETRY_S,
             )
         return False

@@ -69,7 +69,7 @@ CHOICES_PER_SLICE = 16
 """So many choices of a request are sent in one iteration of the event loop."""
 PROMPT_END_TOKENS = 24
 """So many tokens at the end of a prompt tell whether the answer begins in reasoning, and what its
-text goes on with."""
+text continues with."""
 MAX_INLINE_IDS = 1_000
 """Up to this many ids are decoded on the event loop, in at most 1 ms."""
 

@@ -60,7 +60,7 @@ class HarmSteering:
         self._begin_trial(rising=True, share=inf)
 
     def update_target(self, itl_slo_ms: float, constant_weight: float) -> None:
-        """Apply reloaded settings: a target of 0 ends steering, another one goes on from the
+        """Apply reloaded settings: a target of 0 ends steering, another one continues from the
         present weight."""
         if not itl_slo_ms:
             self.weight = constant_weight
