@@ -41,6 +41,13 @@ def test_the_page_has_at_least_twenty_look_ups() -> None:
     assert len(rows()) >= 20
 
 
+def test_no_behaviour_stands_twice() -> None:
+    lines = (ROOT / "docs" / "look-ups.md").read_text().splitlines()
+    behaviours = [line.split("|")[1] for line in lines if "| `" in line]
+
+    assert sorted(set(behaviours)) == sorted(behaviours)
+
+
 @pytest.mark.parametrize(("file", "name"), rows())
 def test_the_named_file_defines_the_named_thing(file: str, name: str) -> None:
     assert name in defined_names(ROOT / "src" / "dynamo" / file)
