@@ -249,6 +249,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if type(value) is str and quick and not (args or kwargs) and len(value) <= SMALL_CHARS:
             return quick(value)
+        # Checks before the filter: time, nested values, arguments that make a large result.
         budget: RenderBudget = context.budget
         if not isinstance(value, str) or len(value) > SMALL_CHARS:
             budget.check_time()
@@ -256,11 +257,13 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
                 budget.check_tree(value)
         if args or kwargs:
             _check_filter(budget, name, value, [*args, *kwargs.values()])
+        # Each item of a joined or filtered list takes a part of the budget.
         if name == "join":
             separator = args[0] if args else kwargs.get("d", "")
             value = bounds.check_join(budget, separator, value)
         elif name in _LAZY_FILTERS and value:
             value = compress(value, context.ticks)
+        # The arguments that jinja2 would have put before the value.
         if wanted == "environment":
             args = (value, *args)
             value = context.environment

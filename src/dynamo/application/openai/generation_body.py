@@ -198,12 +198,14 @@ def text_options(
     """
     if body.nvext:
         _apply_nvext(body, body.nvext)
+    # Fields that depend on each other, and the sizes of those that few requests have.
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("only with stream: true", field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise Unsupported("not in a stream", hint="leave stream out", field="prompt_logprobs")
     if body.cache_salt or body.stop_token_ids or body.logit_bias or body.user:
         _check_sizes(body)
+    # The structured output of one field at most; a limit of reasoning needs one, too.
     structured, field = None, ""
     if (forms := _read_forms(body)) != _NO_FORMS:
         fields = dict(zip(STRUCTURE_FIELDS, forms, strict=True))

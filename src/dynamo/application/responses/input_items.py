@@ -202,6 +202,7 @@ class ItemConversation(Conversation):
         left_out: set[str] = set()
         for item, field in zip(items, fields, strict=True):
             kind = item["type"]
+            # Reasoning begins a message of the assistant, or extends one that has only reasoning.
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or ()
                 texts = [] if "role" in answer else [answer.get("reasoning_content", "")]
@@ -219,6 +220,7 @@ class ItemConversation(Conversation):
             elif kind == "message" and item["role"] == "assistant" and "role" not in answer:
                 answer |= {"role": "assistant", "content": _content(item["content"])}
                 self.add(answer, field)
+            # Any other message ends that of the assistant.
             else:
                 self.add(_message(item), field)
                 answer = self.messages[-1] if item.get("role") == "assistant" else {}

@@ -43,6 +43,7 @@ class EventStream:
     def feed(self, part: bytes) -> list[ServerEvent]:
         """Return the events that `part` completes. Raises `MalformedAnswer` for an endless or slow
         event."""
+        # The short way: a part that is one line of JSON and the empty line after it.
         if (
             part.startswith(b"data: {")
             and part.endswith(b"}\n\n")
@@ -53,10 +54,12 @@ class EventStream:
         ):
             self._after_cr = False
             return [(b"", part[6:-2])]  # most parts are one event
+        # The end of a line may be cut between its CR and LF.
         if self._after_cr and part[:1] == b"\n":
             part = part[1:]
         if not part:
             return []
+        # The first bytes show a body that is one JSON value.
         if not self._lines and not self._rest:
             part = part.removeprefix(BYTE_ORDER_MARK)
             self._is_json = part.lstrip()[:1] in {b"{", b"["}
@@ -64,6 +67,7 @@ class EventStream:
         if self._is_json:
             self._keep_rest(part)
             return []
+        # Join the line that was cut before, and keep the one that is cut now.
         lines = part.splitlines(keepends=True)
         rest = lines.pop() if lines and lines[-1][-1:] not in {b"\n", b"\r"} else b""
         if lines and self._rest:

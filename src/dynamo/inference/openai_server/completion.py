@@ -135,10 +135,12 @@ class CompletionAnswer(ChoiceAnswer):
         logprobs: list[TokenLogprobs] | None = None
         if self._top_logprobs is not None and ids:
             logprobs = _logprobs(read_object(choice.logprobs), ids)
+        # A stop token ends the answer and is no part of it.
         if ids and choice.finish_reason == "stop" and self._encode is None:
             last = ids[-1]
             if last in self._stop_ids or last == choice.stop_reason:
                 ids, self._stop_token = ids[:-1], last
+        # Servers may send more tokens than were asked for.
         room = self._max_parts - self.tokens
         sent = ids[:room]
         if sent and not self.send(sent, logprobs and logprobs[: len(sent)]):

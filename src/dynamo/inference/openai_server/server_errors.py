@@ -50,11 +50,13 @@ def find_error(event: Any, kind: bytes = b"") -> Any:
         event = event[0] if event else None
     if not isinstance(event, dict):
         return event if kind == b"error" and event else None
+    # OpenAI's error, in the event or in its first choice.
     if error := event.get("error"):
         return error if isinstance(error, dict) else event
     choices = event.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         return choices[0].get("error") or None
+    # Events that are an error: by name, object or type, or by the fields of FastAPI and TGI.
     if kind == b"error" or event.get("object") == "error" or event.get("type") == "error":
         return event
     if "detail" in event or "error_type" in event:

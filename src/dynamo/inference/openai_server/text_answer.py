@@ -200,11 +200,13 @@ class TextAnswer(ChoiceAnswer):
         message = choice.delta or choice.message
         if message is None or not self._is_chat:
             return self._send_text(read_text(choice.text), choice.logprobs)
+        # Servers name reasoning in three ways, or make it a part of the content.
         content, refusal = message.content, message.refusal
         reasoning = message.reasoning_content or message.reasoning or message.thinking
         if isinstance(content, list):
             thoughts, refusals, content = _split_content(content)
             reasoning, refusal = reasoning or thoughts, refusal or refusals
+        # In the order of an answer. False: the reply wants no more.
         if reasoning and not self._send_reasoning(read_text(reasoning)):
             return False
         if content and not self._send_text(read_text(content), choice.logprobs):

@@ -91,6 +91,7 @@ class JsonScanner:
         if space is not None and space[0]:
             output.append(space[0])
             return len(space[0])
+        # Each branch is a mark that is allowed in this state; others fail the scan.
         char, state = text[position], self._state
         if state in (_KEY, _KEY_OR_END) and char == '"':
             self._state, self._in_key = _STRING_BODY, True
@@ -213,6 +214,7 @@ def read_call_object(scan: Scanner, writer: AnswerWriter, *, strict: bool = Fals
         if not key or (strict and key not in CALL_KEYS):
             return False
         first = False
+        # Arguments after the name are streamed; before it, they are kept until the end.
         if key in ("arguments", "parameters") and name and not written:
             written = True
             writer.open_call(name)

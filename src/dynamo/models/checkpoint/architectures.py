@@ -135,6 +135,7 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
         raw |= raw["text_config"]
     kind = read_model_type(path)
     architecture = architecture_of(kind)
+    # The file wins over the architecture's defaults.
     raw, fields = {**architecture.defaults, **raw}, {**architecture.fields}
     if isinstance(packed := raw.get("quantization_config"), dict) and packed:
         raise ModelUnavailable(
@@ -146,6 +147,7 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
         if activation not in _ACTIVATIONS:
             raise ModelUnavailable(f"the activation {activation!r} is not supported")
         fields["activation"] = _ACTIVATIONS[activation]
+    # Names differ between architectures and between versions of transformers.
     rope, local_rope = _rope_parameters(raw, path)
     heads, tied = raw.get("num_attention_heads"), raw.get("tie_word_embeddings")
     head_dim = raw.get("head_dim") or _divide(raw.get("hidden_size"), heads)
@@ -168,6 +170,7 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
         "windows": _windows_from_json(raw, architecture, layers),
         "unrotated": _unrotated_layers(kind, layers, raw.get("no_rope_layers")),
     }
+    # Only a part of a head may be rotated. Names of tensors show tied weights without the key.
     if isinstance(head_dim, int) and share != 1:
         fields["rotary_dim"] = int(head_dim * share)
     if tied is not None or "tied" not in fields:

@@ -94,6 +94,7 @@ def _ends(node: Any, ending: Container[str]) -> bool:
     target = node.get("$ref")
     if isinstance(target, str) and target not in ending:
         return False
+    # Every instance contains these: all of allOf, required properties, the first item.
     parts = list(node.get("allOf") or ()) if isinstance(node.get("allOf"), list) else []
     properties, required = node.get("properties"), node.get("required")
     if isinstance(properties, Mapping) and isinstance(required, list):
@@ -103,6 +104,7 @@ def _ends(node: Any, ending: Container[str]) -> bool:
         parts.append(first[0] if isinstance(first, list) and first else node.get("items"))
     if not all(_ends(part, ending) for part in parts):
         return False
+    # An instance contains one of these.
     choices = (node[name] for name in ("anyOf", "oneOf") if isinstance(node.get(name), list))
     return all(any(_ends(option, ending) for option in options) for options in choices if options)
 

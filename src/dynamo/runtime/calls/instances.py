@@ -261,6 +261,7 @@ class InstanceView:
 
     def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
         before, followed = self._known, self._rejected | self._known
+        # `replace`: the batch is the whole list, as after a new connection to discovery.
         known = {} if replace else dict(before)
         rejected = {} if replace else self._rejected
         announced: list[Instance] = []
@@ -268,6 +269,7 @@ class InstanceView:
             name = change.key.rsplit("/", 1)[-1]
             instance = None if change.value is None else decode_instance(change.key, change.value)
             rejected.pop(name, None)
+            # An instance that was accepted before and is refused now stays as rejected.
             if instance is None or not (self._accepts is None or self._accepts(instance)):
                 known.pop(name, None)
                 if instance is not None and name in followed:
@@ -285,6 +287,7 @@ class InstanceView:
         self._ejected &= known.keys()
         self._synced.set()
         self._refresh()
+        # Listeners last: they may read the new state.
         for name in followed.keys() - known.keys() - rejected.keys():
             for listener in tuple(self._removal_listeners):
                 listener(followed[name])

@@ -170,6 +170,7 @@ class LowerTierIndex:
         alive, position, end = 0, 0, len(hashes)
         next_start = min(starts)
         while position < end and fastest:
+            # `alive`: the workers whose run has begun, at the end of their blocks on the device.
             if position == next_start:
                 alive |= starts.pop(position)
                 next_start = min(starts, default=end)
@@ -181,6 +182,7 @@ class LowerTierIndex:
             if walk.fastest == alive == fastest[shard].get(block, 0) & alive and any_holder:
                 position += 1  # all go on in the fastest tier
                 continue
+            # Each worker takes the block from its fastest tier; the shared tier has it for all.
             held, missing = [], alive
             for index, shards in enumerate(shards_by_tier):
                 holders = shards[shard].get(block, 0)
@@ -189,6 +191,7 @@ class LowerTierIndex:
                 holders &= missing
                 missing ^= holders
                 held.append(holders)
+            # A worker without the block has ended its run.
             walk.advance(position, held)
             alive ^= missing
             position += 1

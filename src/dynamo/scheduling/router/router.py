@@ -82,6 +82,7 @@ class WorkerRouter:
         work, so another one is tried, up to MAX_ATTEMPTS in all. Raises `NoWorkers`, `Unsupported`
         if the request needs what no instance can do, and the errors of the instance."""
         tried = set(context.avoid)
+        # Few requests need a feature that not every engine has.
         if (
             request.top_logprobs is not None
             or request.prompt_logprobs is not None

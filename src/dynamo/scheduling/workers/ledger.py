@@ -91,6 +91,7 @@ class Ledger:
         another one. `now`: the time of the choice, if it was made before this call. A key that is
         in use gets a suffix; in a router process, its reservation ends. `peer`: the router that
         made the attempt, if another one, which may have `emitted` its first tokens."""
+        # Entries of peers have the peer in their names and may repeat own keys.
         while key in self.requests and not peer:
             if self.reserves:
                 self.end(self.requests[key], NOT_SENT)
@@ -100,6 +101,7 @@ class Ledger:
             now = self._clock.now()
         if self.models_prompts and not (self.follows_answers or peer):
             self.workers.refresh_next(now)
+        # `at` computes the prompt; `target` is the decode worker until it has the first token.
         name, at, target = f"{peer}/{key}" if peer else key, worker, None
         if prefill is not None and prefill is not worker and emitted is None:
             at, target = prefill, worker

@@ -74,6 +74,7 @@ def assign_cards(
     visible = find_cards(environ)
     if not workers or (visible is None and not any(map(_card_list, workers))):
         return specs
+    # `lists`: the cards that are left of each list of a worker group; `free`: of all others.
     held = cards_of_others()
     free = [card for card in visible or () if card not in held]
     free_at_start = len(free)
@@ -90,6 +91,7 @@ def assign_cards(
             total = sum(needed[each.name] for each in workers if _card_list(each) == numbers)
             raise _too_few_error(spec.name, count, total, free_at_start, numbers, held)
         assigned[spec.name] = cards = tuple(pool[:count])
+        # A listed card may be one of `free`, too.
         del pool[:count]
         free[:] = [card for card in free if card not in cards]
     _log_cards(assigned, [*free, *(card for cards in lists.values() for card in cards)])

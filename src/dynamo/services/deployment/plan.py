@@ -126,6 +126,7 @@ def plan_deployment(
     settings = load(shared).settings
     if settings.router.replicas:
         front = [service for service in front if role_of(service) != "router"]
+    # Services that are no part of the frontend; router and frontend are put before them.
     processes = [
         process
         for service in selected

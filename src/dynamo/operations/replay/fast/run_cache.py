@@ -124,6 +124,7 @@ class RunCache:
         holds. `blocks` were allocated for them; those that are cached already are given back."""
         if held:
             blocks -= self._refill(held[-1][0], blocks)
+        # Units that another request has cached meanwhile.
         if self._enabled and (matched := self.match(keys, at, end)):
             known, _ = self.count(matched)
             self.free += known
@@ -140,6 +141,7 @@ class RunCache:
             for key in new:
                 self._events.add_stored(parent, key)
                 parent = key
+        # New units extend the last run if only this request holds it, up to its end.
         if held:
             last, units = held[-1]
             if last.references == 1 and not (last.hits or last.rest) and units == len(last.keys):

@@ -116,6 +116,7 @@ class FastWorker:
         if self._decoding:
             self._grow()
         decoding, context = self._decoding, self._context
+        # Chunks of running prompts, as the step scheduler plans them.
         budget = self.info.max_num_batched_tokens - decoding
         new_tokens, sequences, attention = 0, decoding, 0.0
         for request in self.prefilling.copy() if self.prefilling else ():
@@ -129,6 +130,7 @@ class FastWorker:
             budget -= count
             new_tokens += count
             sequences += 1
+        # Then waiting requests, unless this step has preempted one.
         may_admit = preemptions == self.preemptions or not sequences
         while self.waiting and budget > 0 and may_admit:
             request = self.waiting[0]

@@ -150,6 +150,7 @@ def describe_decision(decision: Decision) -> str:
     parts = [f"{worker} {candidates}"]
     if prefill:
         parts.append(f"its prompt computed by {prefill}")
+    # A row of a pair's table is the worker that computes the prompt.
     chosen = next((row for row in table if row.worker == (prefill or worker)), None)
     if chosen is not None:
         parts.append(f"cost {chosen.cost:.4g}")
