@@ -16,7 +16,7 @@ WINDOW = 96
 """Steps of each kind that are remembered: with prompts, and without."""
 MIN_STEPS = 32
 REFIT_STEPS = 256
-"""After so many further steps the timing is learnt anew when somebody asks for it."""
+"""After so many further steps the timing is learnt again when somebody asks for it."""
 MAX_RATIO = 4.0
 """A step that takes so many times what was learnt is a pause of something else."""
 PRIOR = 0.01

@@ -150,18 +150,18 @@ def _draw_filtered(logits: torch.Tensor, sequences: Sequence[EngineSequence]) ->
     ordered = (ordered - ordered[:, :1]).double()
     weights = torch.exp(ordered / _column(logits, [each.temperature for each in samplings]))
     limits = _column(logits, [each.top_k if each.top_k > 0 else size for each in samplings])
-    kept = torch.arange(size, device=logits.device) < limits
+    candidates = torch.arange(size, device=logits.device) < limits
     min_p = _column(logits, [each.min_p for each in samplings])
-    kept &= (weights >= min_p) | (min_p <= 0)
-    kept[:, 0] = True
-    sums = (weights * kept).cumsum(-1)
+    candidates &= (weights >= min_p) | (min_p <= 0)
+    candidates[:, 0] = True
+    sums = (weights * candidates).cumsum(-1)
     top_p = _column(logits, [each.top_p for each in samplings])
     cut = torch.searchsorted(sums, top_p * sums[:, -1:])
     cut = torch.where(top_p < 1, cut, size - 1).clamp(max=size - 1)
-    totals = sums.gather(-1, cut)
+    totals = torch.gather(sums, -1, cut)
     places = torch.searchsorted(sums, _chances(logits, sequences) * totals, right=True)
-    places = torch.minimum(places, kept.sum(-1, keepdim=True) - 1)
-    return ids.gather(-1, places)[:, 0]
+    places = torch.minimum(places, candidates.sum(-1, keepdim=True) - 1)
+    return torch.gather(ids, -1, places)[:, 0]
 
 
 def _read_logprobs(
@@ -169,7 +169,7 @@ def _read_logprobs(
 ) -> list[TokenLogprobs]:
     """Return the logprob of the token of each row, and of so many best ones."""
     tokens = torch.tensor([[token] for token, _ in wanted], device=logprobs.device)
-    chosen = logprobs.gather(-1, tokens)[:, 0].tolist()
+    chosen = torch.gather(logprobs, -1, tokens)[:, 0].tolist()
     count = min(max(top for _, top in wanted), MAX_TOP_LOGPROBS, logprobs.shape[1])
     values, ids = (
         logprobs.sort(dim=-1, descending=True, stable=True) if count else (logprobs, tokens)
