@@ -81,7 +81,10 @@ class BatchedEngine(EngineCore):
             prefix_caching=self._prefix_caching,
             generations=None if region is None else region.generations,
         )
-        self.scheduler = StepScheduler(pool, info, hits_from=self._hits_from)
+        looks_ahead = self.runner.runs_ahead
+        self.scheduler = StepScheduler(
+            pool, info, hits_from=self._hits_from, looks_ahead=looks_ahead
+        )
         self._time.attach(self.scheduler, self._deliver_skipped_steps)
         if self._open_tiers is not None and self._prefix_caching:
             self.tiers = self.scheduler.tiers = await KvTiers.open(self, self._open_tiers, info)

@@ -88,11 +88,13 @@ class BlockShape(msgspec.Struct, frozen=True):
 class ModelRunner(ABC):
     """Computes steps, one at a time. Constructors do no I/O. `region` is the memory of the blocks
     after `start`, if peers may read it; `layout` names all that peers must have in common.
-    `block_shape`: the dimensions of a block, if it contains numbers."""
+    `block_shape`: the dimensions of a block, if it contains numbers. `runs_ahead`: the runner
+    computes the next step of decoding sequences before its plan comes, if they have the blocks."""
 
     region: MemoryRegion | None = None
     layout: str = ""
     block_shape: BlockShape | None = None
+    runs_ahead = False
 
     @abstractmethod
     async def start(self) -> EngineInfo:

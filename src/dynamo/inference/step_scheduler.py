@@ -43,10 +43,16 @@ real KV), or when the step that computes it has ended."""
 
 class StepScheduler:
     """Owns the queues of one engine; `pool` owns the blocks. Of `limits` only the sizes of a batch,
-    vocabulary and context count; the context limits prompt and output of a sequence together."""
+    vocabulary and context count; the context limits prompt and output of a sequence together.
+    `looks_ahead`: sequences get the block of their next position a step early, if one is free."""
 
     def __init__(
-        self, pool: BlockPool, limits: EngineInfo, *, hits_from: HitsFrom = "computed"
+        self,
+        pool: BlockPool,
+        limits: EngineInfo,
+        *,
+        hits_from: HitsFrom = "computed",
+        looks_ahead: bool = False,
     ) -> None:
         self.pool = pool
         self.limits = limits
@@ -57,6 +63,7 @@ class StepScheduler:
         self.tiers = EngineTiers()
         self.preemptions = 0
         self._block_tokens = pool.block_tokens
+        self._looks_ahead = looks_ahead
         self._registers_at_schedule = hits_from == "scheduled"
         self._saves_blocks = not self._registers_at_schedule and pool.prefix_caching
         self._released: list[EngineSequence] = []
@@ -250,6 +257,8 @@ class StepScheduler:
             allocated = end <= len(sequence.blocks) * block_tokens
             if allocated or self._allocate_up_to(sequence, end):
                 self._add_chunk(plan, sequence, start, count, ())
+                if self._looks_ahead and end == len(sequence.blocks) * block_tokens:
+                    sequence.blocks += self.pool.allocate(min(1, self.pool.free))
             elif not self.arriving.preempted:
                 return
             index += 1

@@ -101,9 +101,11 @@ class RandomOperations:
 async def test_random_operations(
     make_engine: Any, make_request: Any, reference_llama: Any, seed: int
 ) -> None:
-    """Prompts are admitted, preempted, hit, cancelled; two seeds take some from another engine."""
+    """Prompts are admitted, preempted, hit, cancelled; two seeds take some from another engine, and
+    two compute steps ahead, as on a card."""
     sizes: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 24}
     pair = NativePair(make_engine(**sizes), make_engine(**sizes))
+    pair.d.runner.runs_ahead = seed > 1
     await pair.start()
     for engine in (pair.p, pair.d):
         fill_unused_blocks(engine)
@@ -112,6 +114,8 @@ async def test_random_operations(
     operations = RandomOperations(pair.d, seed, make_request, reference_llama)
     await operations.run(60)
     assert operations.answers > 15
+    runner: Any = pair.d.runner
+    assert (runner._run_ahead.used_rows > 50) == runner.runs_ahead
     assert pair.d.scheduler.preemptions > 0
     assert pair.d.kv_source is None or pair.d.arrivals.counters.blocks_arrived > 0
     await asyncio.sleep(0)

@@ -52,7 +52,10 @@ SAMPLINGS = (
 )
 
 
-async def test_answers_and_logprobs_are_those_of_numpy(make_engine: Any, make_request: Any) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_answers_and_logprobs_are_those_of_numpy(
+    make_engine: Any, make_request: Any, runs_ahead: bool
+) -> None:
     requests = [
         make_request(prompt, 16, sampling=sampling, choice=choice, **fields)
         for prompt, sampling, fields in zip(
@@ -63,6 +66,7 @@ async def test_answers_and_logprobs_are_those_of_numpy(make_engine: Any, make_re
     results = []
     for dtype in ("numpy", "float32"):
         engine = make_engine(dtype)
+        engine.runner.runs_ahead = runs_ahead and dtype == "float32"
         await engine.start()
         results.append(await generate_all(engine, requests))
         await engine.stop()

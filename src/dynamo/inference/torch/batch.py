@@ -48,9 +48,13 @@ def row_order(chunks: Sequence[StepChunk]) -> list[int]:
 
 
 def make_paged_batch(
-    chunks: Sequence[StepChunk], block_tokens: int, device: torch.device
+    chunks: Sequence[StepChunk],
+    block_tokens: int,
+    device: torch.device,
+    token_ids: torch.Tensor | None = None,
 ) -> PagedBatch:
-    """Build the rows of a step. All of them go to the device in one copy."""
+    """Build the rows of a step. All of them go to the device in one copy. `token_ids`: those of
+    the rows, if they are there already and the host does not know them."""
     order = row_order(chunks)
     ordered = [chunks[number] for number in order]
     counts = np.array([chunk.count for chunk in ordered])
@@ -67,9 +71,7 @@ def make_paged_batch(
     last_rows = np.empty(len(chunks), np.int64)
     last_rows[order] = first_rows[1:] - 1
     parts: list[Any] = [
-        np.concatenate(
-            [chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] for chunk in ordered]
-        ),
+        positions if token_ids is not None else _token_ids(ordered),
         positions,
         blocks * block_tokens + positions % block_tokens,
         lengths,
@@ -78,10 +80,42 @@ def make_paged_batch(
         last_rows[[chunk.samples for chunk in chunks]],
     ]
     tensors = _upload(parts, device)
+    if token_ids is not None:
+        tensors[0] = token_ids
     tensors[5] = tensors[5].view(tables.shape)
     edges = (first_rows[:-1], first_rows[1:], lengths)
     spans = list(map(Span, *(edge.tolist() for edge in edges)))
     return PagedBatch._make([*tensors, spans, int((counts == 1).sum())])
+
+
+def _token_ids(chunks: Sequence[StepChunk]) -> Any:
+    spans = [(chunk.sequence.tokens, chunk.start, chunk.start + chunk.count) for chunk in chunks]
+    return np.concatenate([tokens[start:end] for tokens, start, end in spans])
+
+
+def make_spare_batch(
+    sequences: int, tokens: int, width: int, block: int, block_tokens: int, device: torch.device
+) -> PagedBatch:
+    """Return a step of `sequences` with `tokens` positions each, all in one block that belongs to
+    none. Block tables have room for `width` blocks."""
+    rows = sequences * tokens
+
+    def filled(value: int, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int64, device=device)
+
+    positions = torch.arange(rows, device=device) % tokens
+    first_rows = torch.arange(sequences + 1, device=device) * tokens
+    return PagedBatch(
+        filled(0, rows),
+        positions,
+        block * block_tokens + positions % block_tokens,
+        filled(tokens, sequences),
+        first_rows,
+        filled(block, sequences, width),
+        first_rows[1:] - 1,
+        [Span(low, low + tokens, tokens) for low in range(0, rows, tokens)],
+        sequences if tokens == 1 else 0,
+    )
 
 
 def _upload(parts: Sequence[Any], device: torch.device) -> list[torch.Tensor]:

@@ -245,8 +245,9 @@ def make_prefill_tiles(batch: PagedBatch, group: int) -> PrefillTiles:
         for start in range(0, span.high - span.low, size)
     ]
     device = batch.token_ids.device
-    numbers = torch.tensor(tiles, dtype=torch.int64).view(-1, 2).T.contiguous().to(device)
-    return PrefillTiles(*numbers)
+    if not tiles:  # no copy, which a graph cannot hold
+        return PrefillTiles(*torch.empty((2, 0), dtype=torch.int64, device=device))
+    return PrefillTiles(*torch.tensor(tiles, dtype=torch.int64).T.contiguous().to(device))
 
 
 def attend(

@@ -6,7 +6,7 @@ tables, which the host makes; tokens and logprobs come back in one copy each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 
 def sample(
-    logits: torch.Tensor, sequences: Sequence[EngineSequence]
+    logits: torch.Tensor | None,
+    sequences: Sequence[EngineSequence],
+    on_tokens: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """Sample one token for each row of `logits` [sequences, vocabulary] float32, which are changed.
-    Logprobs are those of the unmodified distribution. Raises `ArithmeticError` if logits are not
-    finite."""
-    if not sequences:
+    Logprobs are those of the unmodified distribution. `on_tokens` gets the tokens [sequences] on
+    the device before the host waits for them. Raises `ArithmeticError` if logits are not finite."""
+    if logits is None or not sequences:
         return [], None
     requests = [sequence.request for sequence in sequences]
     tops = [None if request is None else request.top_logprobs for request in requests]
@@ -48,16 +50,22 @@ def sample(
     best, tokens = logits.max(-1)
     if random_rows:
         tokens[random_rows] = _sample_rows(logits, sequences, random_rows)
-    host = torch.stack((tokens.double(), best.double())).cpu()
-    for sequence, highest in zip(sequences, host[1].tolist(), strict=True):
+    results = HostCopy(torch.stack((tokens.double(), best.double())))
+    entries = None
+    if logprobs is not None:
+        entries = _LogprobEntries(logprobs, tokens[wanted], [tops[row] or 0 for row in wanted])
+    if on_tokens is not None:
+        on_tokens(tokens)
+    token_values, best_values = results.read()
+    for sequence, highest in zip(sequences, best_values, strict=True):
         check_finite(highest)
         if sequence.grammar is not None and highest == -MAX_LOGIT:
             sequence.grammar.fail("no token of the vocabulary is allowed")
-    ids = [int(token) for token in host[0].tolist()]
-    if logprobs is None:
+    ids = list(map(int, token_values))
+    if entries is None:
         return ids, None
-    entries = iter(_read_logprobs(logprobs, [(ids[row], tops[row] or 0) for row in wanted]))
-    return ids, [None if top is None else next(entries) for top in tops]
+    pending = iter(entries.read())
+    return ids, [None if top is None else next(pending) for top in tops]
 
 
 def _change_row(row: torch.Tensor, sequence: EngineSequence, request: GenerateRequest) -> None:
@@ -158,24 +166,48 @@ def _draw_filtered(logits: torch.Tensor, sequences: Sequence[EngineSequence]) ->
     top_p = _column(logits, [each.top_p for each in samplings])
     cut = torch.searchsorted(sums, top_p * sums[:, -1:])
     cut = torch.where(top_p < 1, cut, size - 1).clamp(max=size - 1)
-    totals = torch.gather(sums, -1, cut)
+    totals = sums.take_along_dim(cut, -1)
     places = torch.searchsorted(sums, _chances(logits, sequences) * totals, right=True)
     places = torch.minimum(places, candidates.sum(-1, keepdim=True) - 1)
-    return torch.gather(ids, -1, places)[:, 0]
+    return ids.take_along_dim(places, -1)[:, 0]
 
 
-def _read_logprobs(
-    logprobs: torch.Tensor, wanted: Sequence[tuple[int, int]]
-) -> list[TokenLogprobs]:
-    """Return the logprob of the token of each row, and of so many best ones."""
-    tokens = torch.tensor([[token] for token, _ in wanted], device=logprobs.device)
-    chosen = torch.gather(logprobs, -1, tokens)[:, 0].tolist()
-    count = min(max(top for _, top in wanted), MAX_TOP_LOGPROBS, logprobs.shape[1])
-    values, ids = (
-        logprobs.sort(dim=-1, descending=True, stable=True) if count else (logprobs, tokens)
-    )
-    best = zip(ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
-    return [
-        TokenLogprobs(token, logprob, tuple(zip(*(part[:top] for part in pairs), strict=True)))
-        for (token, top), logprob, pairs in zip(wanted, chosen, best, strict=True)
-    ]
+class _LogprobEntries:
+    """The logprobs of the tokens of some rows, and of the best ones: `tops` of each row."""
+
+    def __init__(self, logprobs: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> None:
+        self._tops = [min(top, MAX_TOP_LOGPROBS, logprobs.shape[1]) for top in tops]
+        count = max(self._tops)
+        parts = [tokens[:, None], logprobs.take_along_dim(tokens[:, None], -1)]
+        if count:
+            values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+            parts += [ids[:, :count], values[:, :count]]
+        self._rows = HostCopy(torch.cat([part.double() for part in parts], -1))
+
+    def read(self) -> list[TokenLogprobs]:
+        entries = []
+        for top, (token, logprob, *best) in zip(self._tops, self._rows.read(), strict=True):
+            half = len(best) // 2
+            ids, values = map(int, best[:top]), best[half : half + top]
+            entries.append(TokenLogprobs(int(token), logprob, tuple(zip(ids, values, strict=True))))
+        return entries
+
+
+class HostCopy:
+    """A tensor on its way to the host. Work that is launched later does not delay it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor
+        self._arrived = None
+        if tensor.is_cuda:
+            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[list[float]]:
+        """Wait for the copy and return the numbers of each row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows: list[list[float]] = self._values.tolist()
+        return rows
