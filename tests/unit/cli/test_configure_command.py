@@ -31,7 +31,7 @@ def test_a_folder_gets_all_files_and_the_configuration_can_be_checked(
 
     assert main([*ASK, *PROMISE, "--out", str(out), "--json", str(plans)]) == 0
 
-    names = "compose.yaml graph.yaml pareto.png serve.yaml timing.json why.md"
+    names = "compose.yaml graph.yaml pareto.png prefill-timing.json serve.yaml timing.json why.md"
     assert sorted(path.name for path in out.iterdir()) == names.split()
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "timing.json").read_text())["c0"] > 0

@@ -235,14 +235,16 @@ def _write_files(
         f"{plan_name(best)} of {best.layout.engine} on {question.gpu.name}, by `dynamo configure`.",
         f"`dynamo run -f serve.yaml`, or `dynamo serve graphs.{graph}:Frontend -f serve.yaml`.",
     ]
-    timing = step_timing(best, question, predictor, best.layout)
     texts = {
         "serve.yaml": write_yaml(files.serve_settings(best, question, model), notes),
         "compose.yaml": write_yaml(files.compose_file(best, question, model), notes[:1]),
         "graph.yaml": write_yaml(files.graph_file(best, question, model, "configured"), notes[:1]),
-        "timing.json": msgspec.json.format(msgspec.json.encode(timing), indent=1).decode() + "\n",
         "why.md": why_text(result, question, replayed, args.price or question.gpu.hourly),
     }
+    for prefill in (False, True) if best.prefill_layout else (False,):
+        timing = msgspec.json.encode(step_timing(best, question, predictor, prefill=prefill))
+        name = "prefill-timing.json" if prefill else "timing.json"
+        texts[name] = msgspec.json.format(timing, indent=1).decode() + "\n"
     for name, text in texts.items():
         write_file(folder / name, text.encode())
     try:

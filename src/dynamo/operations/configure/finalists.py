@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import msgspec
 import numpy as np
@@ -10,17 +11,23 @@ import numpy as np
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.timing.model import Timing
-from dynamo.core.values import BOTH_ROLES
+from dynamo.core.values import BOTH_ROLES, EngineInfo
 from dynamo.inference.mock.engine import make_mock_engine_info
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.configure.cases import CaseArrays
 from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
-from dynamo.operations.configure.plans import Layout, Plan, Question
+from dynamo.operations.configure.plans import Plan, Question
 from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.search import Search
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
-from dynamo.operations.replay.trace import ArrivalOptions, SyntheticLoad, make_synthetic_trace
+from dynamo.operations.replay.trace import (
+    ArrivalOptions,
+    SyntheticLoad,
+    TraceConversation,
+    TraceRequest,
+    make_synthetic_trace,
+)
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
@@ -28,6 +35,9 @@ FEWEST_REQUESTS, MOST_REQUESTS = 128, 900
 TURNS = 3
 """Requests of a replay for each one that runs at once."""
 MOST_BLOCKS = 20_000
+SPLIT_ROLES = ("decode", "prefill")
+SCALINGS = 2
+ROUND_ROBIN = RouterSettings(mode="round_robin")
 LOAD = 0.85
 """Arrivals of the replay, as a share of what the plan bears in a closed loop."""
 
@@ -46,34 +56,63 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def step_timing(
-    plan: Plan, question: Question, predictor: Predictor, layout: Layout, *, prefill: bool = False
+    plan: Plan, question: Question, predictor: Predictor, *, prefill: bool = False
 ) -> Timing:
-    """Return the step time of a worker around the plan's load: the formula's slopes, scaled to what
-    measured rows say of it."""
-    search = Search(question, predictor)
+    """Return the step time of a worker that answers, or of a `prefill` worker: the formula's slopes
+    around the plan's load, so scaled that a replay of that load has the predicted TPOT."""
+    layout = plan.prefill_layout if prefill and plan.prefill_layout else plan.layout
     seqs = 1 if prefill else plan.concurrency
-    cases = CaseArrays([search.case(layout, seqs)])
+    cases = CaseArrays([Search(question, predictor).case(layout, seqs)])
     times = predictor.times
     context = np.array([question.isl + question.osl / 2])
-    running = np.array([float(seqs)])
-    single, longer = np.ones(1), context + 1
+    running, single = np.array([float(seqs)]), np.ones(1)
     step = float(times.step_ms(cases, running, context, running)[0])
     alone = float(times.step_ms(cases, single, context, single)[0])
-    per_context = float(times.step_ms(cases, single, longer, single)[0]) - alone
+    per_context = float(times.step_ms(cases, single, context + 1, single)[0]) - alone
     new = question.isl - question.prefix
     per_pair = 4 * float(cases.attention_size[0] * cases.full_layers[0])
     per_pair /= float(cases.gpus[0] * cases.flops_bf16[0])
     attention = per_pair * new * (question.prefix + new / 2)
     per_token = max(0.0, float(times.prompt_ms(cases)[0]) - attention) / new
-    base = times.forecast(cases, prefill=plan.kind == "aggregated")
-    scale = 1.0 if prefill else plan.tpot_ms / float(base.tpot_ms[0])
-    per_seq = 0.0
-    if seqs > 1:
-        moved = per_context * float(context[0])
-        per_seq = max(0.0, (step - alone - moved * (seqs - 1)) / (seqs - 1))
-    fixed = max(0.01, step - per_seq * seqs - per_context * float(context[0]) * seqs)
+    moved = per_context * float(context[0])
+    per_seq = max(0.0, (step - alone - moved * (seqs - 1)) / max(1, seqs - 1))
+    fixed = max(0.01, step - (per_seq + moved) * seqs)
     values = (fixed, per_token, max(0.0, per_seq - per_token), per_context, per_pair)
-    return Timing(*(float(f"{scale * value:.6g}") for value in values))
+    timing = Timing(*values)
+    for _ in range(0 if prefill else SCALINGS):
+        timing = _scaled(timing, plan.tpot_ms / _closed_loop_tpot(plan, question, timing))
+    return _scaled(timing, 1.0)
+
+
+def _scaled(timing: Timing, factor: float) -> Timing:
+    values = msgspec.structs.astuple(timing)
+    return Timing(*(float(f"{factor * value:.6g}") for value in values))
+
+
+def _closed_loop_tpot(plan: Plan, question: Question, timing: Timing) -> float:
+    """Return the mean TPOT of a worker with the plan's requests at once. Where others compute the
+    prompts, those are a token long, and the context is full from the start."""
+    alone = plan.prefill_layout is None
+    prompt = question.isl - question.prefix if alone else 1
+    rng = Random(1)
+    conversations = [
+        TraceConversation(
+            0.0,
+            [
+                TraceRequest(row * TURNS + turn, prompt, max(2, round(question.osl * share)))
+                for turn in range(TURNS)
+                if (share := rng.uniform(0.8, 1.2))
+            ],
+        )
+        for row in range(plan.concurrency)
+    ]
+    if not alone:
+        held = timing.c0 + timing.c3 * plan.concurrency * question.isl
+        timing = msgspec.structs.replace(timing, c0=held, c1=0.0)
+    group = ReplayGroup(1, _engine(plan, question), timing)
+    replay_of = ReplayPlan("closed loop", ReplayWorkers([group], "lru"), ROUND_ROBIN, BLOCK_TOKENS)
+    result, _ = FastReplay(replay_of).run(conversations)
+    return result.tpot_ms.mean
 
 
 def replay_plan(
@@ -119,35 +158,22 @@ def _limit(milliseconds: float) -> float:
 
 def _groups(plan: Plan, question: Question, predictor: Predictor) -> tuple[int, list[ReplayGroup]]:
     """Return how many times the plan repeats its smallest unit, and the workers of one."""
+    info = _engine(plan, question)
+    timing = step_timing(plan, question, predictor)
     if plan.prefill_layout is None:
         count = min(2, plan.replicas)
-        return plan.replicas // count, [_group(plan, question, predictor, plan.layout, count)]
+        return plan.replicas // count, [ReplayGroup(count, info, timing)]
     units = math.gcd(plan.replicas, plan.prefill_workers)
-    ahead = step_timing(plan, question, predictor, plan.prefill_layout, prefill=True)
+    ahead = step_timing(plan, question, predictor, prefill=True)
+    decode, prefill = (msgspec.structs.replace(info, roles=(role,)) for role in SPLIT_ROLES)
     return units, [
-        _group(plan, question, predictor, plan.layout, plan.replicas // units, role="decode"),
-        _group(
-            plan,
-            question,
-            predictor,
-            plan.prefill_layout,
-            plan.prefill_workers // units,
-            role="prefill",
-            timing=ahead,
-        ),
+        ReplayGroup(plan.replicas // units, decode, timing),
+        ReplayGroup(plan.prefill_workers // units, prefill, ahead),
     ]
 
 
-def _group(
-    plan: Plan,
-    question: Question,
-    predictor: Predictor,
-    layout: Layout,
-    count: int,
-    *,
-    role: str = "",
-    timing: Timing | None = None,
-) -> ReplayGroup:
+def _engine(plan: Plan, question: Question) -> EngineInfo:
+    """Return a mock engine with the plan's memory and batch, and both roles."""
     tokens = (plan.capacity + 1) * (question.isl + question.osl)
     settings = EngineSettings(
         block_size=BLOCK_TOKENS,
@@ -156,9 +182,4 @@ def _group(
         max_num_batched_tokens=STEP_TOKENS,
     )
     info = make_mock_engine_info(settings, context_tokens=4 * (question.isl + question.osl))
-    roles = (role,) if role else BOTH_ROLES
-    return ReplayGroup(
-        count,
-        msgspec.structs.replace(info, roles=roles),
-        timing or step_timing(plan, question, predictor, layout),
-    )
+    return msgspec.structs.replace(info, roles=BOTH_ROLES)
