@@ -6,7 +6,7 @@
 - answers: bounded schemas at temperature 1. Every answer has to parse, to be valid and to end by `stop`.
 - maskbench: a file of JSON lines (.gz or not), each {"id", "schema", "tests": [{"valid", "data"}]}. The
   part counts schemas that judge every instance right, accepted invalid instances, and refused schemas.
-- rate: decode tokens/s with a form and without, alternating, in one engine.
+- rate: decode tokens/s with a structured output and without, alternating, in one engine.
 
 `benchmarks/structured_output_http.py` measures the same over HTTP, and forced calls.
 """

@@ -3,9 +3,9 @@
 
     benchmarks/structured_output_http.py [--parts ttft,hostile,killed,calls] [--prompts 100]
 
-- ttft: what a form adds to the time of the first token with the mock engine, one request at a time. A new
-  form is tried and compiled; then the same form comes once more.
-- hostile: gaps between the tokens of eight streams, with and without 64 hostile forms at once.
+- ttft: what a structured output adds to the time of the first token with the mock engine, one request at a time. A new
+  one is tried and compiled; then the same comes once more.
+- hostile: gaps between the tokens of eight streams, with and without 64 hostile ones at once.
 - killed: 20 schemas x 10 seeds at temperature 1 on two workers, of which one is killed in the middle.
 - calls: prompts x 3 surfaces x whole and streamed, half of them `required` and half a named function.
 """
@@ -62,11 +62,11 @@ def p99(values: Iterable[float]) -> float:
 
 
 def measure_ttft(server: Server, _prompts: int) -> None:
-    kinds: dict[str, list[float]] = {"free": [], "new form": [], "known form": []}
+    kinds: dict[str, list[float]] = {"free": [], "new schema": [], "known schema": []}
     for number in range(-5, FORMS):
         schema = make_schema(number + 5)
         schema["properties"][f"key{number}"] = {"type": "boolean"}
-        for kind, form in (("free", None), ("new form", schema), ("known form", schema)):
+        for kind, form in (("free", None), ("new schema", schema), ("known schema", schema)):
             started = time.perf_counter()
             post(server.url, chat(f"Number {number}.", form, max_tokens=1)).read()
             if number >= 0:
@@ -78,7 +78,7 @@ def measure_ttft(server: Server, _prompts: int) -> None:
 
 
 def hostile_form(number: int) -> dict[str, Any]:
-    """Return the fields of a form that is small and takes too long."""
+    """Return the fields of a schema that is small and takes too long."""
     if number % 2:
         size = 1000 + number
         return {"guided_regex": f"(x{{{size}}}){{{size}}}"}
@@ -109,7 +109,7 @@ def measure_hostile(server: Server, _prompts: int) -> None:
             streams = [pool.submit(stream_times, server.url, number) for number in range(STREAMS)]
             time.sleep(2)  # until all prompts are computed
             began = time.perf_counter()
-            start = HOSTILE * round_number  # each round has forms of its own
+            start = HOSTILE * round_number  # each round has schemas of its own
             numbers = range(start, start + HOSTILE) if attack else ()
             attacks = [pool.submit(send_hostile, server.url, number) for number in numbers]
             for stream in streams:
@@ -121,7 +121,7 @@ def measure_hostile(server: Server, _prompts: int) -> None:
                 print(f"hostile: answered after {time.perf_counter() - began:.1f} s", flush=True)
     for attack, values in gaps.items():
         middle = statistics.median(values) * 1e3
-        name = f"{HOSTILE} hostile forms" if attack else "none"
+        name = f"{HOSTILE} hostile schemas" if attack else "none"
         print(f"hostile: {name}: gaps median {middle:.1f} ms, p99 {p99(values):.1f} ms")
     print(f"hostile: answers {codes}, p99 {p99(gaps[True]) - p99(gaps[False]):+.1f} ms")
 

@@ -54,7 +54,7 @@ def test_a_form_holds_streamed_and_whole(mock_deployment: Deployment) -> None:
     for choice in choices:
         assert choice["finish_reason"] == "stop"
         assert len(json.loads(choice["message"]["content"])) == 6
-    stop = [",", "kind"]  # the form is stronger
+    stop = [",", "kind"]  # the structured output is stronger
     with post(mock_deployment, response_format=FORMAT, stream=True, stop=stop) as answer:
         parts = events(answer)
     text = "".join(part["delta"].get("content", "") for part in parts)
@@ -103,7 +103,7 @@ def test_what_cannot_be_enforced_is_refused_before_any_work(mock_deployment: Dep
     wrong = refusal(mock_deployment, guided_grammar="start: (")
     assert "line 1, column" in wrong["message"]
     both = refusal(mock_deployment, response_format=FORMAT, guided_choice=["a"])
-    assert "one form" in both["message"]
+    assert "one structured output" in both["message"]
     with_null = {"structured_outputs": {"regex": "(", "json": None}}
     assert refusal(mock_deployment, **with_null)["param"] == "structured_outputs"
     broken = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]

@@ -130,7 +130,7 @@ class CallerLimits:
     - `priority` is clamped to `server.priority_range`.
     - With several API keys, the cache salt contains a digest of the caller's key. Blocks and cached
       tokens are then those of the same key. `share_cache` is `engine.share_cache`.
-    - With several API keys, new forms of answers are tried in turns of the callers.
+    - With several API keys, new structured outputs are tried in turns of the callers.
     """
 
     def __init__(self, server: ServerSettings, *, share_cache: bool) -> None:

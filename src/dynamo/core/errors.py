@@ -80,7 +80,7 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 
 class SchemaTooComplex(InvalidRequest, code="schema_too_complex"):
-    """The form of the answer takes too long to enforce, or cannot be enforced any more."""
+    """The structured output takes too long to enforce, or cannot be enforced any more."""
 
 
 class ModelNotFound(DynamoError, code="model_not_found"):

@@ -27,7 +27,7 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
     if request.sampling.logit_bias:
         required.append("logit_bias")
     if request.structured is not None:
-        required += _form_features(request.structured, resumed=request.resumed > 0)
+        required += _structured_features(request.structured, resumed=request.resumed > 0)
     if request.adapter:
         required.append("adapters")
     if request.extra:
@@ -37,15 +37,15 @@ def required_features(request: GenerateRequest) -> Sequence[Feature]:
     return required
 
 
-def _form_features(form: StructuredOutput, *, resumed: bool) -> Iterator[Feature]:
-    if form.reasoning_limit is not None and not form.soft_limit:
+def _structured_features(structured: StructuredOutput, *, resumed: bool) -> Iterator[Feature]:
+    if structured.reasoning_limit is not None and not structured.soft_limit:
         yield "thinking_budget"
-    if form.kind == "text" or form.optional:
+    if structured.kind == "text" or structured.optional:
         return
-    yield "calls" if form.kind == "calls" else "structured"
+    yield "calls" if structured.kind == "calls" else "structured"
     if resumed:
         yield "resumed_form"
-    if form.reasoning_end and not form.reasoning_start:
+    if structured.reasoning_end and not structured.reasoning_start:
         yield "form_after_reasoning"
-    if form.whitespace_pattern:
+    if structured.whitespace_pattern:
         yield "whitespace"

@@ -48,18 +48,18 @@ StructureKind = Literal["json_schema", "json_object", "regex", "choice", "gramma
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The form that an answer must have.
+    """The structured output that an answer must have.
 
     - `value`: a JSON schema, a regular expression, a JSON list of texts to choose from, or an EBNF
       grammar; "" for any JSON object and for any text. Grammars of calls are in the syntax of
       llguidance (Lark).
     - `whitespace_pattern`: the white space between parts of JSON; "": the engine's own.
-    - `reasoning_end`: ids behind which the form begins, in u32. `reasoning_start`: the id with
+    - `reasoning_end`: ids behind which the output begins, in u32. `reasoning_start`: the id with
       which an answer may begin to reason; "": the answer begins inside of reasoning, if it has an
       end.
     - `reasoning_limit`: after so many tokens of reasoning its end is forced, which then is one
       token; None: never. `soft_limit`: engines that cannot force it answer without the limit.
-    - `optional`: engines that cannot enforce the form answer without it.
+    - `optional`: engines that cannot enforce the output answer without it.
     """
 
     kind: StructureKind
@@ -74,15 +74,15 @@ class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     def supported_by(
         self, features: Container[str], *, resumed: bool = False
     ) -> StructuredOutput | None:
-        """Return the form without what engines with these `features` may leave out; None where
-        nothing remains. `resumed`: another attempt has begun the answer."""
-        form = self
+        """Return the structured output without what engines with these `features` may leave out;
+        None where nothing remains. `resumed`: another attempt has begun the answer."""
+        output = self
         optional = ("calls", "resumed_form") if resumed else ("calls",)
-        if form.soft_limit and "thinking_budget" not in features:
-            form = replace(form, reasoning_limit=None)
-        if form.optional and not all(feature in features for feature in optional):
-            form = StructuredOutput("text", reasoning_limit=form.reasoning_limit)
-        return None if form.kind == "text" and form.reasoning_limit is None else form
+        if output.soft_limit and "thinking_budget" not in features:
+            output = replace(output, reasoning_limit=None)
+        if output.optional and not all(feature in features for feature in optional):
+            output = StructuredOutput("text", reasoning_limit=output.reasoning_limit)
+        return None if output.kind == "text" and output.reasoning_limit is None else output
 
 
 class TextParameters(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -145,7 +145,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
       not count.
     - `group`: the other choices of the same prompt. None on the wire and for a single choice.
     - `adapter`: a key of `EngineInfo.adapters`, "" for the model itself.
-    - `structured`: the form of the answer, None for any.
+    - `structured`: the structured output, None for any text.
     - `kv`: what `Finish.kv` of another engine said, which holds the KV of the prompt. Opaque.
     - `extra`: parameters of the engine itself, by its names.
     - `text`: set for a model without a tokenizer. Then `token_ids` is the conversation or the

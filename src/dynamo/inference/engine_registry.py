@@ -31,7 +31,7 @@ class EngineInputs(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
 
     def grammar_compiler(self) -> GrammarCompiler:
-        """Return what enforces forms of answers for the model's tokenizer."""
+        """Return what enforces structured outputs for the model's tokenizer."""
         return GrammarCompiler(Path(self.card.tokenizer_file.path), self.card.eos_token_ids)
 
 

@@ -58,7 +58,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
         "text.format",
-        "one form",
+        "one structured output",
     ),
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": 3}}},

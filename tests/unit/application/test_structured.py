@@ -1,4 +1,4 @@
-"""The fields that prescribe the form of an answer."""
+"""The fields that prescribe a structured output."""
 
 from __future__ import annotations
 

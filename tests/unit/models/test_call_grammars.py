@@ -19,7 +19,7 @@ from dynamo.models.answers.families import FAMILIES, make_format
 from dynamo.models.answers.family import Family
 from dynamo.models.answers.reader import AnswerReader
 from dynamo.models.grammar.matcher import GrammarCompiler
-from dynamo.models.grammar.trial_process import Verdict, try_form
+from dynamo.models.grammar.trial_process import Verdict, try_output
 from dynamo.models.tokenization.tokenizer import load_tokenizer
 from dynamo.testing.family import write_family_folder
 
@@ -145,7 +145,7 @@ def test_every_allowed_answer_is_read_as_valid_calls(
         markers = [marker for marker in markers if "DSML" not in marker] + ["｜DSML｜"]
     forced = Forced(tmp_path, tiny_model / "tokenizer.json", family, template, markers)
     several = forced.form(one_call=False)
-    assert try_form(several) == Verdict()
+    assert try_output(several) == Verdict()
     read = 0
     for seed in range(12):
         tokens = forced.answer(several, seed)
@@ -161,7 +161,7 @@ def test_every_allowed_answer_is_read_as_valid_calls(
 
 def test_a_grammar_of_calls_that_takes_too_long_fails_its_trial() -> None:
     text = 'start: "<[77]>" <[77]> S\nS: /(x{1000}){1000}/\n'
-    assert try_form(StructuredOutput("calls", text)).too_complex
+    assert try_output(StructuredOutput("calls", text)).too_complex
 
 
 def test_one_call_is_one_call(tiny_model: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_arguments_may_have_formats_of_no_standard() -> None:
     tools = {"open": {"properties": {"file": {"type": "string", "format": "path"}}}}
     assert family.write_calls is not None
     start = calls_expression(grammar, family.write_calls(grammar), tools, one_call=True)
-    assert try_form(StructuredOutput("calls", grammar.write(start))) == Verdict()
+    assert try_output(StructuredOutput("calls", grammar.write(start))) == Verdict()
 
 
 def test_gemma_needs_plain_types() -> None:

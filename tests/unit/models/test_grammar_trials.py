@@ -1,4 +1,4 @@
-"""Trials of new forms: who waits for whom, and how long a trial may last."""
+"""Trials of new structured outputs: who waits for whom, and how long a trial may last."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dynamo.models.answers.families import find_family
 async def test_forms_of_foreign_engines_tell_where_reasoning_ends(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    """An engine that would begin with the form is asked only where no reasoning goes before it."""
+    """An engine that would begin with the structured output is asked only where no reasoning goes before it."""
     engine = EngineInfo("vllm", 16, 64, 4096, 8, 4096, features=("structured",))
     name = "qwen3-hermes"
     family = FamilyFile(name, list(find_family(name).markers))

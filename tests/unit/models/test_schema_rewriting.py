@@ -12,7 +12,7 @@ from dynamo.core.codec import unpack_ids
 from dynamo.core.values import StructuredOutput
 from dynamo.models.grammar.matcher import GrammarCompiler
 from dynamo.models.grammar.schema_rewriting import rewrite_schema
-from dynamo.models.grammar.trial_process import try_form
+from dynamo.models.grammar.trial_process import try_output
 from dynamo.models.tokenization.tokenizer import Tokenizer
 
 EOS = 2
@@ -77,7 +77,7 @@ def test_standard_formats_are_enforced_or_refused(
     assert accepts(compiler, tokenizer, date, "2026-01-31")
     assert not accepts(compiler, tokenizer, date, "tomorrow")
     for document in (date | {"format": "uri-template"}, {"type": "array", "uniqueItems": True}):
-        assert try_form(StructuredOutput("json_schema", json.dumps(document))).error
+        assert try_output(StructuredOutput("json_schema", json.dumps(document))).error
 
 
 @pytest.mark.parametrize(

@@ -124,15 +124,15 @@ def answer_parts(body: MessagesBody) -> ChatParts:
 
 def _field_names(body: TokenCountBody) -> dict[str, str]:
     """Return the names of fields of the body by those of a chat."""
-    form = _format_name(body)
+    format_field = _format_name(body)
     return {
         "stop": "stop_sequences",
         "user": "metadata.user_id",
         "prompt": "messages",
         "reasoning_effort": "output_config.effort",
         "thinking_token_budget": "thinking.budget_tokens",
-        "response_format": form,
-        "response_format.json_schema": form,
+        "response_format": format_field,
+        "response_format.json_schema": format_field,
     }
 
 

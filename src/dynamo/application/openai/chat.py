@@ -162,11 +162,11 @@ def chat_request(chat: ChatParts, model: str, unknown_roles: str) -> ChatRequest
     names, call_mode = None, FREE
     if chat.tools or chat.tool_choice:
         names, call_mode = check_tools(chat.tools, chat.tool_choice)
-        form = options.structured
-        if form is not None and form.kind != "text" and call_mode in ("required", "named"):
+        wanted = options.structured
+        if wanted is not None and wanted.kind != "text" and call_mode in ("required", "named"):
             raise InvalidRequest(
-                "a call is forced, so that the answer has no other form",
-                hint="set tool_choice to auto, or ask for no form",
+                "a call is forced, so that the answer has no structured output beside it",
+                hint="set tool_choice to auto, or leave the structured output out",
                 field="tool_choice",
             )
     return ChatRequest(

@@ -1,4 +1,4 @@
-"""The fields of a body that prescribe the form of an answer: `response_format`, and vLLM's
+"""The fields of a body that prescribe a structured output: `response_format`, and vLLM's
 `structured_outputs` and `guided_...`."""
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MAX_CHOICES = 1024
 
 
 def read_structured_output(fields: Mapping[str, Any]) -> tuple[StructuredOutput | None, str]:
-    """Return the form that these fields of a body prescribe, and the name of its field; None for
-    any text. Raises `InvalidRequest` for a wrong value and for more than one form."""
+    """Return the structured output that these fields of a body prescribe, and the name of its
+    field; None for any text. Raises `InvalidRequest` for a wrong value and for more than one
+    output."""
     forms: list[tuple[str, StructuredOutput]] = []
     for name, value in fields.items():
         try:
@@ -28,14 +29,15 @@ def read_structured_output(fields: Mapping[str, Any]) -> tuple[StructuredOutput 
             raise
     if len(forms) > 1:
         raise InvalidRequest(
-            f"an answer has one form, not also that of {forms[0][0]}", field=forms[1][0]
+            f"an answer has one structured output, not also that of {forms[0][0]}",
+            field=forms[1][0],
         )
     return (forms[0][1], forms[0][0]) if forms else (None, "")
 
 
 def structured_output_fields(structured: StructuredOutput) -> dict[str, Any]:
-    """Return the fields of a body that prescribe this form. A soft limit of reasoning is left out:
-    bodies have none."""
+    """Return the fields of a body that prescribe this structured output. A soft limit of reasoning
+    is left out: bodies have none."""
     limit = None if structured.soft_limit else structured.reasoning_limit
     budget = {} if limit is None else {"thinking_token_budget": limit}
     if structured.kind == "text":
@@ -66,7 +68,7 @@ def _read_field(name: str, value: Any) -> Iterator[StructuredOutput]:
                 continue
             if key not in _FORMS:
                 hint = nearest_name_hint(str(key), _FORMS)
-                raise InvalidRequest("no such form", hint=hint, field=f"structured_outputs.{key}")
+                raise InvalidRequest("no such kind", hint=hint, field=f"structured_outputs.{key}")
             structured = _structured(key, form, f"structured_outputs.{key}")
             yield replace(structured, whitespace_pattern=white) if white else structured
     else:

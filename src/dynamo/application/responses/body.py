@@ -136,7 +136,7 @@ def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts
     """Return the chat with the same meaning. Raises `InvalidRequest`, `Unsupported`."""
     tools = _function_tools(body, conversation) if body.tools or conversation.tools else []
     logprobs = (body.include and LOGPROBS in body.include) or body.top_logprobs
-    form = _apply_format(body)
+    format_names = _apply_format(body)
     return ChatParts(
         fields=body,
         messages=conversation.messages,
@@ -149,7 +149,7 @@ def chat_parts(body: ResponsesBody, conversation: ItemConversation) -> ChatParts
         template_args=body.chat_template_kwargs,
         names=FieldNames(
             lambda: (
-                form
+                format_names
                 | _OWN_NAMES
                 | conversation.names()
                 | {f"tools[{number}].function": place for number, (_, place) in enumerate(tools)}
@@ -164,7 +164,7 @@ def _apply_format(body: ResponsesBody) -> dict[str, str]:
         return {}
     if any(getattr(body, name) is not None for name in STRUCTURE_FIELDS):
         raise InvalidRequest(
-            "an answer has one form",
+            "an answer has one structured output",
             hint="leave out response_format, structured_outputs and guided_...",
             field="text.format",
         )

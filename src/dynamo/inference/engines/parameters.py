@@ -89,22 +89,22 @@ def check_extra(extra: Mapping[str, Any], *own: Container[str]) -> None:
 
 
 class FormTable(msgspec.Struct, frozen=True):
-    """The forms of answers that the engine `title` enforces: its field for each kind, and what its
-    value is made of ours by. `hint`: what to use instead of the others."""
+    """The structured outputs that the engine `title` enforces: its field for each kind, and what
+    its value is made of ours by. `hint`: what to use instead of the others."""
 
     title: str
     rows: Mapping[StructureKind, tuple[str, Callable[[str], Any]]]
     hint: str = "use a JSON schema"
 
     def translate(self, structured: StructuredOutput | None) -> dict[str, Any]:
-        """Return the engine's field, {} for any text. Raises `Unsupported` for a form that it
-        lacks, `InvalidRequest` for one that cannot be read."""
+        """Return the engine's field, {} for any text. Raises `Unsupported` for a structured output
+        that it lacks, `InvalidRequest` for one that cannot be read."""
         if structured is None or structured.kind == "text":
             return {}
         kind = structured.kind
         if kind not in self.rows:
             raise Unsupported(
-                f"{self.title} has no {kind} for the form of an answer",
+                f"{self.title} has no {kind} for a structured output",
                 hint=self.hint,
                 param="response_format",
             )

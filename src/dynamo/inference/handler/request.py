@@ -33,7 +33,7 @@ class HandlerItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, item: Any) -> HandlerItem:
-        """Return what a handler yielded. Raises `WorkerFailed` for another form or an error."""
+        """Return what a handler yielded. Raises `WorkerFailed` for another type or an error."""
         try:
             parsed = msgspec.convert(item, cls)
         except msgspec.ValidationError as error:
@@ -113,12 +113,12 @@ def handler_request(request: GenerateRequest, eos_token_ids: Sequence[int]) -> d
     }
 
 
-def _guided_decoding(form: StructuredOutput | None) -> dict[str, Any] | None:
-    if form is None:
+def _guided_decoding(wanted: StructuredOutput | None) -> dict[str, Any] | None:
+    if wanted is None:
         return None
-    if form.kind == "json_object":
+    if wanted.kind == "json_object":
         return {"json": {"type": "object"}}
-    if form.kind == "json_schema":
-        return {"json": msgspec.json.decode(form.value)}
-    value = msgspec.json.decode(form.value) if form.kind == "choice" else form.value
-    return {form.kind: value}
+    if wanted.kind == "json_schema":
+        return {"json": msgspec.json.decode(wanted.value)}
+    value = msgspec.json.decode(wanted.value) if wanted.kind == "choice" else wanted.value
+    return {wanted.kind: value}

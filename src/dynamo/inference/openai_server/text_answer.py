@@ -98,7 +98,7 @@ RESPONSE_FORMATS = FormTable(
         "json_schema": ("response_format", _schema_format),
     },
 )
-"""The forms that any server takes."""
+"""The structured outputs that any server takes."""
 
 
 def text_features(kind: Kind) -> tuple[Feature, ...]:
@@ -162,7 +162,7 @@ def _parameters(
 
 
 def _structure(structured: StructuredOutput, kind: Kind) -> dict[str, Any]:
-    """Return the field that gives an answer its form. Raises `Unsupported`."""
+    """Return the field that gives an answer its structured output. Raises `Unsupported`."""
     is_json = structured.kind in RESPONSE_FORMATS.rows
     if structured.whitespace_pattern and is_json:
         pattern = {"whitespace_pattern": structured.whitespace_pattern}

@@ -178,7 +178,7 @@ async def open_grammar(
     """
     request = sequence.request
     if grammars is None or request is None or request.structured is None:
-        raise Unsupported("this engine cannot enforce the form of an answer")
+        raise Unsupported("this engine cannot enforce a structured output")
     grammar = grammars.copy_compiled(request.structured)
     if grammar is None:
         grammar = await asyncio.to_thread(grammars.open_matcher, request.structured)

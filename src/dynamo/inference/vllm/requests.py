@@ -58,8 +58,8 @@ class RequestTranslator:
         params = PARAMETERS.translate(request)
         structured = request.structured
         if structured is not None:
-            form = FORMS.translate(structured)
-            params["structured_outputs"] = self._structured(**form) if form else None
+            field = FORMS.translate(structured)
+            params["structured_outputs"] = self._structured(**field) if field else None
             if structured.reasoning_limit is not None:  # older versions have no such field
                 params["thinking_token_budget"] = structured.reasoning_limit
         params |= {"detokenize": False, "skip_clone": True, "output_kind": self._delta}

@@ -1,4 +1,4 @@
-"""GrammarChecker: refuses forms of answers that cannot be enforced, before any work is done."""
+"""GrammarChecker: refuses structured outputs that cannot be enforced, before any work is done."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from dynamo.models.grammar.trial_lane import TrialLane
 from dynamo.models.grammar.trial_process import Verdict
 
 MAX_VERDICTS = 1024
-"""So many forms are remembered, as accepted or with their errors."""
+"""So many structured outputs are remembered, as accepted or with their errors."""
 SMALL_FORM_SIZE = 8 << 10
-"""Trials of forms up to this size take 20 ms of CPU time at most, if they are not hostile."""
+"""Trials of structured outputs up to this size take 20 ms of CPU time at most, if they are not
+hostile."""
 SMALL_TRIAL_CPU_S, TRIAL_CPU_S = 0.05, 0.2
-"""A small form that takes longer is tried again as a large one."""
+"""A small structured output that takes longer is tried again as a large one."""
 REPETITION_SIZE = 16
 """Each repetition in a pattern counts as so many bytes."""
 SMALL_NICENESS, LARGE_NICENESS = 5, 10
@@ -29,8 +30,8 @@ _REPETITION = re.compile(r"\{(?:\d*,)?(\d{1,6})\d*\}")
 
 
 class GrammarChecker:
-    """Tries each new form in a process apart (`trial_process`). Small forms do not wait for large
-    ones, and callers take turns."""
+    """Tries each new structured output in a process apart (`trial_process`). Small outputs do not
+    wait for large ones, and callers take turns."""
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -40,8 +41,8 @@ class GrammarChecker:
     async def check(
         self, structured: StructuredOutput, field: str = "response_format", caller: str = ""
     ) -> None:
-        """Return if the form can be enforced. Raises `InvalidRequest` and `SchemaTooComplex`, which
-        name `field`, and `Overloaded` where no trial is possible now."""
+        """Return if the structured output can be enforced. Raises `InvalidRequest` and
+        `SchemaTooComplex`, which name `field`, and `Overloaded` where no trial is possible now."""
         encoded = msgspec.msgpack.encode(structured)
         key = blake2b(encoded, digest_size=16).digest()
         verdict = self._verdicts.get(key)
@@ -57,11 +58,11 @@ class GrammarChecker:
         return await lane.run(caller, partial(self._judge, lane, key, encoded))
 
     def _judge(self, lane: TrialLane, key: bytes, encoded: bytes) -> Verdict:
-        """Return the verdict on a form, in the lane's thread. A caller may be cancelled meanwhile;
-        the trial then ends before the next one begins. Raises `Overloaded`."""
+        """Return the verdict on a structured output, in the lane's thread. A caller may be
+        cancelled meanwhile; the trial then ends before the next one begins. Raises `Overloaded`."""
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = lane.try_form(encoded)
+            verdict = lane.try_output(encoded)
             if verdict.timed_out and lane is self._small:
                 return verdict
             self._verdicts[key] = verdict
@@ -71,12 +72,13 @@ class GrammarChecker:
 
 
 def form_size(text: str) -> int:
-    """Return the bytes of a form, and of the repetitions in its patterns as if written out."""
+    """Return the bytes of a structured output, and of the repetitions in its patterns as if written
+    out."""
     return len(text) + REPETITION_SIZE * sum(map(int, _REPETITION.findall(text)))
 
 
 def _refusal(structured: StructuredOutput, verdict: Verdict, field: str) -> DynamoError:
-    """Return the error of a form that cannot be enforced."""
+    """Return the error of a structured output that cannot be enforced."""
     if verdict.too_complex:
         kind = "grammar of their calls" if structured.kind == "calls" else structured.kind
         return SchemaTooComplex(
@@ -89,4 +91,4 @@ def _refusal(structured: StructuredOutput, verdict: Verdict, field: str) -> Dyna
     if structured.kind in ("grammar", "regex"):
         return grammar_refusal(structured.kind, verdict.error, field)
     text = verdict.error.partition("\n")[0]
-    return InvalidRequest(f"the form cannot be enforced: {text}", field=field)
+    return InvalidRequest(f"the structured output cannot be enforced: {text}", field=field)

@@ -1,4 +1,4 @@
-"""Translates the form of an answer into a grammar of llguidance."""
+"""Translates a structured output into a grammar of llguidance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def allows_token_ids() -> bool:
 
 
 def grammar_text(structured: StructuredOutput) -> str:
-    """Return the grammar of a form. Raises `InvalidRequest` where it cannot be translated."""
+    """Return the grammar of a structured output. Raises `InvalidRequest` where it cannot be
+    translated."""
     from llguidance import LLMatcher, grammar_from
 
     kind, value = structured.kind, structured.value

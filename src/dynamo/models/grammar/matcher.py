@@ -25,9 +25,10 @@ VOCABULARY_SLICES = [
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{chars}}}' for chars in SLICE_CHARS),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""Groups of tokens. A mask has a whole group at once where a part of the form allows all of it.
-Strings with a `maxLength` allow tokens of at most as many characters as may still come. Finer
-groups for few characters make masks slower: longer tokens are then searched in several groups."""
+"""Groups of tokens. A mask has a whole group at once where a part of the structured output allows
+all of it. Strings with a `maxLength` allow tokens of at most as many characters as may still come.
+Finer groups for few characters make masks slower: longer tokens are then searched in several
+groups."""
 
 
 class GrammarMatcher:
@@ -117,7 +118,7 @@ class GrammarMatcher:
     def failure(self) -> SchemaTooComplex:
         """Return the error that ends the answer."""
         return SchemaTooComplex(
-            f"the form of the answer could not be enforced: {self.error}",
+            f"the structured output could not be enforced: {self.error}",
             hint="simplify the schema or grammar",
             param="response_format",
         )
@@ -158,8 +159,8 @@ class GrammarCompiler:
         return self._copy(compiled, structured)
 
     def copy_compiled(self, structured: StructuredOutput) -> GrammarMatcher | None:
-        """Return a matcher of a form that needs no compilation; None for another one. Takes
-        microseconds."""
+        """Return a matcher of a structured output that needs no compilation; None for another one.
+        Takes microseconds."""
         if structured.kind == "text":
             return GrammarMatcher(None, structured)
         key = _key(structured)
@@ -182,7 +183,7 @@ class GrammarCompiler:
         matcher = LLMatcher(tables, grammar_text(structured), log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise SchemaTooComplex(
-                f"the form of the answer cannot be enforced: {matcher.get_error()}",
+                f"the structured output cannot be enforced: {matcher.get_error()}",
                 param="response_format",
             )
         return matcher

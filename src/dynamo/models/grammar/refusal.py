@@ -1,4 +1,5 @@
-"""Errors for forms that cannot be enforced: they name the keyword and its place in the schema."""
+"""Errors for structured outputs that cannot be enforced: they name the keyword and its place in the
+schema."""
 
 from __future__ import annotations
 

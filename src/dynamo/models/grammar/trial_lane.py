@@ -1,4 +1,4 @@
-"""TrialLane: tries forms one at a time in a process, whose callers take turns."""
+"""TrialLane: tries structured outputs one at a time in a process, whose callers take turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
 MAX_WAITING = 64
-"""So many new forms of one caller may wait for their trial."""
+"""So many new structured outputs of one caller may wait for their trial."""
 TRIAL_TIMEOUT_S = 10.0
 """A trial without a result after this time has failed for want of CPU time."""
 
@@ -30,8 +30,8 @@ Work = Callable[[], Verdict]
 
 
 class TrialLane:
-    """Runs trials in a thread and a process, which the first form starts. The process has a
-    niceness and `cpu_s` of CPU time for each trial, and ends with the lane."""
+    """Runs trials in a thread and a process, which the first structured output starts. The process
+    has a niceness and `cpu_s` of CPU time for each trial, and ends with the lane."""
 
     def __init__(self, niceness: int, cpu_s: float) -> None:
         self._arguments = (str(niceness), str(cpu_s))
@@ -48,12 +48,12 @@ class TrialLane:
         with self._lock:
             waiting = self._waiting.setdefault(caller, deque())
             if len(waiting) >= MAX_WAITING:
-                raise Overloaded("too many new forms of answers wait for their check")
+                raise Overloaded("too many new structured outputs wait for their check")
             waiting.append((future, work))
         if self._thread is None:
             from concurrent.futures import ThreadPoolExecutor
 
-            self._thread = ThreadPoolExecutor(1, "forms of answers")
+            self._thread = ThreadPoolExecutor(1, "structured outputs")
         self._thread.submit(self._run_next)
         return await asyncio.wrap_future(future)
 
@@ -72,7 +72,7 @@ class TrialLane:
         except BaseException as error:  # noqa: BLE001 - the caller's
             future.set_exception(error)
 
-    def try_form(self, encoded: bytes) -> Verdict:
+    def try_output(self, encoded: bytes) -> Verdict:
         """Ask the process, in the thread. Raises `Overloaded`."""
         if self.process is None or self.process.poll() is not None:
             self._end_process()
@@ -90,7 +90,7 @@ class TrialLane:
         except (OSError, *DECODE_ERRORS):
             pass  # the process has died
         self._end_process()
-        raise Overloaded("the form of the answer could not be checked in time")
+        raise Overloaded("the structured output could not be checked in time")
 
 
 _decode_verdict = msgspec.msgpack.Decoder(Verdict).decode

@@ -1,8 +1,8 @@
-"""The process that tries forms of answers before a worker sees them.
+"""The process that tries structured outputs before a worker sees them.
 
 Some grammars take seconds for their first mask. Trials run in a fork of this process, which the
-kernel ends when a form takes more than `cpu_s` of CPU time. A busy machine therefore refuses
-no more than an idle one. The process reads forms from stdin and ends with it, and with its parent.
+kernel ends when an output takes more than `cpu_s` of CPU time. A busy machine therefore refuses no
+more than an idle one. The process reads outputs from stdin and ends with it, and with its parent.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _length = Struct("<I")
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of a trial. `error`: why the form cannot be enforced. `too_complex`: it can, but
-    takes too long. `timed_out`: the trial took too long."""
+    """The result of a trial. `error`: why the structured output cannot be enforced. `too_complex`:
+    it can, but takes too long. `timed_out`: the trial took too long."""
 
     error: str = ""
     too_complex: bool = False
@@ -81,8 +81,8 @@ def _byte_token(match: re.Match[str]) -> str:
     return f"<[{int(match[1]) % 32}]>" if match[1] else match[0]
 
 
-def try_form(structured: StructuredOutput) -> Verdict:
-    """Compile a form and follow the beginning of one answer."""
+def try_output(structured: StructuredOutput) -> Verdict:
+    """Compile a structured output and follow the beginning of one answer."""
     from llguidance import LLMatcher
 
     tables = _byte_tables()
@@ -118,7 +118,7 @@ def try_form(structured: StructuredOutput) -> Verdict:
 
 
 def _shorten(verdict: Verdict) -> Verdict:
-    """Leave out the middle of a long error, which may repeat all of the form."""
+    """Leave out the middle of a long error, which may repeat all of the structured output."""
     error = verdict.error
     if len(error) <= MAX_ERROR_CHARS:
         return verdict
@@ -150,17 +150,18 @@ def _read_exactly(stream: Stream, size: int) -> bytes | None:
 
 
 def _try_safely(payload: bytes) -> Verdict:
-    """Return the verdict on an encoded form, whatever the form does to its trial."""
+    """Return the verdict on an encoded structured output, whatever the output does to its trial."""
     try:
-        return _shorten(try_form(msgspec.msgpack.decode(payload, type=StructuredOutput)))
+        return _shorten(try_output(msgspec.msgpack.decode(payload, type=StructuredOutput)))
     except RecursionError:
         return Verdict("it is nested too deeply", too_complex=True)
-    except Exception as error:  # noqa: BLE001 - the form's, whatever it is
+    except Exception as error:  # noqa: BLE001 - the structured output's, whatever it is
         return Verdict(f"its trial failed: {error!r}"[:MAX_ERROR_CHARS])
 
 
 def _serve(stream: Stream, cpu_s: float) -> NoReturn:
-    """Try each form that arrives. The kernel ends this process when one takes too long."""
+    """Try each structured output that arrives. The kernel ends this process when one takes too
+    long."""
     try:
         while (payload := read_message(stream)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -172,8 +173,8 @@ def _serve(stream: Stream, cpu_s: float) -> NoReturn:
 
 
 class Trials:
-    """A fork of this process that tries forms; another one after the kernel has ended it. A trial
-    has `cpu_s` of CPU time."""
+    """A fork of this process that tries structured outputs; another one after the kernel has ended
+    it. A trial has `cpu_s` of CPU time."""
 
     def __init__(self, cpu_s: float) -> None:
         self._cpu_s = cpu_s
@@ -189,7 +190,7 @@ class Trials:
         self._stream = ours.makefile("rwb")
 
     def judge(self, payload: bytes) -> bytes:
-        """Return the encoded verdict on an encoded form."""
+        """Return the encoded verdict on an encoded structured output."""
         if os.waitpid(self._pid, os.WNOHANG)[0]:  # something has killed it meanwhile
             self._fork()
         verdict = None
@@ -222,10 +223,10 @@ def lower_priority(niceness: int) -> None:
 
 
 def main(niceness: int, cpu_s: float) -> int:
-    """Try each form that arrives."""
+    """Try each structured output that arrives."""
     set_parent_death_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend ends first, and stdin with it
-    try_form(StructuredOutput("json_object"))  # loads the library before the first fork
+    try_output(StructuredOutput("json_object"))  # loads the library before the first fork
     lower_priority(niceness)
     trials = Trials(cpu_s)
     while (payload := read_message(sys.stdin.buffer)) is not None:

@@ -89,9 +89,9 @@ class AnswerParsing:
         bias = self._call_bans | (options.sampling.logit_bias or {})
         return replace(options, sampling=replace(options.sampling, logit_bias=bias))
 
-    def argument_forms(self, request: ChatRequest) -> Iterator[tuple[StructuredOutput, str]]:
-        """Yield the form of the arguments of each function whose calls are constrained, with the
-        place of its schema in the request. Raises `InvalidRequest`."""
+    def argument_outputs(self, request: ChatRequest) -> Iterator[tuple[StructuredOutput, str]]:
+        """Yield the structured output of the arguments of each function whose calls are
+        constrained, with the place of its schema in the request. Raises `InvalidRequest`."""
         names = request.callable_tools
         for index, tool in enumerate(request.tools if request.call_mode != "free" else ()):
             function = tool["function"]
@@ -109,34 +109,35 @@ class AnswerParsing:
                 yield StructuredOutput("json_schema", schema), field
 
     def constrain(self, request: ChatRequest, prompt_end: str) -> StructuredOutput | None:
-        """Return the form of an answer that is read: calls, the form of the request, or either. The
-        form begins behind the reasoning, which may have a limit. Raises `Unsupported`."""
+        """Return a structured output that is read: calls, the output of the request, or either. The
+        output begins behind the reasoning, which may have a limit. Raises `Unsupported`."""
         wanted, tools = request.options.structured, _callable_tools(request)
-        form = None if wanted is None or wanted.kind == "text" else wanted
-        if tools and (request.call_mode != "free" or form is not None):
-            form = self._call_form(request, tools, form)
+        structured = None if wanted is None or wanted.kind == "text" else wanted
+        if tools and (request.call_mode != "free" or structured is not None):
+            structured = self._call_output(request, tools, structured)
         if wanted is not None and wanted.reasoning_limit is not None:
-            form = form or StructuredOutput("text")
-            form = replace(
-                form, reasoning_limit=wanted.reasoning_limit, soft_limit=wanted.soft_limit
+            structured = structured or StructuredOutput("text")
+            structured = replace(
+                structured, reasoning_limit=wanted.reasoning_limit, soft_limit=wanted.soft_limit
             )
-        return None if form is None else self._place_behind_reasoning(form, prompt_end)
+        return None if structured is None else self._place_behind_reasoning(structured, prompt_end)
 
     def _place_behind_reasoning(
-        self, form: StructuredOutput, prompt_end: str
+        self, structured: StructuredOutput, prompt_end: str
     ) -> StructuredOutput | None:
-        """Return the form with the markers of the reasoning before it. Raises `Unsupported`."""
-        placed = self.mark_reasoning(form, prompt_end)
-        if placed is not form and placed.reasoning_end != self._answer_start:
+        """Return the structured output with the markers of the reasoning before it. Raises
+        `Unsupported`."""
+        placed = self.mark_reasoning(structured, prompt_end)
+        if placed is not structured and placed.reasoning_end != self._answer_start:
             return placed  # a limit can force the token that ends the reasoning
         placed = _without_limit(placed)
         return None if placed.kind == "text" else placed
 
-    def mark_reasoning(self, form: StructuredOutput, prompt_end: str) -> StructuredOutput:
-        """Return the form with the markers of the reasoning before it, or itself where nothing
-        marks reasoning. Raises `Unsupported` for one whose end is no token."""
-        if form.kind not in ("calls", "text") and self._answer_start:
-            return replace(form, reasoning_end=self._answer_start)
+    def mark_reasoning(self, structured: StructuredOutput, prompt_end: str) -> StructuredOutput:
+        """Return the structured output with the markers of the reasoning before it, or itself where
+        nothing marks reasoning. Raises `Unsupported` for one whose end is no token."""
+        if structured.kind not in ("calls", "text") and self._answer_start:
+            return replace(structured, reasoning_end=self._answer_start)
         inside = self._format.begins_in_reasoning(prompt_end)
         tokens = {char: token for token, char in self.chars.items()}
         pairs = [tuple(map(self._format.alphabet.mark, pair)) for pair in self._family.reasoning]
@@ -144,21 +145,21 @@ class AnswerParsing:
             if opening in tokens and closing in tokens:
                 start = b"" if inside else pack_ids([tokens[opening]])
                 return replace(
-                    form, reasoning_start=start, reasoning_end=pack_ids([tokens[closing]])
+                    structured, reasoning_start=start, reasoning_end=pack_ids([tokens[closing]])
                 )
-        if inside and form.kind != "text":
+        if inside and structured.kind != "text":
             raise Unsupported(
                 "the model's reasoning does not end in a token of its own", field="response_format"
             )
-        return form
+        return structured
 
-    def _call_form(
-        self, request: ChatRequest, tools: dict[str, Any], form: StructuredOutput | None
+    def _call_output(
+        self, request: ChatRequest, tools: dict[str, Any], structured: StructuredOutput | None
     ) -> StructuredOutput | None:
-        """Return the form of calls. None: nothing marks where strict calls of the family begin, so
-        that they cannot be enforced. Raises `Unsupported`."""
+        """Return the structured output of calls. None: nothing marks where strict calls of the
+        family begin, so that they cannot be enforced. Raises `Unsupported`."""
         write_calls, mode = self._family.write_calls, request.call_mode
-        optional = mode == "strict" and form is None
+        optional = mode == "strict" and structured is None
         if optional and not (write_calls and self._family.calls):
             return None
         if write_calls is None:
@@ -173,8 +174,8 @@ class AnswerParsing:
             tools = {name: tools[name] if name in strict else ANY_ARGUMENTS for name in tools}
         one_call = mode == "named" or not request.parallel_tool_calls
         start = calls_expression(grammar, layout, tools, one_call=one_call)
-        if form is not None:
-            start = f"{start} | {_form_expression(grammar, form)}"
+        if structured is not None:
+            start = f"{start} | {_output_expression(grammar, structured)}"
         elif mode == "strict":
             text = grammar.text_without(tuple(self._family.calls))
             start = f"{text} ({start} {text}){'?' if one_call else '*'}"
@@ -209,15 +210,16 @@ def _callable_tools(request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def _without_limit(form: StructuredOutput) -> StructuredOutput:
-    """Return a form without a limit of reasoning. Raises `Unsupported` for one that must hold."""
-    if form.reasoning_limit is not None and not form.soft_limit:
+def _without_limit(structured: StructuredOutput) -> StructuredOutput:
+    """Return a structured output without a limit of reasoning. Raises `Unsupported` for one that
+    must hold."""
+    if structured.reasoning_limit is not None and not structured.soft_limit:
         raise Unsupported(
             "this model has no tokens that begin and end its reasoning",
             hint="leave it out, and bound the tokens of the answer",
             field="thinking_token_budget",
         )
-    return replace(form, reasoning_limit=None)
+    return replace(structured, reasoning_limit=None)
 
 
 def _strict_names(request: ChatRequest) -> set[str]:
@@ -225,22 +227,22 @@ def _strict_names(request: ChatRequest) -> set[str]:
     return {function["name"] for function in functions if function.get("strict") is True}
 
 
-def _form_expression(grammar: CallGrammar, form: StructuredOutput) -> str:
-    """Return the expression of a form that an answer may have instead of calls."""
-    if form.whitespace_pattern:
+def _output_expression(grammar: CallGrammar, structured: StructuredOutput) -> str:
+    """Return the expression of a structured output that an answer may have instead of calls."""
+    if structured.whitespace_pattern:
         raise Unsupported(
             "not together with tools",
             hint='set tool_choice to "none", or leave the pattern out',
             field="structured_outputs.whitespace_pattern",
             param="structured_outputs",
         )
-    if form.kind in ("json_schema", "json_object"):
-        return grammar.json(msgspec.json.decode(form.value or '{"type": "object"}'))
-    if form.kind == "choice":
-        return " | ".join(map(grammar.literal, msgspec.json.decode(form.value)))
+    if structured.kind in ("json_schema", "json_object"):
+        return grammar.json(msgspec.json.decode(structured.value or '{"type": "object"}'))
+    if structured.kind == "choice":
+        return " | ".join(map(grammar.literal, msgspec.json.decode(structured.value)))
     raise Unsupported(
         "not together with tools",
         hint='set tool_choice to "none", or use a JSON schema',
-        field=f"structured_outputs.{form.kind}",
+        field=f"structured_outputs.{structured.kind}",
         param="structured_outputs",
     )

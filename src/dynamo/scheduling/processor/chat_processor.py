@@ -161,7 +161,7 @@ class ChatProcessor:
             self._check_ids(unpack_ids(ids), "prompt")
             echo = await self._decode(unpack_ids(ids)) if request.echo else ""
         max_tokens = self._accept(ids, options, reply, echo)
-        await self._check_form(options)
+        await self._check_structured(options)
         return partial(self._send_choices, ids, max_tokens, options, context, reply, echo)
 
     async def tokenize(self, prompt: str | ChatRequest, *, add_special: bool = False) -> list[int]:
@@ -206,10 +206,10 @@ class ChatProcessor:
         self, ids: EncodedPrompt, request: ChatRequest, context: Context, reply: TextReply
     ) -> None:
         prompt = ids if isinstance(ids, bytes) else await ids
-        await self._check_form(request.options)
-        for form, field in self._answers.argument_forms(request):
+        await self._check_structured(request.options)
+        for arguments, field in self._answers.argument_outputs(request):
             if self._grammar_checker is not None:
-                await self._grammar_checker.check(form, field, request.options.caller)
+                await self._grammar_checker.check(arguments, field, request.options.caller)
         structured = request.options.structured
         limited = structured is not None and structured.reasoning_limit is not None
         if request.tools or self._answers.always or limited:
@@ -232,28 +232,27 @@ class ChatProcessor:
         )
 
     async def _constrain(self, prompt: bytes, request: ChatRequest) -> ChatRequest:
-        """Return the request with the form of its calls, of its reasoning and of its text. Raises
-        as `GrammarChecker.check`, and `Unsupported`."""
+        """Return the request with the structured output of its calls, of its reasoning and of its
+        text. Raises as `GrammarChecker.check`, and `Unsupported`."""
         structured, checker = request.options.structured, self._grammar_checker
-        form: StructuredOutput | None
         if request.call_mode != "free" or (structured is not None and checker is not None):
-            form = self._answers.constrain(request, self._decode_end(prompt))
+            structured = self._answers.constrain(request, self._decode_end(prompt))
         elif structured is not None and structured.kind != "text":
-            form = self._answers.mark_reasoning(structured, self._decode_end(prompt))
+            structured = self._answers.mark_reasoning(structured, self._decode_end(prompt))
         else:
             return request
-        if form is not None and form.kind == "calls" and checker is not None:
-            calls = StructuredOutput("calls", form.value)
+        if structured is not None and structured.kind == "calls" and checker is not None:
+            calls = StructuredOutput("calls", structured.value)
             await checker.check(calls, "tools", request.options.caller)
-        return replace(request, options=replace(request.options, structured=form))
+        return replace(request, options=replace(request.options, structured=structured))
 
-    async def _check_form(self, options: TextOptions) -> None:
-        """Raise `InvalidRequest` for a form that our engines cannot enforce. Other engines check
-        forms by themselves."""
-        form = options.structured
-        if form is not None and form.kind != "text" and self._grammar_checker is not None:
-            form = replace(form, reasoning_limit=None, soft_limit=False)
-            await self._grammar_checker.check(form, options.structured_field, options.caller)
+    async def _check_structured(self, options: TextOptions) -> None:
+        """Raise `InvalidRequest` for a structured output that our engines cannot enforce. Other
+        engines check outputs by themselves."""
+        wanted = options.structured
+        if wanted is not None and wanted.kind != "text" and self._grammar_checker is not None:
+            wanted = replace(wanted, reasoning_limit=None, soft_limit=False)
+            await self._grammar_checker.check(wanted, options.structured_field, options.caller)
 
     def _decode_end(self, prompt: bytes) -> str:
         return self._vocabulary.decode(unpack_ids(prompt[-PROMPT_END_TOKENS * TOKEN_BYTES :]))
@@ -328,9 +327,9 @@ class ChatProcessor:
         return StopConditions(max_tokens, min_tokens, stop_ids, options.ignore_eos)
 
     def _stop_strings(self, options: TextOptions) -> StopStrings | None:
-        """Return what ends an answer. A form ends by itself: its grammar is stronger."""
-        form = options.structured
-        if form is not None and form.kind not in ("text", "calls"):
+        """Return what ends an answer. A grammar ends by itself and is stronger."""
+        structured = options.structured
+        if structured is not None and structured.kind not in ("text", "calls"):
             return None
         strings = (*options.stop, *self._default_stop_strings)
         return StopStrings(strings, include_in_output=options.include_stop) if strings else None

@@ -156,12 +156,12 @@ class TextProcessor:
         if request.continue_final:
             values["continue_final_message"] = True
         options = request.options
-        form = options.structured
-        if form is not None and form.reasoning_limit is not None:
-            if not form.soft_limit:
-                values["thinking_token_budget"] = form.reasoning_limit
-            form = None if form.kind == "text" else replace(form, reasoning_limit=None)
-            options = replace(options, structured=form)
+        wanted = options.structured
+        if wanted is not None and wanted.reasoning_limit is not None:
+            if not wanted.soft_limit:
+                values["thinking_token_budget"] = wanted.reasoning_limit
+            wanted = None if wanted.kind == "text" else replace(wanted, reasoning_limit=None)
+            options = replace(options, structured=wanted)
         values |= self._sampling(options)
         reply.prompt(0)
         parameters = TextParameters(chat=True, values=values)

@@ -128,8 +128,9 @@ class WorkerRouter:
 
     def _workers_unable_for(self, request: GenerateRequest, context: Context) -> frozenset[str]:
         """Return the workers that lack what the request needs. If all do, raises `Unsupported`, or
-        `NoWorkers` for a retried request, because a worker that could answer has left. A form that
-        began elsewhere may have begun at an engine that cannot go on in it: then none is awaited.
+        `NoWorkers` for a retried request, because a worker that could answer has left. A structured
+        output that began elsewhere may have begun at an engine that cannot go on in it: then none
+        is awaited.
         """
         if self._client is None:
             return frozenset()
@@ -139,8 +140,8 @@ class WorkerRouter:
                 required = (*required, request.adapter)
             return self._feature_filter.workers_without(self._client.instances, required)
         except Unsupported:
-            form = request.structured if request.resumed else None
-            if context.attempt and (form is None or form.kind in ("text", "calls")):
+            structured = request.structured if request.resumed else None
+            if context.attempt and (structured is None or structured.kind in ("text", "calls")):
                 raise no_workers_error(self._client) from None
             raise
 
