@@ -108,6 +108,12 @@ def test_engines_on_the_cpu_take_none(kind: str) -> None:
     assert assign("engine: {workers: 9, tensor_parallel_size: 1}", EIGHT, kind) == {}
 
 
+def test_native_workers_on_cards_take_one_each() -> None:
+    cards = assign("engine: {workers: 2, device: cuda, data_parallel_size: 2}", EIGHT, "native")
+    assert sorted(cards.values()) == ["0", "1"]
+    assert assign("engine: {workers: 2, device: cpu}", EIGHT, "native") == {}
+
+
 def test_a_host_without_cards_assigns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards_module, "find_cards", lambda _: None)
     assert assign("engine: {workers: 2}", {}) == {}

@@ -87,6 +87,7 @@ _SQUEEZELLM = {
 }
 _KV_BYTES_HINT = "set engine.gpu_memory_utilization or engine.num_blocks"
 
+_NATIVE_DEVICE = IgnoredSetting("only the native engine reads it")
 _NO_LORA: Mapping[str, Row] = {
     "engine.lora_modules": RefusedSetting("use --engine.kind vllm"),
     "engine.lora_updates": IgnoredSetting("only vllm loads LoRA adapters"),
@@ -104,6 +105,7 @@ VLLM: Mapping[str, Row] = {
     "engine.max_num_seqs": PassedSetting("max_num_seqs"),
     "engine.max_num_batched_tokens": PassedSetting("max_num_batched_tokens"),
     "engine.prefix_caching": PassedSetting("enable_prefix_caching"),
+    "engine.device": _NATIVE_DEVICE,
     "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting("kv_cache_dtype", {"fp16": "float16"}),
     "engine.quantization": PassedSetting("quantization", refused=_SQUEEZELLM),
@@ -131,6 +133,7 @@ SGLANG: Mapping[str, Row] = {
     "engine.prefix_caching": PassedSetting(
         "disable_radix_cache", convert=lambda _, value: not value
     ),
+    "engine.device": _NATIVE_DEVICE,
     "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting(
         "kv_cache_dtype",
@@ -161,6 +164,7 @@ TRTLLM: Mapping[str, Row] = {
     "engine.max_num_seqs": PassedSetting("max_batch_size"),
     "engine.max_num_batched_tokens": PassedSetting("max_num_tokens"),
     "engine.prefix_caching": PassedSetting("kv_cache_config.enable_block_reuse"),
+    "engine.device": _NATIVE_DEVICE,
     "engine.dtype": PassedSetting("dtype"),
     "engine.kv_cache_dtype": PassedSetting(
         "kv_cache_config.dtype", refused={"fp16": "use auto, which is the format of the weights"}
@@ -198,6 +202,7 @@ LLAMACPP: Mapping[str, Row] = {
         {"fp16": 1},  # the number of the type in ggml
         {"fp8": "use 8 bits: --engine-arg cache_type_k=8 --engine-arg cache_type_v=8"},
     ),
+    "engine.device": _NATIVE_DEVICE,
     "engine.quantization": RefusedSetting("give a GGUF file in the wanted format"),
     "engine.swap_space": IgnoredSetting("llama.cpp keeps waiting sequences in their slots"),
     "engine.threads": PassedSetting("cpuparams.n_threads"),
@@ -215,7 +220,13 @@ OWN: Mapping[str, Row] = {
     "engine.kv_cache_dtype": IgnoredSetting("the KV cache keeps its full precision"),
     "engine.quantization": RefusedSetting("use --engine.kind vllm; native reads GGUF formats"),
 }
-"""Rows of native, mock and echo, which read all other settings by their names."""
+"""Rows of mock and echo, which read all other settings by their names."""
+NATIVE: Mapping[str, Row] = {
+    key: row
+    for key, row in OWN.items()
+    if key not in {"engine.device_ids", "engine.gpu_memory_utilization"}
+}
+"""Rows of native, which also computes on a card."""
 
 _AT_THE_SERVER = IgnoredSetting("set it where the server is started")
 OPENAI: Mapping[str, Row] = {
@@ -231,7 +242,7 @@ ENGINE_TABLES: Mapping[str, Mapping[str, Row]] = {
     "sglang": SGLANG,
     "trtllm": TRTLLM,
     "llamacpp": LLAMACPP,
-    "native": OWN,
+    "native": NATIVE,
     "mock": OWN,
     "echo": OWN,
     "openai": OPENAI,

@@ -20,7 +20,7 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine. The model's weights are read when it starts. Raises `ConfigError`."""
     settings, cache = inputs.settings.engine, inputs.settings.cache
     return BatchedEngine(
-        _make_runner(inputs, choose_device(settings)),
+        _make_runner(inputs, choose_device(settings, cache)),
         eos_token_ids=inputs.card.eos_token_ids,
         prefix_caching=settings.prefix_caching,
         eviction=make_eviction_policy(settings.eviction),

@@ -15,6 +15,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.inference.engines.arguments import ENGINE_TABLES, PassedSetting
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
+from dynamo.inference.torch.device import wants_card
 from dynamo.runtime.deployment import live_processes
 from dynamo.runtime.processes.child import CARDS_VARIABLE, ChildSpec
 
@@ -42,6 +43,8 @@ def find_cards(environ: Mapping[str, str] = os.environ) -> list[str] | None:
 def cards_needed(settings: Settings) -> int:
     """Return how many cards a worker with these settings computes on; 0: none."""
     engine, kind = settings.engine, package_kind(settings.engine.kind)
+    if kind == "native":
+        return int(wants_card(engine))  # ranks of a worker share it
     if kind not in CARD_ENGINES or engine.args.get("device") == "cpu" or _is_cpu_build(kind):
         return 0
     needed = 1
