@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.operations.configure.cases import CaseArrays
-from dynamo.operations.configure.measured import MeasuredRow, merge_copies, read_silicon
+from dynamo.operations.configure.measured import MeasuredRow, read_silicon
 from dynamo.operations.configure.neighbours import Features, Neighbours, Similarity
 from dynamo.operations.configure.predictor import (
     case_features,
@@ -44,7 +44,7 @@ class Sample:
     """Measured rows of one kind, with what their prediction needs. Copies are one row."""
 
     def __init__(self, rows: Sequence[MeasuredRow]) -> None:
-        groups = merge_copies(rows, _copy_key)
+        groups = [[rows[number] for number in group] for group in _indices(rows, _copy_key)]
         self.rows = [_mean_row(group) for group in groups]
         self.copies = np.array([float(len(group)) for group in groups])
         self.keys = _indices(self.rows, _run_key)

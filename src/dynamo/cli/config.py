@@ -31,7 +31,8 @@ def parser() -> Parser:
     parser = Parser(
         "dynamo config",
         "Explain a configuration: every effective value with its unit and origin. Or check that "
-        "`dynamo run` can start with it, or print the JSON Schema of configuration files.",
+        "`dynamo run` can start with it, or print the JSON Schema of configuration files. "
+        "`dynamo configure` writes a configuration for GPUs and a load.",
         EXAMPLES,
         usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | check [FILE] | schema",
     )

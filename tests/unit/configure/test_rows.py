@@ -11,8 +11,7 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.configure.measured import MeasuredRow, read_silicon, shipped_rows
-from dynamo.operations.configure.predictor import Predictor, load_constants
-from dynamo.operations.configure.rows import predict_rows
+from dynamo.operations.configure.predictor import Predictor, load_constants, predict_rows
 
 ROW = {
     "id": "2026_04_06_llama_3_1_70b_h100_sxm_vllm_fp8_agg_1024x1024_c32_tp4_ep1_7",

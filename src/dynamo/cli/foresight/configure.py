@@ -59,8 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _predict_rows(args: argparse.Namespace) -> int:
     """Predict the rows of a file. Returns 1 if some cannot be read."""
-    from dynamo.operations.configure.predictor import Predictor
-    from dynamo.operations.configure.rows import predict_rows
+    from dynamo.operations.configure.predictor import Predictor, predict_rows
 
     if not args.json:
         raise ConfigError("--rows needs a file for its predictions", hint="--json OUT, or --json -")

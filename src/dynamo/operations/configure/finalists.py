@@ -31,7 +31,8 @@ from dynamo.operations.replay.trace import (
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
-FEWEST_REQUESTS, MOST_REQUESTS = 128, 900
+FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 300
+"""Requests of a replay; at most `MOST_EXACT` where only the exact replay can simulate the plan."""
 TURNS = 3
 """Requests of a replay for each one that runs at once."""
 MOST_BLOCKS = 20_000
@@ -135,7 +136,7 @@ def replay_plan(
         ),
     )
     running = TURNS * plan.concurrency * groups[0].count
-    requests = min(max(FEWEST_REQUESTS, running), MOST_REQUESTS)
+    requests = min(max(FEWEST_REQUESTS, running), MOST_EXACT if moves else MOST_REQUESTS)
     load = SyntheticLoad(question.isl - question.prefix, question.osl, requests, rate)
     plan_to_replay = ReplayPlan("finalist", workers, router, BLOCK_TOKENS, objectives=promise)
     replay = Replay(plan_to_replay) if moves else FastReplay(plan_to_replay)

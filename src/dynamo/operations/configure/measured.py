@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -248,13 +248,3 @@ class SiliconRow:
         ends = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
         tensor, data, moe, experts = (self._count(prefix + end) for end in ends)
         return tensor, data, moe, experts
-
-
-def merge_copies(
-    rows: Sequence[MeasuredRow], key: Callable[[MeasuredRow], object]
-) -> Sequence[Sequence[MeasuredRow]]:
-    """Return the rows by equal keys."""
-    groups: dict[object, list[MeasuredRow]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from dynamo.core.errors import ConfigError
 from dynamo.operations.configure.cases import Case, CaseArrays, Floats
 from dynamo.operations.configure.catalogue import DATA
-from dynamo.operations.configure.measured import MeasuredRow, shipped_rows
+from dynamo.operations.configure.measured import MeasuredRow, read_silicon, shipped_rows
 from dynamo.operations.configure.neighbours import Correction, Features, Neighbours, Similarity
 from dynamo.operations.configure.shapes import ModelShape
 from dynamo.operations.configure.step_time import FEED_SLACK_MS, Forecast, StepTimes
@@ -21,6 +23,7 @@ from dynamo.operations.configure.yaml_files import read_yaml
 LOAD_RANGE = (-1.2, 1.0)
 MOST_FEED_LOAD = 0.95
 FEED_TURNS = 6
+ROWS_AT_ONCE = 2000
 FAR = 0.85
 """Novelty from which an estimate is marked as extrapolated."""
 SHORTEST_MS, LONGEST_MS = 0.01, 1e9
@@ -261,6 +264,49 @@ def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, F
         np.log(decoders),
     )
     return ttft, tpot, Features(_names(cases), numbers, np.stack(columns, 1))
+
+
+def predict_rows(
+    path: Path, predictor: Predictor, *, hide_combination: bool
+) -> Sequence[dict[str, Any]]:
+    """Return a prediction for each row, in the file's order: its `id`, `ttft_ms` and `tpot_ms`,
+    each with the ends of a bar (`_low`, `_high`), and `extrapolated`. A row that cannot be read has
+    `error` in their place. With `hide_combination` no measured row of the same model, GPU, engine
+    and precision is looked at. Measured times in the file are not read."""
+    read = list(read_silicon(path))
+    results: list[dict[str, Any]] = [
+        {"id": "", "error": str(row)} if isinstance(row, ConfigError) else {"id": row.id}
+        for row in read
+    ]
+    for split in (False, True):
+        numbers = [
+            number
+            for number, row in enumerate(read)
+            if isinstance(row, MeasuredRow) and bool(row.prefill_workers) == split
+        ]
+        for start in range(0, len(numbers), ROWS_AT_ONCE):
+            some = numbers[start : start + ROWS_AT_ONCE]
+            rows = [row for number in some if isinstance(row := read[number], MeasuredRow)]
+            hidden = [row.combination for row in rows] if hide_combination else ()
+            if split:
+                estimates = predictor.predict_split([row_split(row) for row in rows], hidden)
+            else:
+                estimates = predictor.predict([row.case() for row in rows], hidden)
+            for place, number in enumerate(some):
+                results[number] |= row_result(estimates, place)
+    return results
+
+
+def row_result(estimates: Estimates, place: int) -> dict[str, Any]:
+    """Return the fields of one prediction."""
+    names = [name for name in Estimates.__struct_fields__ if name != "novelty"]
+    values = {
+        name.replace("_low_ms", "_ms_low").replace("_high_ms", "_ms_high"): finite(
+            float(getattr(estimates, name)[place])
+        )
+        for name in names
+    }
+    return {**values, "extrapolated": estimates.extrapolated[place]}
 
 
 def finite(value: float) -> float:
