@@ -59,8 +59,8 @@ class Replayed(msgspec.Struct, frozen=True):
 def step_timing(
     plan: Plan, question: Question, predictor: Predictor, *, prefill: bool = False
 ) -> Timing:
-    """Return the step time of a worker that answers, or of a `prefill` worker: the formula's slopes
-    around the plan's load, so scaled that a replay of that load has the predicted TPOT."""
+    """Return the step time of a worker that answers, or of a `prefill` worker. The formula's slopes
+    at the plan's load are so scaled that a replay of that load has the predicted TPOT."""
     layout = plan.prefill_layout if prefill and plan.prefill_layout else plan.layout
     seqs = 1 if prefill else plan.concurrency
     cases = CaseArrays([Search(question, predictor).case(layout, seqs)])
