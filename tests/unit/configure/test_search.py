@@ -30,6 +30,7 @@ from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import ReplayPlan
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
+from dynamo.services.deployment.worker_groups import worker_groups
 
 
 def ask(**changes: Any) -> Question:
@@ -165,7 +166,7 @@ def test_written_settings_are_read_back_as_the_same_workers(
     for text in (settings, graph):
         path = tmp_path / "file.yaml"
         path.write_text(text)
-        workers = read_configuration(path, question)
+        workers = read_configuration(path, question, worker_groups)
         assert (workers.layout.tensor, workers.count) == (plan.layout.tensor, plan.replicas)
         assert workers.prefill_count == plan.prefill_workers
         checked = predict_plan(workers, question, predictor)

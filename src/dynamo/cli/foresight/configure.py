@@ -17,6 +17,7 @@ from dynamo.core.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
     from dynamo.operations.configure.catalogue import EngineFacts
+    from dynamo.operations.configure.checking import Workers
     from dynamo.operations.configure.finalists import Replayed
     from dynamo.operations.configure.plans import Plan, Question
     from dynamo.operations.configure.predictor import Predictor
@@ -119,12 +120,12 @@ def _question(args: argparse.Namespace) -> tuple[Question, Predictor]:
 
 
 def _predictor(args: argparse.Namespace, question: Question) -> Predictor:
-    from dynamo.operations.configure.checking import measured_row, read_configuration
+    from dynamo.operations.configure.checking import measured_row
     from dynamo.operations.configure.predictor import Predictor
 
     rows = []
     if args.measured:
-        workers = read_configuration(Path(args.check), question) if args.check else None
+        workers = _read_checked(args, question) if args.check else None
         rows.append(measured_row(args.measured, question, workers))
     return Predictor.shipped(rows, question.shape)
 
@@ -256,15 +257,22 @@ def _write_files(
 
 def _check(args: argparse.Namespace, question: Question, predictor: Predictor) -> int:
     """Predict a given configuration. Returns 1 if it breaks the promise."""
-    from dynamo.operations.configure.checking import predict_plan, read_configuration
+    from dynamo.operations.configure.checking import predict_plan
     from dynamo.operations.configure.report import table_rows
 
-    plan = predict_plan(read_configuration(Path(args.check), question), question, predictor)
+    plan = predict_plan(_read_checked(args, question), question, predictor)
     if args.json:
         _write_json(args.json, plan)
     if args.json != "-":
         print("\n".join(format_table(table_rows([plan]))))
     return 0 if plan.misses(question) <= 1 else 1
+
+
+def _read_checked(args: argparse.Namespace, question: Question) -> Workers:
+    from dynamo.operations.configure.checking import read_configuration
+    from dynamo.services.deployment.worker_groups import worker_groups
+
+    return read_configuration(Path(args.check), question, worker_groups)
 
 
 def _write_json(path: str, content: object) -> None:

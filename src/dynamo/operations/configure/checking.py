@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
+from dynamo.core.settings import Settings, resolve_settings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.operations.configure.catalogue import engines, family_of
 from dynamo.operations.configure.files import HEADROOM
 from dynamo.operations.configure.measured import MeasuredRow
@@ -19,6 +21,7 @@ from dynamo.operations.configure.search import Search
 from dynamo.operations.configure.yaml_files import read_yaml
 
 DEFAULT_SEQS = 256
+ANSWERING = ("decode", "worker", "both")
 
 
 class Workers(msgspec.Struct, frozen=True):
@@ -31,52 +34,55 @@ class Workers(msgspec.Struct, frozen=True):
     prefill_count: int = 0
 
 
-def read_configuration(path: Path, question: Question) -> Workers:
-    """Read the workers of settings for `dynamo serve`, or of a DynamoGraphDeployment. Raises
-    `ConfigError`."""
+class WorkerGroup(Protocol):
+    """Equal workers of settings."""
+
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def settings(self) -> Settings: ...
+
+
+def read_configuration(
+    path: Path, question: Question, groups_of: Callable[[Settings], Sequence[WorkerGroup]]
+) -> Workers:
+    """Read the workers of settings for `dynamo serve`, by their groups, or of a
+    DynamoGraphDeployment. Raises `ConfigError`."""
     content = read_yaml(path)
     if content.get("kind") == "DynamoGraphDeployment":
         return _read_graph(path, content, question)
-    return _read_settings(path, content, question)
+    settings = resolve_settings(document=(path.read_text(), str(path))).settings
+    by_role: dict[str, tuple[Layout, int, int]] = {}
+    for group in groups_of(settings):
+        engine = group.settings.engine
+        seqs = engine.max_num_seqs or DEFAULT_SEQS
+        by_role[engine.role] = (_layout(path, engine, question), group.replicas, seqs)
+    return _by_role(path, by_role)
 
 
-def _read_settings(path: Path, content: Mapping[str, Any], question: Question) -> Workers:
-    engine = _section(content, "engine")
-    kind = engine.get("kind", "")
+def _layout(path: Path, engine: EngineSettings, question: Question) -> Layout:
     known = {facts.kind: name for name, facts in engines().items()} | {"trtllm": "trtllm"}
-    if kind not in known:
-        name = question.engines[0].name if kind in {"", "auto", "mock"} else ""
-        if not name:
-            raise ConfigError(
-                f"{path}: no times of engine {kind!r}", hint=nearest_name_hint(kind, known)
-            )
-        known = {**known, kind: name}
-
-    def layout(group: Mapping[str, Any]) -> Layout:
-        args = _section(engine, "args")
-        data = int(engine.get("data_parallel_size") or args.get("dp_size") or 1)
-        tensor = int(group.get("tensor_parallel_size") or engine.get("tensor_parallel_size") or 1)
-        return Layout(
-            engine=known[kind],
-            tensor=max(tensor, data),
-            stages=int(engine.get("pipeline_parallel_size") or 1),
-            attention_dp=data > 1 or bool(args.get("enable_attention_dp")),
-            split_experts=any(re.search("expert|ep_size", name) for name in args),
-            kv_precision="fp8" if engine.get("kv_cache_dtype") == "fp8" else _own_kv(question),
-        )
-
-    seqs = int(engine.get("max_num_seqs") or DEFAULT_SEQS)
-    groups = _section(content, "workers")
-    decode, prefill = (_section(groups, name) for name in ("decode", "prefill"))
-    if not decode.get("replicas"):
-        return Workers(layout({}), int(engine.get("workers", 1)) or 1, seqs)
-    return Workers(
-        layout(decode),
-        int(decode["replicas"]),
-        int(decode.get("max_batch_size") or seqs),
-        layout(prefill) if prefill.get("replicas") else None,
-        int(prefill.get("replicas") or 0),
+    known |= dict.fromkeys(("auto", "mock"), question.engines[0].name)
+    if engine.kind not in known:
+        hint = nearest_name_hint(engine.kind, engines())
+        raise ConfigError(f"{path}: no times of engine {engine.kind!r}", hint=hint)
+    data = max(engine.data_parallel_size, int(engine.args.get("dp_size") or 1))
+    return Layout(
+        engine=known[engine.kind],
+        tensor=max(engine.tensor_parallel_size, data),
+        stages=engine.pipeline_parallel_size,
+        attention_dp=data > 1 or bool(engine.args.get("enable_attention_dp")),
+        split_experts=any(re.search("expert|ep_size", name) for name in engine.args),
+        kv_precision="fp8" if engine.kv_cache_dtype == "fp8" else _own_kv(question),
     )
+
+
+def _by_role(path: Path, by_role: Mapping[str, tuple[Layout, int, int]]) -> Workers:
+    answering = next((by_role[role] for role in ANSWERING if role in by_role), None)
+    if answering is None:
+        raise ConfigError(f"{path} has no workers of {', '.join(engines())} that answer")
+    ahead = by_role.get("prefill")
+    return Workers(*answering, *(ahead[:2] if ahead else ()))
 
 
 def _read_graph(path: Path, content: Mapping[str, Any], question: Question) -> Workers:
@@ -94,11 +100,7 @@ def _read_graph(path: Path, content: Mapping[str, Any], question: Question) -> W
                 role = "prefill" if "prefill" in words else str(component.get("type", "worker"))
                 layout, seqs = _read_words(words, engine, question)
                 by_role[role] = (layout, int(component.get("replicas", 1)), seqs)
-    answering = next((by_role[role] for role in ("decode", "worker") if role in by_role), None)
-    if answering is None:
-        raise ConfigError(f"{path} has no workers of {', '.join(engines())}")
-    ahead = by_role.get("prefill")
-    return Workers(*answering, *(ahead[:2] if ahead else ()))
+    return _by_role(path, by_role)
 
 
 def _read_words(words: Sequence[str], engine: str, question: Question) -> tuple[Layout, int]:

@@ -171,7 +171,7 @@ class Search:
         arrays = CaseArrays([case])
         length = np.array([question.isl + question.osl / 2])
         shards = float(arrays.kv_shards[0]) * layout.stages
-        kv = concurrency * float(arrays.kv_bytes(length)[0]) / shards
+        kv = min(concurrency, capacity) * float(arrays.kv_bytes(length)[0]) / shards
         weights = shape.weight_bytes() / layout.gpus
         gpus = layout.gpus * replicas + (prefill[0].gpus * prefill[1] if prefill else 0)
         return Plan(
