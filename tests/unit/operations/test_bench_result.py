@@ -24,7 +24,6 @@ from dynamo.operations.bench.bench_result import (
     read_result,
 )
 from dynamo.operations.bench.load_generator import (
-    arrival_times,
     schedule_sessions,
     synthetic_sessions,
 )
@@ -172,22 +171,22 @@ def test_the_plot_shows_the_objectives(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_poisson_arrivals_have_their_rate_and_ramps_grow() -> None:
-    steady = list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3)))
-    ramp = list(arrival_times(LoadProfile(rate=10, rate_to=90, duration_s=100, seed=3)))
+    steady = list(LoadProfile(rate=50, duration_s=100, seed=3).start_times())
+    ramp = list(LoadProfile(rate=10, rate_to=90, duration_s=100, seed=3).start_times())
 
     assert len(steady) == pytest.approx(5000, rel=0.05)
     assert len(ramp) == pytest.approx(5000, rel=0.05)
     assert sum(start_s < 50 for start_s in ramp) == pytest.approx(1500, rel=0.1)
     assert steady == sorted(steady)
-    assert list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3))) == steady
+    assert list(LoadProfile(rate=50, duration_s=100, seed=3).start_times()) == steady
 
 
 def test_even_arrivals_and_a_falling_ramp() -> None:
     even = LoadProfile(rate=2, even=True, duration_s=2)
 
-    assert list(arrival_times(even)) == [0.5, 1.0, 1.5, 2.0]
+    assert list(even.start_times()) == [0.5, 1.0, 1.5, 2.0]
     assert (
-        len(list(arrival_times(LoadProfile(rate=20, rate_to=0.001, duration_s=10, even=True))))
+        len(list(LoadProfile(rate=20, rate_to=0.001, duration_s=10, even=True).start_times()))
         == 100
     )
     sessions = schedule_sessions(synthetic_sessions(RequestShape()), even)

@@ -36,6 +36,8 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             metavar="R|A..B",
         ),
         Flag("--even", "evenly spaced arrivals, not Poisson", False),
+        Flag("--cv", "variation of the times between arrivals; not 1: a gamma process", 1.0, "X"),
+        Flag("--day", "let --rate A..B swing from A to B and back in this time", metavar="TIME"),
         Flag("--duration", "time to send (default: 10s without --requests)", metavar="TIME"),
         Flag("--requests", "requests to send", 0, "N"),
         Flag("--warmup", "unmeasured requests first", 0, "N"),
@@ -162,7 +164,10 @@ def _parse_load(args: argparse.Namespace) -> Any:
 
     rate, rate_to = _parse_rate(args.rate)
     duration_s = _parse_seconds(args.duration) if args.duration or args.requests else 10.0
-    if rate_to and not duration_s:
+    day_s = _parse_seconds(args.day)
+    if day_s and not rate_to:
+        raise ConfigError("--day needs two rates", hint="--rate 5..50 --day 1h")
+    if rate_to and not (duration_s or day_s):
         raise ConfigError("--rate A..B needs a duration", hint="give --duration")
     if not (duration_s or args.requests or args.trace):
         raise ConfigError("--duration 0 would never end", hint="give --requests or a duration")
@@ -175,6 +180,8 @@ def _parse_load(args: argparse.Namespace) -> Any:
         requests=args.requests,
         warmup=args.warmup,
         seed=args.seed,
+        cv=args.cv,
+        day_s=day_s,
     )
 
 
@@ -199,6 +206,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {bound}")
     if not 0 <= args.prefix_share <= 1 or args.prefixes < 1:
         raise ConfigError("--prefix-share must be 0 to 1, --prefixes at least 1")
+    if not 0 <= args.cv < inf:
+        raise ConfigError("--cv must not be negative")
     if not 0 < args.speed < inf:
         raise ConfigError("--speed must be above 0")
 

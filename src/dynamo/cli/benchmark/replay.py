@@ -188,8 +188,10 @@ def _cluster_name(result: ReplayResult) -> str:
 def _trace_name(args: argparse.Namespace) -> str:
     if args.synthetic is None:
         return Path(args.trace).name
-    load = msgspec.structs.asdict(args.synthetic)
-    return "synthetic " + ",".join(f"{name}={value:g}" for name, value in load.items())
+    load = msgspec.to_builtins(args.synthetic)
+    names = [name for name, value in load.items() if value]
+    parts = (f"{load[name]:g}" if name != "windows" else Path(load[name]).name for name in names)
+    return "synthetic " + ",".join(map("=".join, zip(names, parts, strict=True)))
 
 
 def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:

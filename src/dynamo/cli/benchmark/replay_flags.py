@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo.cli.parsing import Flag, Parser
 from dynamo.cli.settings_flags import add_settings_flags
 from dynamo.core.settings.units import parse_seconds
 
 if TYPE_CHECKING:
+    from dynamo.operations.arrivals import SyntheticLoad
     from dynamo.operations.bench.workload import LatencyObjectives
     from dynamo.operations.replay.result import LatencyLimit
-    from dynamo.operations.replay.trace import SyntheticLoad
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "p999", "max")
@@ -98,19 +98,25 @@ def _split_pairs(text: str, names: Sequence[str]) -> Mapping[str, str]:
 
 
 def _parse_synthetic(text: str) -> SyntheticLoad:
-    from dynamo.operations.replay.trace import SyntheticLoad
+    from dynamo.operations.arrivals import SyntheticLoad
 
     values = _split_pairs(text, SyntheticLoad.__struct_fields__)
-    missing = [name for name in SyntheticLoad.__struct_fields__ if name not in values]
+    needed = ("requests", "rate", *(() if "windows" in values else ("isl", "osl")))
+    missing = [name for name in needed if name not in values]
     if missing:
         raise argparse.ArgumentTypeError(f"{', '.join(missing)} missing")
-    integer = _number(int)
-    return SyntheticLoad(
-        isl=int(integer(values["isl"])),
-        osl=int(integer(values["osl"])),
-        requests=int(integer(values["requests"])),
-        rate=_number(float)(values["rate"]),
-    )
+    if ("peak" in values) != ("day" in values):
+        raise argparse.ArgumentTypeError("peak and day go together, e.g. peak=40,day=1h")
+    integer, number = _number(int), _number(float)
+    parse: Mapping[str, Callable[[str], Any]] = {
+        **dict.fromkeys(("isl", "osl", "requests"), lambda value: int(integer(value))),
+        **dict.fromkeys(("rate", "peak"), number),
+        "cv": _number(float, allow_zero=True),
+        "day": lambda value: _milliseconds(value) / 1e3,
+        "windows": str,
+    }
+    fields = {"isl": 0, "osl": 0} | {name: parse[name](text) for name, text in values.items()}
+    return SyntheticLoad(**fields)
 
 
 def _parse_objectives(text: str) -> LatencyObjectives:
@@ -153,7 +159,9 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         Flag(
             "--synthetic",
             "instead of a trace: isl=3000,osl=150,requests=3000,rate=40 are Poisson arrivals "
-            "of 40 requests/s that share nothing, with lengths within 20 %% of isl and osl",
+            "of 40 requests/s that share nothing, with lengths within 20 %% of isl and osl; "
+            "cv=3: a gamma process; peak=80,day=1h: a rate that swings to 80 and back; "
+            "windows=FILE.csv instead of isl and osl: rates and lengths of ServeGen",
             metavar="LOAD",
             parse=_parse_synthetic,
         ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
+
+from dynamo.operations.arrivals import Arrivals
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
@@ -56,9 +59,10 @@ class RequestShape(msgspec.Struct, frozen=True):
 
 class LoadProfile(msgspec.Struct, frozen=True):
     """Arrival of requests. An open loop sends `rate` requests per second, growing linearly to
-    `rate_to`. With rate 0, a closed loop holds `concurrency` in flight. The run ends after
-    `duration_s` or `requests` (0 = no limit). Seed 0 means a random seed: prompts of earlier runs
-    are in no cache then."""
+    `rate_to`, or swinging to that and back each `day_s`; `cv` as in `Arrivals`, 0 if `even`. With
+    rate 0, a closed loop holds `concurrency` in flight. The run ends after `duration_s` or
+    `requests` (0 = no limit). Seed 0 means a random seed: prompts of earlier runs are in no cache
+    then."""
 
     concurrency: int = 1
     rate: float = 0.0
@@ -68,6 +72,14 @@ class LoadProfile(msgspec.Struct, frozen=True):
     requests: int = 0
     warmup: int = 0
     seed: int = 0
+    cv: float = 1.0
+    day_s: float = 0.0
+
+    def start_times(self) -> Iterator[float]:
+        """Yield session starts of an open loop in seconds from the beginning of the run."""
+        cv = 0.0 if self.even else self.cv
+        arrivals = Arrivals(self.rate, self.rate_to, self.duration_s, cv, self.day_s)
+        return arrivals.times(Random(self.seed))
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):

@@ -14,7 +14,6 @@ import numpy as np
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.bench_result import BenchResult
-from dynamo.operations.bench.load_generator import arrival_times
 from dynamo.operations.bench.traces import read_record
 from dynamo.operations.bench.workload import LoadProfile
 from dynamo.operations.latency_summary import LatencySummary
@@ -160,7 +159,7 @@ def _run_of_bench(path: str, result: BenchResult, rows: int) -> MeasuredRun:
         )
     requests = min(result.requests, rows)
     lengths = max(1, result.prompt_tokens // result.requests), max(1, shape["output_tokens"])
-    starts = list(islice(arrival_times(load), requests)) if load.rate else []
+    starts = list(islice(load.start_times(), requests)) if load.rate else []
     chains = [[row] for row in range(len(starts))]
     if not starts:
         slots = load.concurrency

@@ -13,6 +13,7 @@ from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSet
 from dynamo.core.timing.model import Timing
 from dynamo.core.values import BOTH_ROLES, EngineInfo
 from dynamo.inference.mock.engine import make_mock_engine_info
+from dynamo.operations.arrivals import SyntheticLoad
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.configure.cases import CaseArrays
 from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
@@ -23,7 +24,6 @@ from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import (
     ArrivalOptions,
-    SyntheticLoad,
     TraceConversation,
     TraceRequest,
     make_synthetic_trace,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from random import Random
 
 import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
+from dynamo.operations.arrivals import SyntheticLoad
 from dynamo.operations.bench.traces import TraceRow, read_trace_sessions
 
 
@@ -40,16 +41,6 @@ class ArrivalOptions(msgspec.Struct, frozen=True):
     speed: float = 1.0
     jitter_s: float = 0.0
     seed: int = 0
-
-
-class SyntheticLoad(msgspec.Struct, frozen=True):
-    """Requests that share nothing and arrive as a Poisson process of `rate` requests per second.
-    Lengths are uniform within 20 % of `isl` prompt tokens and `osl` output tokens."""
-
-    isl: int
-    osl: int
-    requests: int
-    rate: float
 
 
 class PrefixBlockIds:
@@ -134,14 +125,14 @@ def _with_choices(
 def make_synthetic_trace(
     load: SyntheticLoad, arrivals: ArrivalOptions
 ) -> Iterator[TraceConversation]:
-    """Yield the conversations of a synthetic load, one request each, ordered by start."""
+    """Yield the conversations of a synthetic load, one request each, ordered by start. Raises
+    `ConfigError`."""
     rng = Random(arrivals.seed)
     delayed: list[tuple[float, int, TraceConversation]] = []
-    time_s = 0.0
-    for row in range(load.requests):
-        time_s += rng.expovariate(load.rate)
+    for row, drawn in enumerate(islice(load.draw(rng), load.requests)):
+        time_s, *lengths = (drawn,) if isinstance(drawn, float) else drawn
         start_s = time_s + (rng.random() * arrivals.jitter_s if arrivals.jitter_s else 0.0)
-        request = TraceRequest(row, _vary(load.isl, rng), _vary(load.osl, rng))
+        request = TraceRequest(row, *(lengths or (_vary(load.isl, rng), _vary(load.osl, rng))))
         conversation = TraceConversation(start_s / arrivals.speed, [request])
         heappush(delayed, (start_s, row, conversation))
         while delayed and delayed[0][0] <= time_s:
