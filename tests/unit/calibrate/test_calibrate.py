@@ -17,8 +17,12 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.timing.model import Timing, parse_timing
 from dynamo.core.values import EngineInfo
 from dynamo.inference.model_runner import StepPlan
+from dynamo.operations.bench.bench_result import BenchResult
+from dynamo.operations.bench.workload import LoadProfile, RequestShape
+from dynamo.operations.calibrate import fit
 from dynamo.operations.calibrate.fit import calibrate
 from dynamo.operations.calibrate.measured import read_run
+from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
@@ -123,7 +127,10 @@ def test_another_file_is_refused_with_what_is_wanted(tmp_path: Path, text: str) 
         read_run(str(tmp_path / "none"), 10)
 
 
-def test_the_command_writes_a_timing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_timing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "ITERATIONS", 1)
     record, out = tmp_path / "record", tmp_path / "timing.json"
     record.mkdir()
     measure(record, requests=40)
@@ -131,3 +138,50 @@ def test_the_command_writes_a_timing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_command([str(record), "--out", str(out), *flags]) == 0
     assert isinstance(parse_timing(str(out)), Timing)
     assert "tested" in capsys.readouterr().out
+
+
+def write_bench(path: Path, slots: int, lengths: tuple[int, int], requests: int = 24) -> str:
+    """Write the result of a closed loop on an engine with the time of TRUE."""
+    chains = [range(slot, requests, slots) for slot in range(slots)]
+    conversations = [
+        TraceConversation(0.0, [TraceRequest(row, *lengths) for row in chain]) for chain in chains
+    ]
+    _, log = Replay(plan_for(TRUE)).run(conversations)
+    result = BenchResult(
+        settings={
+            "load": msgspec.to_builtins(LoadProfile(concurrency=slots)),
+            "shape": msgspec.to_builtins(RequestShape(*lengths)),
+        },
+        seconds=1.0,
+        requests=requests,
+        failed=0,
+        errors={},
+        requests_per_s=1.0,
+        prompt_tokens=requests * lengths[0],
+        output_tokens=requests * lengths[1],
+        output_tokens_per_s=1.0,
+        cached_tokens=0,
+        cached_ratio=0.0,
+        events_per_token=1.0,
+        ttft_ms=summarize_latencies(log.ttft_s),
+        itl_ms=LatencySummary(),
+        tpot_ms=summarize_latencies(log.tpot_s),
+        e2e_ms=summarize_latencies(log.e2e_s),
+    )
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    return str(path)
+
+
+def test_results_of_benchmarks_with_different_loads_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = ((1, (100, 10)), (8, (100, 20)), (4, (400, 10)), (16, (400, 20)))
+    paths = [write_bench(tmp_path / f"{slots}.json", slots, lengths) for slots, lengths in loads]
+    plan = plan_for(Timing(1.0, 1.0))
+    with pytest.raises(ConfigError, match="cannot be told from"):
+        calibrate([read_run(paths[0], 1000)], plan)
+    with monkeypatch.context() as short:
+        short.setattr(fit, "ITERATIONS", 8)
+        calibration = calibrate([read_run(path, 1000) for path in paths], plan)
+    assert calibration.tested == []
+    assert all(abs(mean) < 0.1 for _, metric, mean, _ in calibration.fitted if metric == "E2E")

@@ -50,6 +50,8 @@ MIN_SHARE = 0.005
 """A coefficient with less than this effect on the metrics is 0."""
 MAX_ERROR = 0.3
 """A share of the mean step with a larger standard error is refused."""
+MAX_WEIGHT = 100
+"""A mean of requests counts as so many of them at most."""
 SMALL_SHARE = 0.2
 """Two coefficients that take less of a step together need not be told apart."""
 MIN_NOISE = 0.01
@@ -252,9 +254,9 @@ def _batches(run: MeasuredRun) -> tuple[Any, Any]:
     context = batch * (prompt + answer / 2)
     decode = (1, prompt * batch / answer, batch, context, attention * batch / answer)
     prefill = (1, prompt, 1, 0, attention)
-    return np.array([decode, prefill]), np.array(
-        [token_ms, run.fitted["TTFT"].percentiles[0] * 1e3]
-    )
+    times = [token_ms, run.fitted["TTFT"].percentiles[0] * 1e3]
+    weight = min(len(turns), MAX_WEIGHT)
+    return np.repeat([decode, prefill], weight, axis=0), np.repeat(times, weight)
 
 
 def _answers(run: MeasuredRun, engines: int) -> tuple[Any, Any]:
