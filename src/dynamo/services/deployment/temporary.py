@@ -25,13 +25,16 @@ QUIET_LOG_LEVEL = "warn"
 
 
 def temporary_settings(settings: Settings, prefix: str) -> Settings:
-    """Return the settings with a unique deployment name and, by default, quiet logs."""
+    """Return the settings with a unique deployment name, without a record of requests that would
+    outlive the job, and by default with quiet logs."""
     name = settings.runtime.deployment or f"{prefix}-{os.getpid()}"
     level = settings.logging.level
     logging = replace(
         settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
     )
-    return replace(settings, runtime=replace(settings.runtime, deployment=name), logging=logging)
+    runtime = replace(settings.runtime, deployment=name)
+    record = replace(settings.record, enabled=False)
+    return replace(settings, runtime=runtime, logging=logging, record=record)
 
 
 def run_with_temporary_deployment(
