@@ -170,8 +170,12 @@ class ReplayLog:
     ) -> tuple[SequenceContent, int, int]:
         """Record that a prompt was sent to the engine of that number for another worker. Returns
         the same as `on_placed`."""
-        self._prefills[worker] += 1
+        self.record_prefill(worker)
         return self._engine_inputs(self.in_flight[request.request_id])
+
+    def record_prefill(self, worker: int) -> None:
+        """Count a prompt that was sent to the engine of that number for another worker."""
+        self._prefills[worker] += 1
 
     def _engine_inputs(self, replayed: ReplayRequest) -> tuple[SequenceContent, int, int]:
         turn = replayed.trace_request

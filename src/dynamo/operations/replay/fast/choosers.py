@@ -8,15 +8,18 @@ from random import Random
 
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.core.values import KvEvent
+from dynamo.core.values import KvEvent, Load
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.least_loaded import LeastLoadedCandidates
-from dynamo.operations.replay.fast.request import FastRequest
-from dynamo.operations.replay.fast.worker import FastWorker, WorkerListener
+from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
+from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.costs.pair import PairCost
+from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.factory import make_solver
+from dynamo.scheduling.router.features import only_prefills
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
@@ -57,6 +60,9 @@ class BalancerChooser(Chooser):
     def on_first_token(self, request: FastRequest) -> None:
         pass
 
+    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
+        pass
+
     def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
         pass
 
@@ -87,6 +93,7 @@ class SolverChooser(Chooser):
         self,
         instances: Mapping[str, Instance],
         settings: RouterSettings,
+        transfer: float | None,
         run_tokens: int,
         workers: Sequence[FastWorker],
         heap: EventHeap,
@@ -103,11 +110,24 @@ class SolverChooser(Chooser):
         for worker in ledger.workers.workers:
             self._view.apply(worker.name, ())
         self.solver = make_solver(settings, self._view, rng, ledger)
+        if transfer is not None:
+            self._price_pairs(settings, instances, transfer)
         self.solver.make_shortlist = LeastLoadedCandidates
         self._view.set_cacheless_workers(ledger.workers.cacheless)
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
         self._due_s: float | None = None
+
+    def _price_pairs(
+        self, settings: RouterSettings, instances: Mapping[str, Instance], transfer: float
+    ) -> None:
+        """Price pairs of workers, as `KvPolicy` does, with the known rate of their links."""
+        for name in instances:
+            load = Load(transfer_bytes_per_s=transfer)
+            self._ledger.workers.on_load_report(name, load, 0.0)
+        if settings.disaggregation.mode == FLEXIBLE or any(map(only_prefills, instances.values())):
+            self.solver.cost = cost = PairCost(settings.disaggregation)
+            self._view.removed_blocks = cost.removed_blocks
 
     def choose(self, request: FastRequest) -> None:
         key = str(request.row)
@@ -130,6 +150,9 @@ class SolverChooser(Chooser):
             if len(self.solver):
                 self._schedule()
 
+    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
+        pass
+
     def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
         self._view.apply(str(number), events)
 
@@ -147,7 +170,9 @@ class SolverChooser(Chooser):
                 request.placed = placed = result.placed
                 tokens = _EmittedTokens(request, self._workers, self._heap)
                 placed.attach_token_log(tokens)  # type: ignore[arg-type]
-                self._send(request, placed.worker.name)
+                if placed.decode_worker is not None:
+                    request.source = int(placed.worker.name)
+                self._send(request, placed.answering.name)
             if not solver.unfinished:
                 break
         for pending, error in solver.pop_rejected():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +17,11 @@ from dynamo.core.values import KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
 from dynamo.operations.replay.fast.events import EventHeap
-from dynamo.operations.replay.fast.request import FastRequest
+from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
+from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import StepTime
-from dynamo.operations.replay.fast.worker import FastWorker, WorkerListener
+from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import ReplayResult
@@ -39,12 +41,16 @@ class FastReplay(Replay, WorkerListener):
     def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
         """Raise `ConfigError` for what only the exact replay simulates."""
         super().__init__(plan, progress)
-        workers, mode = plan.workers, resolve_mode_alias(plan.router_settings.mode)
+        workers, routing = plan.workers, plan.router_settings
+        mode = resolve_mode_alias(routing.mode)
         missing = {
-            "prompts that other workers compute": workers.transfer is not None,
+            "an inter-token latency that steers": bool(routing.disaggregation.itl_slo),
             "memory tiers": bool(workers.tiers),
             "data-parallel ranks": workers.ranks > 1,
             "admission": plan.admission,
+            f"prompts that other workers compute in router mode {mode}": (
+                workers.transfer is not None and mode != KV
+            ),
             f"router mode {mode}": mode not in {KV, *MODES},
         }
         if unknown := [name for name, used in missing.items() if used]:
@@ -58,6 +64,8 @@ class FastReplay(Replay, WorkerListener):
         plan = self._plan
         size = plan.workers.block_tokens
         self._heap = EventHeap()
+        self._remote_prefills = 0
+        self._block_bytes = size * plan.workers.kv_bytes_per_token
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
         self._workers = [self._make_worker(*each) for each in enumerate(plan.workers)]
@@ -72,7 +80,8 @@ class FastReplay(Replay, WorkerListener):
         self._duration_s = self._heap.time_s
         self._preemptions = sum(worker.preemptions for worker in self._workers)
         self._evictions = sum(worker.cache.evictions for worker in self._workers)
-        self._remote_prefills = self._kv_bytes_moved = 0
+        arrived = sum(worker.blocks_arrived for worker in self._workers)
+        self._kv_bytes_moved = arrived * self._block_bytes
         self._fallbacks, self._tiers = Counter(), {}
         took = time.perf_counter() - wall, time.process_time() - cpu
         return self._make_result(self._log, *took), self._log
@@ -103,7 +112,8 @@ class FastReplay(Replay, WorkerListener):
         )
 
     def _make_chooser(self) -> Chooser:
-        plan = self._plan
+        plan, rate = self._plan, self._plan.workers.transfer
+        transfer = {} if rate is None else {"transfer": [{"slot_bytes": self._block_bytes}]}
         instances = {
             str(number): Instance(
                 id=str(number),
@@ -111,7 +121,7 @@ class FastReplay(Replay, WorkerListener):
                 namespace="replay",
                 component="worker",
                 endpoint="generate",
-                capabilities={"engine": msgspec.to_builtins(group.engine)},
+                capabilities={"engine": msgspec.to_builtins(group.engine), **transfer},
             )
             for number, group in enumerate(plan.workers)
         }
@@ -122,6 +132,7 @@ class FastReplay(Replay, WorkerListener):
         return SolverChooser(
             instances,
             settings,
+            rate,
             self._run_tokens,
             self._workers,
             self._heap,
@@ -180,6 +191,19 @@ class FastReplay(Replay, WorkerListener):
         if not self._log.completed % PROGRESS_EVERY:
             self._report_progress(self._log)
         self._arrive(request.turns)
+
+    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
+        workers, now, source = self._plan.workers, self._heap.time_s, request.source
+        size, worker = workers.block_tokens, self._workers[source]
+        prompt = FastRequest(request.trace_request, size, self._run_tokens // size, now)
+        block_s = self._block_bytes / (workers.transfer or math.inf)
+        ends = self._workers[request.worker], prompt, worker
+        prompt.sink = PulledPrompt(request, *ends, have_blocks, block_s, self._heap)
+        self._log.record_prefill(source)
+        self._remote_prefills += 1
+        worker.add(prompt, now)
+        if not worker.is_busy:
+            self._heap.idle.append(worker)
 
     def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
         self._chooser.on_kv_events(number, events)

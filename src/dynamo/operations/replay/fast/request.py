@@ -1,12 +1,18 @@
-"""A request of a fast replay."""
+"""A request of a fast replay, and who follows it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from dynamo.core.values import KvEvent
 from dynamo.operations.replay.fast.run_cache import Held
 from dynamo.operations.replay.trace import TraceRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
+
+if TYPE_CHECKING:
+    from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 
 
 class FastRequest:
@@ -17,7 +23,8 @@ class FastRequest:
     `length`: its tokens as far as known. `computed`: those of the prompt whose KV is there.
     `run_blocks`, `own_blocks`: its blocks in runs, and others of its prompt. `recomputed`: the
     tokens of the answer that it had before it was preempted last. `first_step`, `end_step`: see
-    `FastWorker`; 0 without a token.
+    `FastWorker`; 0 without a token. `source`: the worker that computes the prompt, if another one,
+    else -1. `sink`: gets the blocks of a prompt that is computed for another worker.
     """
 
     __slots__ = (
@@ -41,6 +48,8 @@ class FastRequest:
         "recomputed",
         "row",
         "run_blocks",
+        "sink",
+        "source",
         "trace_request",
         "turns",
         "units",
@@ -64,5 +73,31 @@ class FastRequest:
         self.held: list[Held] = []
         self.held_units = 0
         self.placed: PlacedRequest | None = None
-        self.worker = -1
+        self.worker = self.source = -1
+        self.sink: PulledPrompt | None = None
         self.turns: Iterator[TraceRequest] = iter(())
+
+    @property
+    def prompt_key(self) -> int | None:
+        """The key of the whole prompt; None if it has no full block that others find."""
+        return self.keys[self.units - 1] if self.units else None
+
+
+class WorkerListener(ABC):
+    """Gets what happens at workers."""
+
+    @abstractmethod
+    def on_first_token(self, request: FastRequest) -> None:
+        """Take note of a first token."""
+
+    @abstractmethod
+    def on_finished(self, request: FastRequest) -> None:
+        """Take note of an end."""
+
+    @abstractmethod
+    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
+        """Let another worker compute a prompt whose blocks are reserved, and which has some."""
+
+    @abstractmethod
+    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
+        """Take note of units that the worker of that number has cached or evicted."""

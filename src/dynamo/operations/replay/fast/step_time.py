@@ -13,9 +13,15 @@ from dynamo.core.timing.model import (
     StepTiming,
     Timing,
 )
+from dynamo.operations.latency_summary import LatencyHistogram
 
 NEWTON_STEPS = 20
 """Steps of Newton's method, which needs two or three where steps are alike."""
+
+
+GAP_SPREAD = 0.02
+"""The gaps of a leap are counted in parts within which they differ by this share."""
+MAX_GAP_PARTS = 8
 
 
 class Leap(msgspec.Struct, frozen=True):
@@ -54,6 +60,18 @@ class Leap(msgspec.Struct, frozen=True):
         """Return how many steps have ended after `elapsed_s`."""
         steps = self.steps_until(elapsed_s)
         return steps if self.duration_s(steps) <= elapsed_s else steps - 1
+
+    def count_gaps(self, gaps: LatencyHistogram, steps: int, decoding: int) -> None:
+        """Count the times between tokens of the first `steps` in a few parts."""
+        first, last = self.step_s(0), self.step_s(steps - 1)
+        spread = abs(last - first) / max(1e-9, min(first, last))
+        parts = min(steps, MAX_GAP_PARTS, 1 + ceil(spread / GAP_SPREAD))
+        done, done_s = 0, 0.0
+        for part in range(1, parts + 1):
+            until = steps * part // parts
+            until_s = self.duration_s(until)
+            gaps.add((until_s - done_s) / (until - done), (until - done) * decoding)
+            done, done_s = until, until_s
 
 
 class StepTime:

@@ -7,46 +7,28 @@ visited: each gets one token a step until the step in which it ends.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 
-from dynamo.core.values import EngineInfo, KvEvent
+from dynamo.core.values import EngineInfo
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.latency_summary import LatencyHistogram
-from dynamo.operations.replay.fast.request import FastRequest
+from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import Leap, StepTime
-
-GAP_SPREAD = 0.02
-"""The gaps of a leap are counted in parts within which they differ by this share."""
-MAX_GAP_PARTS = 8
-
-
-class WorkerListener(ABC):
-    """Gets what happens at workers."""
-
-    @abstractmethod
-    def on_first_token(self, request: FastRequest) -> None:
-        """Take note of a first token."""
-
-    @abstractmethod
-    def on_finished(self, request: FastRequest) -> None:
-        """Take note of an end."""
-
-    @abstractmethod
-    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
-        """Take note of units that the worker of that number has cached or evicted."""
 
 
 class FastWorker:
     """A worker, or one of its ranks. `wake(worker, when)` asks for `on_wake` at that time; a later
     call replaces it.
 
-    `steps` counts the steps that have ended. A request that decodes had its first token at the end
-    of the step `first_step`.
+    `steps` counts the steps that have ended, from 1. A request that decodes had its first token at
+    the end of the step `first_step`. `arriving`: the keys of requests whose prompts other workers
+    compute, which hold a batch slot and all blocks of the prompt. `link_free_s`: when the link ends
+    its last transfer.
     """
 
     def __init__(
@@ -63,7 +45,10 @@ class FastWorker:
         self.number = number
         self.info = info
         self.cache = cache
-        self.steps = self.preemptions = self.wakes = 0
+        self.steps, self.link_free_s = 1, 0.0
+        self.preemptions = self.wakes = self.blocks_arrived = 0
+        self.arriving = dict[FastRequest, int | None]()
+        self.arrived: list[FastRequest] = []
         self.waiting: deque[FastRequest] = deque()
         self.prefilling: list[FastRequest] = []
         self.running: dict[FastRequest, None] = {}
@@ -77,17 +62,22 @@ class FastWorker:
         self._decoding = self._context = 0
         self._crossings = [0] * info.block_tokens
         self._leap: Leap | None = None
-        self._leap_began_s = 0.0
-        self._leap_steps = 0
-        self._sampled: list[FastRequest] = []
-        self._step_s = 0.0
-        self._counted_s, self._steps_now = -1.0, 0
+        self._leap_began_s, self._leap_steps = 0.0, 0
+        self._sampled, self._for_others = list[FastRequest](), list[FastRequest]()
+        self._late_starts: list[float] = []
+        self._step_s = self._attention = 0.0
+        self._budget = self._new_tokens = self._sequences = self._steps_now = 0
+        self._counted_s = -1.0
         self.is_busy = False
 
     def add(self, request: FastRequest, now: float) -> None:
-        """Queue a request. A leap ends with the step that is being computed."""
+        """Queue a request."""
         request.worker = self.number
         self.waiting.append(request)
+        self.end_leap(now)
+
+    def end_leap(self, now: float) -> None:
+        """End a leap with the step that is being computed."""
         if self._leap is not None:
             steps = self._leap.steps_until(now - self._leap_began_s)
             if steps < self._leap_steps:
@@ -110,77 +100,121 @@ class FastWorker:
 
     def begin(self, now: float) -> None:
         """Begin a step, or a leap of steps that only decode. Call while the worker is idle."""
+        if self.arrived:
+            self._run_arrived()
         if not (self.running or self.waiting):
             return
         preemptions = self.preemptions
         if self._decoding:
             self._grow()
         decoding, context = self._decoding, self._context
-        # Chunks of running prompts, as the step scheduler plans them.
-        budget = self.info.max_num_batched_tokens - decoding
-        new_tokens, sequences, attention = 0, decoding, 0.0
+        self._budget = self.info.max_num_batched_tokens - decoding
+        self._new_tokens, self._sequences, self._attention = 0, decoding, 0.0
         for request in self.prefilling.copy() if self.prefilling else ():
-            if budget <= 0:
+            if self._budget <= 0:
                 break
-            count = min(request.length - request.computed, budget)
+            count = min(request.length - request.computed, self._budget)
             if not self._allocate(request, request.computed + count):
                 break
-            attention += count * (request.computed + count / 2)
             self._plan_chunk(request, count)
-            budget -= count
-            new_tokens += count
-            sequences += 1
-        # Then waiting requests, unless this step has preempted one.
-        may_admit = preemptions == self.preemptions or not sequences
-        while self.waiting and budget > 0 and may_admit:
-            request = self.waiting[0]
-            if len(self.running) >= self.info.max_num_seqs or not self._admit(request):
-                break
-            self.waiting.popleft()
-            count = min(request.length - request.computed, budget)
-            self._allocate(request, request.computed + count)
-            attention += count * (request.computed + count / 2)
-            self._plan_chunk(request, count)
-            budget -= count
-            new_tokens += count
-            sequences += 1
-        if new_tokens or not decoding:
-            self.is_busy = bool(sequences)
-            if sequences:
-                counts = new_tokens, sequences, decoding, context, attention
-                self._step_s = self._time.step_s(*counts)
-                self._wake(self, now + self._step_s)
-            return
-        self.is_busy = True
-        self._begin_leap(now)
+        if self.waiting and (preemptions == self.preemptions or not self._sequences):
+            self._admit_waiting()
+        self.is_busy = bool(self._sequences)
+        if decoding and not self._new_tokens:
+            self._begin_leap(now)
+        elif self.is_busy:
+            counts = self._new_tokens, self._sequences, decoding, context, self._attention
+            self._step_s = self._time.step_s(*counts)
+            self._wake(self, now + self._step_s)
 
     def on_wake(self, now: float) -> None:
         """End the step or the leap, and give tokens and ends away. The worker is then idle."""
         self.is_busy, self._counted_s = False, -1.0
         if (leap := self._leap) is not None:
             self._leap = None
-            self._count_gaps(leap, self._leap_steps)
+            if self._late_starts:
+                self._count_late_starts(leap.first_s, now)
+            else:
+                leap.count_gaps(self._gaps, self._leap_steps, self._decoding)
             self._advance(self._leap_steps)
         elif self._decoding:
-            self._gaps.add(self._step_s, self._decoding)
+            self._count_late_starts(self._step_s, now)
             self._advance(1)
         else:
             self.steps += 1
         sampled, self._sampled = self._sampled, []
+        others, self._for_others = self._for_others, []
         for request in sampled:
-            self._start_answer(request, now)
+            self.prefilling.remove(request)
+            if request.sink is None:
+                self._start_answer(request, now)
+            else:
+                del self.running[request]
+        for request in others:
+            request.sink.on_computed(now)  # type: ignore[union-attr]
         ends, steps = self._ends, self.steps
         while ends and ends[0][0] <= steps:
             if (request := heappop(ends)[2]).end_step == steps:
                 self._finish(request, now)
+        self._publish()
+
+    def _publish(self) -> None:
         if self.kv_events is not None and (events := self.kv_events.drain()):
             self._listener.on_kv_events(self.number, events)
+
+    def on_blocks_arrived(self, request: FastRequest, tokens: int) -> None:
+        """Cache the blocks of the first `tokens` of an arriving prompt."""
+        request.computed = tokens
+        self._register(request)
+        self._publish()
+
+    def on_first_token_arrived(self, request: FastRequest, cached_tokens: int, now: float) -> None:
+        """Give away the first token of an arriving prompt, and the end if the answer has one."""
+        request.cached_tokens, request.first_token_s = cached_tokens, now
+        request.recomputed = 1
+        self._listener.on_first_token(request)
+        if request.output_tokens == 1:
+            del self.arriving[request]
+            self._release(request, request.computed)
+            request.end_s = now
+            self._listener.on_finished(request)
+
+    def end_arrival(self, request: FastRequest, now: float) -> None:
+        """Let a request run whose blocks are all here."""
+        request.source = -1
+        self.arriving[request] = None  # the prompt is cached
+        self.arrived.append(request)
+        self.end_leap(now)
+
+    def release_prompt(self, request: FastRequest, now: float) -> None:
+        """Release the blocks of a prompt that was computed for another worker."""
+        self._release(request, request.computed)
+        self.end_leap(now)
+
+    def _run_arrived(self) -> None:
+        for request in self.arrived:
+            del self.arriving[request]
+            self.running[request] = None
+            self._late_starts.append(request.first_token_s)
+            request.recomputed = 0
+            self._start_answer(request, request.first_token_s)
+        self.arrived.clear()
+
+    def _count_late_starts(self, step_s: float, now: float) -> None:
+        """Count the gaps of one step. First tokens of arrived requests came before it began."""
+        late, self._late_starts = self._late_starts, []
+        if count := self._decoding - len(late):
+            self._gaps.add(step_s, count)
+        for first_token_s in late:
+            self._gaps.add(now - first_token_s)
 
     def _begin_leap(self, now: float) -> None:
         steps = self._ends[0][0] - self.steps
         if steps > 1:  # the blocks of the first step are allocated
             steps = 1 + self._steps_with_blocks(steps - 1)
         self._leap = self._time.leap(self._decoding, self._context)
+        if self._late_starts:
+            steps = 1
         self._leap_began_s, self._leap_steps = now, steps
         self._wake(self, now + self._leap.duration_s(steps))
 
@@ -207,14 +241,8 @@ class FastWorker:
         available, first = self.cache.available, self.steps + 1
         if self._blocks_needed(first, steps) <= available:
             return steps
-        low, high = 0, steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._blocks_needed(first, middle) <= available:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        needed = partial(self._blocks_needed, first)
+        return bisect_right(range(steps), available, key=needed) - 1
 
     def _grow(self) -> None:
         """Allocate the blocks of the next decode step, preempting the last sequences."""
@@ -225,6 +253,25 @@ class FastWorker:
         if need:
             self.cache.allocate(min(need, self.cache.available))
 
+    def _admit_waiting(self) -> None:
+        """Admit waiting requests in order while tokens, batch slots and blocks are left."""
+        waiting, skipped = self.waiting, []
+        while waiting and len(self.running) + len(self.arriving) < self.info.max_num_seqs:
+            request = waiting[0]
+            if request.source >= 0 and request.prompt_key in self.arriving.values():
+                skipped.append(waiting.popleft())  # the blocks will be cached
+                continue
+            if not (self._budget > 0 or request.source >= 0) or not self._admit(request):
+                break
+            waiting.popleft()
+            if request.source < 0:
+                count = min(request.length - request.computed, self._budget)
+                self._allocate(
+                    request, request.length if request.sink else request.computed + count
+                )
+                self._plan_chunk(request, count)
+        waiting.extendleft(reversed(skipped))
+
     def _admit(self, request: FastRequest) -> bool:
         """Give a waiting request its cached runs if all of its tokens fit into blocks now."""
         cache, size = self.cache, self._block_tokens
@@ -232,7 +279,12 @@ class FastWorker:
         matched = cache.match(request.keys, 0, min(request.units, -(-full // cache.unit)))
         cached, unused = cache.count(matched)
         blocks = min(full, cached)
-        if -(-request.length // size) - blocks > cache.available - unused:
+        need = -(-request.length // size) - blocks
+        if need > cache.available - unused:
+            return False
+        if 0 < full == blocks:
+            request.source = -1
+        if request.source < 0 and self._budget <= 0:
             return False
         request.held = cache.take(matched)
         request.held_units = sum([units for _, units in matched])
@@ -241,6 +293,12 @@ class FastWorker:
         if not request.admitted:
             request.admitted = True
             request.cached_tokens = request.computed
+        if request.source >= 0:
+            cache.allocate(need)
+            request.own_blocks += need
+            self.arriving[request] = request.prompt_key if request.output_tokens > 1 else None
+            self._listener.on_arrival(request, blocks)
+            return True
         self.running[request] = None
         self.prefilling.append(request)
         return True
@@ -260,9 +318,19 @@ class FastWorker:
 
     def _plan_chunk(self, request: FastRequest, count: int) -> None:
         """Compute `count` tokens of a prompt. Its runs are cached as soon as they are planned."""
+        self._attention += count * (request.computed + count / 2)
+        self._budget -= count
+        self._new_tokens += count
+        self._sequences += 1
         request.computed += count
         if request.computed == request.length:
             self._sampled.append(request)
+        if request.sink is not None:
+            self._for_others.append(request)
+        self._register(request)
+
+    def _register(self, request: FastRequest) -> None:
+        """Cache the full blocks of a prompt up to the position `computed`."""
         cache, at = self.cache, request.held_units
         full = min(request.computed // self._block_tokens, request.named_blocks)
         units = request.units if full == request.named_blocks else full // cache.unit
@@ -275,7 +343,6 @@ class FastWorker:
 
     def _start_answer(self, request: FastRequest, now: float) -> None:
         """Count the token that the last step sampled after the prompt."""
-        self.prefilling.remove(request)
         self._decoding += 1
         request.length += 1
         request.first_step = self.steps
@@ -283,7 +350,7 @@ class FastWorker:
         self._context += request.length
         self._crossings[(self.steps + 1 - request.length) % self._block_tokens] += 1
         heappush(self._ends, (request.end_step, request.row, request))
-        if not request.recomputed:
+        if not request.first_token_s:
             request.first_token_s = now
             self._listener.on_first_token(request)
 
@@ -315,8 +382,9 @@ class FastWorker:
             request.first_step = request.end_step = 0
         else:
             self.prefilling.remove(request)
-            if request in self._sampled:
-                self._sampled.remove(request)
+            for planned in (self._sampled, self._for_others):
+                if request in planned:
+                    planned.remove(request)
             self._release(request, request.computed)
         request.computed = 0
         self.waiting.appendleft(request)
@@ -324,19 +392,9 @@ class FastWorker:
     def _release(self, request: FastRequest, computed: int) -> None:
         """Release the blocks of a sequence. Full blocks that no other finds stay cached, too."""
         full = max(0, computed // self._block_tokens - request.run_blocks)
-        others = -(-computed // self._block_tokens) - request.run_blocks - full
-        self.cache.release(request.held, full, others)
+        blocks = request.own_blocks
+        if request.first_step:
+            blocks = -(-computed // self._block_tokens) - request.run_blocks
+        self.cache.release(request.held, full, blocks - full)
         request.held = []
         request.held_units = request.run_blocks = request.own_blocks = 0
-
-    def _count_gaps(self, leap: Leap, steps: int) -> None:
-        """Count the times between tokens of a leap in a few parts."""
-        first, last = leap.step_s(0), leap.step_s(steps - 1)
-        spread = abs(last - first) / max(1e-9, min(first, last))
-        parts = min(steps, MAX_GAP_PARTS, 1 + math.ceil(spread / GAP_SPREAD))
-        done, done_s = 0, 0.0
-        for part in range(1, parts + 1):
-            until = steps * part // parts
-            until_s = leap.duration_s(until)
-            self._gaps.add((until_s - done_s) / (until - done), (until - done) * self._decoding)
-            done, done_s = until, until_s
