@@ -18,7 +18,7 @@ from dynamo.core.errors import ConfigError, NotFound
 from dynamo.runtime import deployment
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
 from dynamo.runtime.pids import is_stopped, start_ticks
-from dynamo.services.deployment.cards import cards_of_others
+from dynamo.services.deployment.accelerators import cards_of_others
 
 Start = Callable[..., subprocess.Popen[bytes]]
 

@@ -10,8 +10,13 @@ from tests.unit.services.test_worker_groups import load
 
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.processes.child import ChildSpec
-from dynamo.services.deployment import cards as cards_module
-from dynamo.services.deployment.cards import assign_cards, cards_needed, find_cards, keep_cards
+from dynamo.services.deployment import accelerators
+from dynamo.services.deployment.accelerators import (
+    assign_cards,
+    cards_needed,
+    find_cards,
+    keep_cards,
+)
 from dynamo.services.deployment.launch import deployment_specs
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
@@ -21,7 +26,7 @@ EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The cards that other deployments hold."""
     others: dict[str, str] = {}
-    monkeypatch.setattr(cards_module, "cards_of_others", lambda: others)
+    monkeypatch.setattr(accelerators, "cards_of_others", lambda: others)
     return others
 
 
@@ -115,7 +120,7 @@ def test_native_workers_on_cards_take_one_each() -> None:
 
 
 def test_a_host_without_cards_assigns_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards_module, "find_cards", lambda _: None)
+    monkeypatch.setattr(accelerators, "find_cards", lambda _: None)
     assert assign("engine: {workers: 2}", {}) == {}
 
 
