@@ -72,9 +72,9 @@ def test_processes_are_replaced_on_a_full_disk(
             with pytest.raises(AssertionError, match="no space left") as refused:
                 asyncio.run(cluster.command("scale", "worker=3"))
             assert str(disk) in str(refused.value)
-            assert "no space left" in cluster.health(cluster.processes("supervisor")[0])
+            assert "no space left" in str(cluster.health_body(cluster.processes("supervisor")[0]))
         cluster.wait_blocking(
-            lambda: "no space" not in cluster.health(cluster.processes("supervisor")[0])
+            lambda: "no space" not in str(cluster.health_body(cluster.processes("supervisor")[0]))
         )
         asyncio.run(cluster.command("scale", "worker=3"))
     assert worker_s < 10
