@@ -95,8 +95,8 @@ class ItemWriter(ABC):
     sets `choices` and `usage`, which it updates.
 
     `kept_kinds`: items whose deltas are needed after they were streamed. `interleaves_calls`: a
-    call may go on after a later one has begun. `shows_refusals`: refusals are items of their own,
-    and no text. `holds_end`: the reply does not send its end before `send_end` is called.
+    call may continue after a later one has begun. `shows_refusals`: refusals are items of their
+    own, and no text. `holds_end`: the reply does not send its end before `send_end` is called.
     """
 
     kept_kinds: ClassVar[frozenset[ItemKind]] = frozenset()
@@ -218,7 +218,7 @@ class ItemReply(TextReply):
         self.remaining_choices -= 1
 
     def _find_call(self, answer: AnswerChoice, call: int) -> AnswerItem:
-        """Return a call that can go on. Raises `ProtocolError`."""
+        """Return a call that can continue. Raises `ProtocolError`."""
         candidates = answer.items if self.interleaves_calls else [answer.current]
         for item in candidates:
             if item is not None and item.kind == "call" and item.call == call:

@@ -115,7 +115,7 @@ class NatsConnection(asyncio.Transport):
             self.terminate(None)
 
     def pause_reading(self) -> None:
-        """Do nothing: the other connections through this client go on reading."""
+        """Do nothing: the other connections through this client keep reading."""
 
     def resume_reading(self) -> None:
         """Do nothing, like `pause_reading`."""

@@ -165,7 +165,7 @@ class ModelWatcher:
         previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline
         encoder = text_parts[0].encoder_name if text_parts else "none: the server has the tokenizer"
-        if previous is not None:  # requests go on with the new pipeline's queue
+        if previous is not None:  # requests continue with the new pipeline's queue
             self._add(served, encoder)
         update = partial(self._on_workers_changed, pipeline, served, encoder)
         pipeline.client.on_change(update)

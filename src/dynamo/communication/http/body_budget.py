@@ -6,7 +6,7 @@ from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import Overloaded
 
 LARGE_BODY_BYTES = 64 << 10
-"""Larger bodies may fill only a part of the budget, so that normal requests go on."""
+"""Larger bodies may fill only a part of the budget, so that normal requests continue."""
 LARGE_SHARE = 7 / 8
 
 

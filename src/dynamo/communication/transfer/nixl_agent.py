@@ -48,7 +48,7 @@ Handle = Any
 Agent = Any
 """`nixl_agent`, which has no types."""
 Steps = Generator[None, None, None]
-"""Work on the agent's thread. A `yield` lets other work and the network go on."""
+"""Work on the agent's thread. A `yield` lets other work and the network continue."""
 
 
 _lifecycle = Lock()

@@ -33,7 +33,7 @@ class SocketTransfer(TransferBackend):
         super().__init__(setup)
         self.unproven_links = UnprovenLinks()
         self.threads = CopyThreads("transfer", MAX_THREADS)
-        # Threads of their own: two processes whose pulls wait for each other must go on serving.
+        # Threads of their own: two processes whose pulls wait for each other must keep serving.
         self.serving_threads = CopyThreads("transfer-serve", MAX_THREADS)
         self._tasks = BackgroundTasks()
         self._listening_socket: socket.socket | None = None

@@ -237,7 +237,7 @@ class MultiprocessEngine(Engine):
 
     async def stop(self) -> None:
         self._interrupt(WorkerFailed("the engine was stopped"))
-        if self._info is None:  # a start may still go on in its thread
+        if self._info is None:  # a start may still continue in its thread
             await self.processes.close()
         await self.processes.close_after(self._shut_down)
 
@@ -248,7 +248,8 @@ class MultiprocessEngine(Engine):
         await self.close_engine()
 
     def fail(self, reason: str) -> None:
-        """End all requests and report that the engine cannot go on. A second call does nothing."""
+        """End all requests and report that the engine cannot continue. A second call does
+        nothing."""
         if self.failure is not None:
             return
         log.error(reason)

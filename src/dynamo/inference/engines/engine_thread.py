@@ -111,7 +111,7 @@ class ThreadStream:
         return item
 
     def abort(self) -> None:
-        """End the iteration early. Returns at once; the engine may go on for a step."""
+        """End the iteration early. Returns at once; the engine may continue for a step."""
         self._aborted = True
         self._thread.call_soon(self._abort)
 

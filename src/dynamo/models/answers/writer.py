@@ -178,7 +178,7 @@ class AnswerWriter:
         self.events.append(ArgumentsDelta(self.calls_begun - 1, text))
 
     def _switch(self, *, reasoning: bool) -> None:
-        """Go on in reasoning or in the text, behind what was written there before."""
+        """Continue in reasoning or in the text, behind what was written there before."""
         if self.in_reasoning != reasoning:
             self.in_reasoning = reasoning
             self._last, self._other_last = self._other_last, self._last

@@ -112,7 +112,7 @@ class GrammarMatcher:
         return mask
 
     def fail(self, reason: str) -> None:
-        """Record that the answer cannot go on."""
+        """Record that the answer cannot continue."""
         self.error = self.error or reason.partition("\n")[0]
 
     def failure(self) -> SchemaTooComplex:

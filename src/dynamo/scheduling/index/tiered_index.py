@@ -180,7 +180,7 @@ class LowerTierIndex:
             block = hashes[position]
             shard = block & 255
             if walk.fastest == alive == fastest[shard].get(block, 0) & alive and any_holder:
-                position += 1  # all go on in the fastest tier
+                position += 1  # all continue in the fastest tier
                 continue
             # Each worker takes the block from its fastest tier; the shared tier has it for all.
             held, missing = [], alive

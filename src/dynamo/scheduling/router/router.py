@@ -129,8 +129,8 @@ class WorkerRouter:
     def _workers_unable_for(self, request: GenerateRequest, context: Context) -> frozenset[str]:
         """Return the workers that lack what the request needs. If all do, raises `Unsupported`, or
         `NoWorkers` for a retried request, because a worker that could answer has left. A structured
-        output that began elsewhere may have begun at an engine that cannot go on in it: then none
-        is awaited.
+        output that began elsewhere may have begun at an engine that cannot continue in it: then
+        none is awaited.
         """
         if self._client is None:
             return frozenset()

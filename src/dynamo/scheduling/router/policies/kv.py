@@ -186,7 +186,7 @@ class KvPolicy(Policy):
             self._continue_placement()
 
     def _continue_placement(self) -> None:
-        """Go on in the next turn of the event loop."""
+        """Continue in the next turn of the event loop."""
         self._placement_scheduled = True
         asyncio.get_running_loop().call_soon(self._run_placement)
 
