@@ -4,7 +4,7 @@
     benchmarks/gpu.py [--out gpu.json] [--parts card,live,qwen,llama] [--minutes 8]
     benchmarks/gpu.py --device cpu --quick      the same steps on the CPU, with tiny models
 
-It needs PyTorch and this project's packages, no network. Models with random weights, in the shapes of Llama-3.1-8B and
+PyTorch and this project's packages are needed, no network. Models with random weights, in the shapes of Llama-3.1-8B and
 Qwen3-0.6B, are written into a temporary folder (20 GB). Each part runs in a process of its own, as an error on a card
 spoils its process. A step that fails does not end the run: it is told with the end of its traceback, a step whose code
 is absent as skipped. The limits are shares of the copy and matrix speed that the same run measures. Writes JSON, and a
@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PART_S = {"card": 120, "live": 180, "qwen": 120, "llama": 240}
+PART_S = {"card": 120, "live": 240, "qwen": 120, "llama": 240}
 
 
 def run_part(part: str, args: argparse.Namespace, limit_s: float) -> list[dict[str, Any]]:

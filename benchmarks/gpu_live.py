@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_setup import ROOT, Bench
+from gpu_setup import ROOT, Bench, Skipped
 
 
 class Deployment:
@@ -119,6 +119,7 @@ def part_live(bench: Bench) -> None:
     flags = ("--prefill-workers", "1", "--decode-workers", "1", "--workers", "0")
     with (
         bench.step("live: roles apart on one device"),
+        bench.allowed(role="decode"),
         Deployment(bench, "roles", *flags, "--disagg", "always") as roles,
     ):
         check_text(roles.chat(prompt, 32), text)
@@ -130,13 +131,19 @@ def part_live(bench: Bench) -> None:
         least = 0.6 * bench.speeds["copy"] / 2
         bench.figure("hand-over between two workers", moved / took_s / 1e9, "GB/s", least=least)
     flags = ("--kv-host-size", bench.size("2GB", "64MB"), "--kv-offload-policy", "lru")
-    with bench.step("live: tiers"), Deployment(bench, "tiers", *flags, blocks=160) as tiers:
+    with (
+        bench.step("live: tiers"),
+        bench.allowed(tier_bytes=1 << 26),
+        Deployment(bench, "tiers", *flags, blocks=160) as tiers,
+    ):
         check_text(tiers.chat(prompt, 32), text)
         for number in range(3):
             tiers.chat(f"{number} " * 500, 2)
         check_text(tiers.chat(prompt, 32), text)
         loaded = tiers.metric('dynamo_worker_tier_blocks_total{tier="host",change="loaded"}')
         assert loaded, "no block came from the tier"
+    with bench.step("live: tensor parallel 2, and kill -9 of a rank"):
+        ask_ranks(bench, prompt, text)
 
 
 def ask_two(bench: Bench, two: Deployment, prompt: str) -> str:
@@ -166,6 +173,24 @@ def ask_two(bench: Bench, two: Deployment, prompt: str) -> str:
             check_text(answer.result(), expected)
         assert not victims, "no text came before the end"
     return text
+
+
+def ask_ranks(bench: Bench, prompt: str, text: str) -> None:
+    """Chat with a worker of two ranks, before and after one of them is killed."""
+    if bench.device.type == "cuda" and bench.torch.cuda.device_count() < 2:
+        raise Skipped("one card")
+    with Deployment(bench, "ranks", "--tensor-parallel-size", "2") as ranks:
+        check_text(ranks.chat(prompt, 32), text)
+        (worker,) = ranks.processes("worker")
+        children = Path(f"/proc/{worker.pid}/task").glob("*/children")
+        (rank,) = [int(pid) for each in children for pid in each.read_text().split()]
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while [each.pid for each in ranks.processes("worker")] in ([], [worker.pid]):
+            assert time.monotonic() < end, "the worker is not replaced"
+            time.sleep(0.3)
+        with ranks:  # waits until it answers
+            check_text(ranks.chat(prompt, 32), text)
 
 
 def loop_s(pid: int) -> float:

@@ -224,7 +224,12 @@ OWN: Mapping[str, Row] = {
 NATIVE: Mapping[str, Row] = {
     key: row
     for key, row in OWN.items()
-    if key not in {"engine.device_ids", "engine.gpu_memory_utilization"}
+    if key
+    not in {
+        "engine.device_ids",
+        "engine.gpu_memory_utilization",
+        "engine.tensor_parallel_size",
+    }
 }
 """Rows of native, which also computes on a card."""
 

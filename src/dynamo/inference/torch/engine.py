@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.engines.arguments import engine_environment
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.tiers.opening import tier_opener
 from dynamo.inference.torch.device import choose_device
+from dynamo.inference.torch.ranks import check_ranks
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine. The model's weights are read when it starts. Raises `ConfigError`."""
     settings, cache = inputs.settings.engine, inputs.settings.cache
+    os.environ.update(engine_environment(inputs.settings))  # before torch looks for cards
     return BatchedEngine(
         _make_runner(inputs, choose_device(settings, cache)),
         eos_token_ids=inputs.card.eos_token_ids,
@@ -33,6 +37,19 @@ def _make_runner(inputs: EngineInputs, device: TorchDevice | None) -> ModelRunne
     open_weights, settings = inputs.files.open_weights, inputs.settings.engine
     context_tokens, memory_bytes = inputs.card.context_tokens, inputs.memory_bytes
     cache = inputs.settings.cache
+    if settings.tensor_parallel_size > 1:
+        with open_weights() as weights:
+            check_ranks(weights.config, settings, cache, device)
+        from dynamo.inference.torch.tensor_parallel import TensorParallelRunner
+
+        assert device is not None  # noqa: S101 - `check_ranks`
+        return TensorParallelRunner(
+            open_weights,
+            settings,
+            device,
+            context_tokens=context_tokens,
+            memory_bytes=memory_bytes,
+        )
     if device is None:
         return NativeRunner(
             open_weights,

@@ -46,6 +46,8 @@ class TorchRunner(ModelRunner):
     """Runs one model on `device`. All tensors belong to the runner's thread, which also calls
     `open_weights`. `memory_bytes` 0: all that is available."""
 
+    backend_class = TorchBackend
+
     def __init__(
         self,
         open_weights: Callable[[], ModelWeights],
@@ -96,7 +98,7 @@ class TorchRunner(ModelRunner):
                 check_weights(config, shape, context, budget)
             rotary = weights.rotary(context if info is None else info.context_tokens)
             dtype = getattr(torch, self._dtype)
-            self._backend = TorchBackend(config, rotary, self._device, dtype)
+            self._backend = self.backend_class(config, rotary, self._device, dtype)
             try:
                 self._model = DecoderModel(weights, self._backend)
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -107,7 +109,7 @@ class TorchRunner(ModelRunner):
             kv_bytes = measure_kv_bytes(self._settings, shape, context, budget, step)
             info = self._plan_engine(config, shape, budget, kv_bytes)
         self._backend.attention.kv_blocks = self._allocate_blocks(info, shape)
-        if on_card:
+        if on_card and self._settings.tensor_parallel_size == 1:  # a graph sends no step to ranks
             width = -(-info.context_tokens // self._block_tokens)
             sizes = info.max_num_seqs, width, info.num_blocks, self._block_tokens
             self._graphs = DecodeGraphs(self._model.forward, *sizes, self._device)
