@@ -81,9 +81,7 @@ def test_times_are_near_where_blocks_are_evicted(
 ) -> None:
     exact, fast = both(make_workers(workers, blocks, 8, eviction), mode, seed, answer)
     assert fast.completed == exact.completed == fast.requests
-    near = (
-        0.1 if mode == "kv" else 0.05
-    )  # a choice that differs changes what is evicted
+    near = 0.1 if mode == "kv" else 0.05  # a choice that differs changes what is evicted
     assert fast.reuse_first_admission == pytest.approx(exact.reuse_first_admission, abs=near)
     assert fast.e2e_ms.mean == pytest.approx(exact.e2e_ms.mean, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""What a worker may use of a card, on a card that only tells numbers."""
+"""Memory that a worker may use of a card, on a card that only has numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are padded for a graph, computed anew instead of replayed."""
+"""Steps that are padded for a graph, computed again instead of replayed."""
 
 from __future__ import annotations
 
