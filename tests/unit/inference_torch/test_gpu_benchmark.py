@@ -19,6 +19,7 @@ def run_script(out: Path, *flags: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.timeout(480)  # five deployments, one after the other
 def test_no_step_fails_on_the_cpu(tmp_path: Path) -> None:
     printed = run_script(tmp_path / "gpu.json", "--device", "cpu", "--quick")
     steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
