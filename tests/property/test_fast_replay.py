@@ -116,3 +116,23 @@ def test_prompts_that_other_workers_compute_take_as_long(
     assert fast.prefills.remote == pytest.approx(exact.prefills.remote, rel=near, abs=3)
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=near)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    workers=st.integers(1, 3),
+    limits=st.sampled_from(
+        [{"ttft_slo": 0.5}, {"max_queue_wait": 1.0}, {"max_worker_requests": 2}]
+    ),
+)
+def test_admission_rejects_as_many(seed: int, workers: int, limits: dict[str, float]) -> None:
+    router = RouterSettings(mode="kv", **limits)  # type: ignore[arg-type]
+    cluster = make_workers(workers, AMPLE_BLOCKS, 3, "lru")
+    plan = ReplayPlan("synthetic", cluster, router, BLOCK, 0, admission=True)
+    load = chats(40, seed=seed, per_s=20.0 * workers, answer=60)
+    exact, _ = Replay(plan).run(load)
+    fast, _ = FastReplay(plan).run(load)
+    assert fast.completed + fast.rejected == exact.completed + exact.rejected
+    assert fast.rejected == pytest.approx(exact.rejected, rel=0.1, abs=2)
+    assert fast.ttft_ms.mean == pytest.approx(exact.ttft_ms.mean, rel=0.05)

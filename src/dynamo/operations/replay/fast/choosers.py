@@ -8,7 +8,8 @@ from random import Random
 
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.core.values import KvEvent, Load
+from dynamo.core.values import KvEvent, Load, Started
+from dynamo.operations.replay.fast.admission import STOPS, FastAdmission
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.least_loaded import LeastLoadedCandidates
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
@@ -100,6 +101,8 @@ class SolverChooser(Chooser):
         rng: Random,
         send: Send,
         reject: Reject,
+        *,
+        admits: bool,
     ) -> None:
         self._workers, self._heap = workers, heap
         self._run_tokens = run_tokens
@@ -117,6 +120,10 @@ class SolverChooser(Chooser):
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
         self._due_s: float | None = None
+        self._admission: FastAdmission | None = None
+        if admits:
+            limits = heap, settings, self._submit, reject
+            self._admission = FastAdmission(instances, self.solver, *limits)
 
     def _price_pairs(
         self, settings: RouterSettings, instances: Mapping[str, Instance], transfer: float
@@ -130,21 +137,33 @@ class SolverChooser(Chooser):
             self._view.removed_blocks = cost.removed_blocks
 
     def choose(self, request: FastRequest) -> None:
-        key = str(request.row)
+        if self._admission is not None:
+            self._admission.admit(request)
+        else:
+            self._submit(request)
+
+    def _submit(self, request: FastRequest) -> None:
+        key = f"{request.row}/0/0"
         prompt = Prompt(request.prompt_tokens, request.keys[: request.units])
         self._requests[key] = request
-        pending = PendingRequest(key, prompt, self._run_tokens, self._heap.time_s)
+        pending = PendingRequest(key, prompt, self._run_tokens, self._heap.time_s, request.excluded)
+        pending.max_tokens = STOPS.max_tokens
         self.solver.submit(pending)
         self._schedule()
 
     def on_first_token(self, request: FastRequest) -> None:
         if request.placed is not None:
+            if self._ledger.on_started:
+                started = Started("", request.cached_tokens, request.prompt_tokens)
+                for notify in self._ledger.on_started:
+                    notify(request.placed, started)
             self._ledger.first_token(request.placed)
             if len(self.solver):
                 self._schedule()
 
     def on_finished(self, request: FastRequest) -> None:
         if request.placed is not None:
+            request.placed.output_tokens = request.output_tokens
             self._ledger.end(request.placed, None)
             request.placed = None  # its token log refers to the request
             if len(self.solver):
@@ -176,7 +195,10 @@ class SolverChooser(Chooser):
             if not solver.unfinished:
                 break
         for pending, error in solver.pop_rejected():
-            self._reject(self._requests.pop(pending.id), error)
+            request = self._requests.pop(pending.id)
+            self._reject(request, error)
+            if self._admission is not None:
+                self._admission.on_rejected(request)
         due = solver.next_run_s(now)
         if due is not None and (self._due_s is None or due < self._due_s):
             self._due_s = due

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 class EventHeap(Clock):
     """Virtual time without an event loop. At each instant first all that is due runs, then what it
-    has put into `soon`, then workers without a step begin one."""
+    has put into `soon`, then idle workers begin a step. A worker with work begins its next step at
+    once: a request that is sent because the last one has ended misses it."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -59,7 +60,10 @@ class EventHeap(Clock):
                     callback()  # type: ignore[misc]
                 elif worker.wakes == wakes:
                     worker.on_wake(now)
-                    idle.append(worker)
+                    if worker.running or worker.waiting:
+                        worker.begin(now)
+                    if not worker.is_busy:
+                        idle.append(worker)
             while self.soon:
                 soon, self.soon = self.soon, []
                 for call in soon:

@@ -47,7 +47,7 @@ class FastReplay(Replay, WorkerListener):
             "an inter-token latency that steers": bool(routing.disaggregation.itl_slo),
             "memory tiers": bool(workers.tiers),
             "data-parallel ranks": workers.ranks > 1,
-            "admission": plan.admission,
+            f"admission in router mode {mode}": plan.admission and mode != KV,
             f"prompts that other workers compute in router mode {mode}": (
                 workers.transfer is not None and mode != KV
             ),
@@ -139,6 +139,7 @@ class FastReplay(Replay, WorkerListener):
             rng,
             self._send,
             self._reject,
+            admits=plan.admission,
         )
 
     def _start_next(self) -> None:

@@ -25,6 +25,7 @@ class FastRequest:
     tokens of the answer that it had before it was preempted last. `first_step`, `end_step`: see
     `FastWorker`; 0 without a token. `source`: the worker that computes the prompt, if another one,
     else -1. `sink`: gets the blocks of a prompt that is computed for another worker.
+    `excluded`: workers that may not be chosen, by name.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class FastRequest:
         "computed",
         "end_s",
         "end_step",
+        "excluded",
         "first_step",
         "first_token_s",
         "held",
@@ -74,6 +76,7 @@ class FastRequest:
         self.held_units = 0
         self.placed: PlacedRequest | None = None
         self.worker = self.source = -1
+        self.excluded: frozenset[str] = frozenset()
         self.sink: PulledPrompt | None = None
         self.turns: Iterator[TraceRequest] = iter(())
 

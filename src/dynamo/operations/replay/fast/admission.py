@@ -1,0 +1,132 @@
+"""Admission in a fast replay: the decisions of the real one, without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.request import FastRequest
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.admission.admission import Admission
+from dynamo.scheduling.admission.label_queues import QueuedRequest
+from dynamo.scheduling.router.costs.pair import PairCost
+from dynamo.scheduling.router.features import only_prefills
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.workers.worker import WorkerState
+
+SAMPLING, STOPS = SamplingParams(), StopConditions()
+
+
+class FastAdmission(Admission):
+    """Admit the requests of a fast replay. `forward` chooses a worker for a request that is
+    admitted; `reject` ends one that is not."""
+
+    def __init__(
+        self,
+        instances: Mapping[str, Instance],
+        solver: PlacementSolver,
+        heap: EventHeap,
+        settings: RouterSettings,
+        forward: Callable[[FastRequest], None],
+        reject: Callable[[FastRequest, DynamoError], None],
+    ) -> None:
+        prompts = {name: each for name, each in instances.items() if only_prefills(each)}
+        others = {name: each for name, each in instances.items() if name not in prompts}
+        clients = [cast("Client", _FixedInstances(each)) for each in (others, prompts)]
+        policy = cast("Policy", _SolverPrediction(solver))
+        super().__init__(
+            clients[0], solver.ledger, policy, heap, settings, prefill_client=clients[1]
+        )
+        self._heap, self._forward, self._reject = heap, forward, reject
+
+    def admit(self, request: FastRequest) -> None:
+        """Forward, queue or reject a request."""
+        name, tokens = str(request.row), bytes(request.prompt_tokens * TOKEN_BYTES)
+        generate, context = GenerateRequest(name, "", tokens, SAMPLING, STOPS), Context(name)
+        try:
+            skips = self._can_skip_queue(context)
+            queued = None if skips else self._admit_or_enqueue(generate, context)
+        except DynamoError as error:
+            self._reject(request, error)
+            return
+        if queued is None or queued.slot_ready is None:
+            self._dispatching[f"{name}/0"] = queued
+            self._dispatch(request)
+        else:
+            cast("_Slot", queued.slot_ready).on_ready = partial(self._on_slot_ready, request)
+
+    def on_rejected(self, request: FastRequest) -> None:
+        """Let the next request have the place of one that the router has rejected."""
+        self._dispatching.pop(f"{request.row}/0", None)
+        self._dequeue_ready()
+
+    def _dispatch(self, request: FastRequest) -> None:
+        if self.capacity.free_slots:
+            request.excluded = self.capacity.full_workers
+        self._forward(request)
+
+    def _on_slot_ready(self, request: FastRequest, error: DynamoError | None) -> None:
+        act = partial(self._dispatch, request)
+        if error is not None:
+            act = partial(self._reject, request, error)
+        self._heap.soon.append(act)
+
+    def _push(self, queued: QueuedRequest, shed_at_s: float) -> None:
+        self._queue.push(queued)
+        queued.slot_ready = cast("asyncio.Future[None]", _Slot())
+        self._clock.call_at(shed_at_s, partial(self._shed_overdue, queued))
+        self._schedule_recheck()
+
+
+class _Slot:
+    """The part of a future that admission uses, with a callback for its result."""
+
+    def __init__(self) -> None:
+        self.on_ready: Callable[[DynamoError | None], None] = lambda _: None
+        self._done = False
+
+    def done(self) -> bool:
+        return self._done
+
+    def set_result(self, _: None) -> None:
+        self._done = True
+        self.on_ready(None)
+
+    def set_exception(self, error: DynamoError) -> None:
+        self._done = True
+        self.on_ready(error)
+
+
+class _FixedInstances:
+    """The part of a client that admission uses."""
+
+    def __init__(self, instances: Mapping[str, Instance]) -> None:
+        self.instances = instances
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        return callback
+
+
+class _SolverPrediction:
+    """The part of a policy that admission uses."""
+
+    predicts = True
+
+    def __init__(self, solver: PlacementSolver) -> None:
+        self._solver = solver
+
+    def predict_pair_ms(
+        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
+    ) -> float | None:
+        cost = self._solver.cost
+        return cost.predict_ms(workers, tokens, ahead, now) if isinstance(cost, PairCost) else None
