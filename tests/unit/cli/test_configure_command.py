@@ -31,6 +31,7 @@ def test_a_folder_gets_all_files_and_the_configuration_can_be_checked(
 
     assert main([*ASK, *PROMISE, "--out", str(out), "--json", str(plans)]) == 0
 
+    assert ", pareto.png" in capsys.readouterr().out
     names = "compose.yaml graph.yaml pareto.png prefill-timing.json serve.yaml timing.json why.md"
     assert sorted(path.name for path in out.iterdir()) == names.split()
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG")
@@ -176,6 +177,48 @@ def test_wrong_input_is_told_in_a_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("services: {frontend: {}}", "unknown setting 'services'"),
+        ("c0: 4.5", "unknown setting 'c0'"),
+        ("engine: {kind: vllm, tensor_parallel_size: abc}", "wanted a number"),
+        ("engine: {kind: vllm, workers: -3}", "at least 0"),
+        ("engine: {kind: sglang, args: {dp_size: x}}", "'x' where a number from 1"),
+        ("engine: {kind: vllm, tensor_parallel_size: 7}", "does not divide the 64 heads"),
+        ("kind: DynamoGraphDeployment\nspec: {components: [3]}", "components is no list"),
+        (
+            (
+                "kind: DynamoGraphDeployment\nspec: {components: [{podTemplate: {spec: {containers: "
+                "[{command: [dynamo.vllm, --tensor-parallel-size]}]}}}]}"
+            ),
+            "'' where a number from 1",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_with_the_reason(
+    tmp_path: Path, capsys: Captured, text: str, message: str
+) -> None:
+    given = tmp_path / "given.yaml"
+    given.write_text(text)
+
+    assert main([*ASK[:4], "--check", str(given)]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_the_given_gpus_are_refused(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    given = tmp_path / "given.yaml"
+    given.write_text("engine: {kind: vllm}")
+
+    asked = ["configure", "deepseek-ai/DeepSeek-R1", "--gpu", "h100_sxm", "--check", str(given)]
+    assert main(asked) == 2
+
+    assert "672 GB of weights do not fit each h100_sxm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "lines",
     ["", '{"timestamp": 1, "input_len', '{"timestamp": "x", "input_length": 1}\n', "[1]\n"],
 )
@@ -193,10 +236,12 @@ def test_a_trace_that_cannot_be_read_is_exit_code_2(
 @pytest.mark.skipif(
     not Path("/dev/full").exists() or not os.access("/dev/full", os.W_OK), reason=""
 )
-def test_a_full_disk_is_told(tmp_path: Path, capsys: Captured) -> None:
+@pytest.mark.parametrize("name", ["why.md", "pareto.png"])
+def test_a_full_disk_is_told(tmp_path: Path, capsys: Captured, name: str) -> None:
+    pytest.importorskip("matplotlib")
     out = tmp_path / "plan"
     out.mkdir()
-    (out / "why.md").symlink_to("/dev/full")
+    (out / name).symlink_to("/dev/full")
 
     assert main([*ASK, *PROMISE, "--out", str(out), "--force"]) == 2
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dynamo.operations.configure.search import SearchResult
 
 SHOWN = 10
+PICTURE = "pareto.png"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -247,12 +248,16 @@ def _write_files(
         texts[name] = msgspec.json.format(timing, indent=1).decode() + "\n"
     for name, text in texts.items():
         write_file(folder / name, text.encode())
+    written = [*texts]
     try:
-        draw_pareto(result, question, str(folder / "pareto.png"))
+        draw_pareto(result, question, str(folder / PICTURE))
+        written.append(PICTURE)
     except Unsupported as error:
-        print(f"note: no pareto.png: {error.message}; {error.hint}", file=sys.stderr)
+        print(f"note: no {PICTURE}: {error.message}; {error.hint}", file=sys.stderr)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder / PICTURE}: {error.strerror}") from None
     if args.json != "-":
-        print(f"written to {folder}: {', '.join(texts)}")
+        print(f"written to {folder}: {', '.join(written)}")
 
 
 def _check(args: argparse.Namespace, question: Question, predictor: Predictor) -> int:

@@ -15,7 +15,7 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.operations.configure.catalogue import engines, family_of
 from dynamo.operations.configure.files import HEADROOM
 from dynamo.operations.configure.measured import MeasuredRow
-from dynamo.operations.configure.plans import Layout, Plan, Question
+from dynamo.operations.configure.plans import MOST_GPUS, Layout, Plan, Question, check_layout
 from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.search import Search
 from dynamo.operations.configure.yaml_files import read_yaml
@@ -47,17 +47,17 @@ def read_configuration(
     path: Path, question: Question, groups_of: Callable[[Settings], Sequence[WorkerGroup]]
 ) -> Workers:
     """Read the workers of settings for `dynamo serve`, by their groups, or of a
-    DynamoGraphDeployment. Raises `ConfigError`."""
+    DynamoGraphDeployment. Raises `ConfigError`, also for workers that cannot be."""
     content = read_yaml(path)
     if content.get("kind") == "DynamoGraphDeployment":
-        return _read_graph(path, content, question)
+        return _by_role(path, _read_graph(path, content, question), question)
     settings = resolve_settings(document=(path.read_text(), str(path))).settings
     by_role: dict[str, tuple[Layout, int, int]] = {}
     for group in groups_of(settings):
         engine = group.settings.engine
         seqs = engine.max_num_seqs or DEFAULT_SEQS
         by_role[engine.role] = (_layout(path, engine, question), group.replicas, seqs)
-    return _by_role(path, by_role)
+    return _by_role(path, by_role, question)
 
 
 def _layout(path: Path, engine: EngineSettings, question: Question) -> Layout:
@@ -66,7 +66,7 @@ def _layout(path: Path, engine: EngineSettings, question: Question) -> Layout:
     if engine.kind not in known:
         hint = nearest_name_hint(engine.kind, engines())
         raise ConfigError(f"{path}: no times of engine {engine.kind!r}", hint=hint)
-    data = max(engine.data_parallel_size, int(engine.args.get("dp_size") or 1))
+    data = max(engine.data_parallel_size, _number(path, engine.args.get("dp_size", 1)))
     return Layout(
         engine=known[engine.kind],
         tensor=max(engine.tensor_parallel_size, data),
@@ -77,7 +77,11 @@ def _layout(path: Path, engine: EngineSettings, question: Question) -> Layout:
     )
 
 
-def _by_role(path: Path, by_role: Mapping[str, tuple[Layout, int, int]]) -> Workers:
+def _by_role(
+    path: Path, by_role: Mapping[str, tuple[Layout, int, int]], question: Question
+) -> Workers:
+    for layout, *_ in by_role.values():
+        check_layout(question, layout)
     answering = next((by_role[role] for role in ANSWERING if role in by_role), None)
     if answering is None:
         raise ConfigError(f"{path} has no workers of {', '.join(engines())} that answer")
@@ -85,11 +89,13 @@ def _by_role(path: Path, by_role: Mapping[str, tuple[Layout, int, int]]) -> Work
     return Workers(*answering, *(ahead[:2] if ahead else ()))
 
 
-def _read_graph(path: Path, content: Mapping[str, Any], question: Question) -> Workers:
+def _read_graph(
+    path: Path, content: Mapping[str, Any], question: Question
+) -> Mapping[str, tuple[Layout, int, int]]:
     by_role: dict[str, tuple[Layout, int, int]] = {}
-    for component in _section(content, "spec").get("components") or ():
+    for component in _sections(_section(content, "spec"), "components"):
         pod = _section(_section(component, "podTemplate"), "spec")
-        for container in pod.get("containers") or ():
+        for container in _sections(pod, "containers"):
             words = [
                 *map(str, container.get("command") or ()),
                 *map(str, container.get("args") or ()),
@@ -98,17 +104,19 @@ def _read_graph(path: Path, content: Mapping[str, Any], question: Question) -> W
             engine = next((name for name, own in engines().items() if own.module == module), "")
             if engine:
                 role = "prefill" if "prefill" in words else str(component.get("type", "worker"))
-                layout, seqs = _read_words(words, engine, question)
-                by_role[role] = (layout, int(component.get("replicas", 1)), seqs)
-    return _by_role(path, by_role)
+                layout, seqs = _read_words(path, words, engine, question)
+                by_role[role] = (layout, _number(path, component.get("replicas", 1)), seqs)
+    return by_role
 
 
-def _read_words(words: Sequence[str], engine: str, question: Question) -> tuple[Layout, int]:
+def _read_words(
+    path: Path, words: Sequence[str], engine: str, question: Question
+) -> tuple[Layout, int]:
     flags = engines()[engine].flags
 
     def value(name: str, default: int) -> int:
         flag = flags.get(name, "")
-        return int(words[words.index(flag) + 1]) if flag in words else default
+        return _number(path, [*words, ""][words.index(flag) + 1]) if flag in words else default
 
     data = value("dp", 1)
     layout = Layout(
@@ -133,6 +141,21 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
+def _sections(content: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    entries = content.get(name) or ()
+    if not isinstance(entries, list | tuple) or not all(
+        isinstance(each, Mapping) for each in entries
+    ):
+        raise ConfigError(f"{name} is no list of mappings")
+    return entries
+
+
+def _number(path: Path, value: object) -> int:
+    if not str(value).isdecimal() or not 1 <= int(str(value)) <= MOST_GPUS:
+        raise ConfigError(f"{path}: {value!r} where a number from 1 to {MOST_GPUS} was expected")
+    return int(str(value))
+
+
 def predict_plan(workers: Workers, question: Question, predictor: Predictor) -> Plan:
     """Return the plan of workers that run as many requests as they may, or as bear the rate."""
     search = Search(question, predictor)
@@ -148,9 +171,12 @@ def predict_plan(workers: Workers, question: Question, predictor: Predictor) -> 
         if batch <= most
     ]
     if question.rate:
-        return next((plan for plan in plans if plan.rate >= question.rate), plans[-1])
-    good = [plan for plan in plans if plan.misses(question) <= 1]
-    return good[-1] if good else plans[0]
+        chosen = next((plan for plan in plans if plan.rate >= question.rate), plans[-1])
+    else:
+        good = [plan for plan in plans if plan.misses(question) <= 1]
+        chosen = good[-1] if good else plans[0]
+    binds = "memory" if chosen.concurrency > chosen.capacity else ""
+    return msgspec.structs.replace(chosen, binds=binds)
 
 
 def measured_row(path: str, question: Question, workers: Workers | None) -> MeasuredRow:

@@ -126,6 +126,23 @@ def find_layouts(question: Question) -> Sequence[Layout]:
     return fits
 
 
+def check_layout(question: Question, layout: Layout) -> None:
+    """Raise `ConfigError` unless the model can be divided like that, and its weights fit."""
+    shape, gpu = question.shape, question.gpu
+    if shape.heads % layout.tensor and not layout.attention_dp:
+        raise ConfigError(
+            f"tensor parallelism of {layout.tensor} does not divide the {shape.heads} heads of "
+            f"{shape.name}",
+            hint="use a degree that does, such as 1, 2, 4 or 8",
+        )
+    if not _fits(question, layout):
+        raise ConfigError(
+            f"{shape.weight_bytes() / layout.gpus / 1e9:.0f} GB of weights do not fit each "
+            f"{gpu.name} ({gpu.memory:g} GB) with {layout.name}",
+            hint="divide the model by more GPUs, or shorten the weights (--precision fp8)",
+        )
+
+
 def _layouts_of(question: Question, engine: EngineFacts) -> Iterator[Layout]:
     shape = question.shape
     short = shape.precision in {"fp8", "fp4", "int4", "int8"}

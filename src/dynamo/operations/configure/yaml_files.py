@@ -16,7 +16,8 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="name a YAML file") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no mapping of names to values")
     return content
