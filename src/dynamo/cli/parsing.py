@@ -162,6 +162,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as `ConfigError`."""
+        message = re.sub(r"invalid _\w+ value", "invalid value", message)  # a parser of ours
         raise ConfigError(message, hint=f"see `{self.prog} --help`")
 
     @staticmethod

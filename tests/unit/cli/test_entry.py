@@ -74,6 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--speed", "nan"], "--speed must be above 0", ""),
         (["bench", "--duration", "0"], "would never end", "--requests"),
         (["stop", "--timeout", "x"], "invalid float", "dynamo stop --help"),
+        (["replay", "x", "--loads", "a"], "--loads: invalid value: 'a'", "dynamo replay --help"),
     ],
 )
 def test_usage_errors_exit_with_2_and_a_hint(
