@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,34 @@ async def test_old_files_and_those_beyond_the_size_are_deleted(tmp_path: Path) -
     assert not (tmp_path / "other-1.jsonl").exists()
     assert sum(path.stat().st_size for path in files) <= 1 << 20
     assert len(files) >= 12
+
+
+def test_a_file_is_complete_with_a_part_of_the_time_that_lines_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, now = SystemClock(), [1e9]
+    monkeypatch.setattr(clock, "wall", lambda: now[0])
+    files = RecordFiles(lambda: tmp_path, "frontend-1", RecordSettings(keep=1600.0), clock)
+    for _ in range(4):
+        files.write([request_facts(make_story())])
+        now[0] += 50.0
+    files.close()
+    assert [path.read_bytes().count(b"\n") for path in sorted(tmp_path.glob("*.jsonl"))] == [2, 2]
+
+
+async def test_lines_go_to_a_new_file_after_somebody_has_deleted_the_old_one(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "record"
+    recorder, registry = make_recorder(folder)
+    recorder.add(make_story())
+    await recorder._write_pending()
+    shutil.rmtree(folder)
+    recorder.add(make_story(output_tokens=9))
+    await recorder._write_pending()
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
+    recorder.add(make_story(output_tokens=5))
+    await recorder.close()
+    assert [record.output_length for record in read_lines(folder)] == [5]
+    assert "dynamo_record_requests_total 3" in registry.render()

@@ -51,11 +51,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         short = self.shape.precision in SHORT_PRECISIONS
         return self.kv_precision or ("fp8" if short else "bf16")
 
-    @property
-    def total_gpus(self) -> int:
-        """GPUs of the replica."""
-        return self.gpus * self.stages
-
 
 class CaseArrays:
     """Arrays of what the formulas read of many cases. Sizes are in bytes, rates per ms."""

@@ -39,7 +39,8 @@ WRITE_INTERVAL_S = 1.0
 MAX_PENDING = 20_000
 """Stories beyond so many that wait for the thread are lost."""
 SEGMENTS = 16
-"""A file is complete with this part of `record.max_bytes`, so that old lines can be deleted."""
+"""A file is complete with this part of `record.max_bytes`, or after this part of `record.keep`, so
+that old lines can be deleted."""
 encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -55,12 +56,12 @@ class RecordFiles:
         self._settings = settings
         self._clock = clock
         self._segment = self._size = 0
-        self._file = -1
+        self._file, self._opened_s = -1, 0.0
         self._maker: RecordMaker | None = None
 
     def write(self, requests: Sequence[RequestFacts]) -> None:
         """Append a line for each request. Raises `OSError` if none of them could be written."""
-        if self._maker is None:
+        if self._maker is None or not self._folder.exists():
             folder = self._make_folder()
             make_private(folder)
             self._folder, self._maker = folder, RecordMaker(_read_salt(folder / SALT_FILE))
@@ -73,7 +74,7 @@ class RecordFiles:
             self._file = -1
 
     def _append(self, lines: bytes) -> None:
-        if self._file < 0 or self._size >= self._settings.max_bytes // SEGMENTS:
+        if self._is_complete():
             self._open_next()
         written = os.write(self._file, lines)
         if written < len(lines):  # the disk is full: leave no part of a line
@@ -81,9 +82,20 @@ class RecordFiles:
             raise OSError(f"{written} of {len(lines)} bytes were written")
         self._size += written
 
+    def _is_complete(self) -> bool:
+        """Return whether lines go to another file; also where somebody has deleted this one."""
+        settings = self._settings
+        return (
+            self._file < 0
+            or self._size >= settings.max_bytes // SEGMENTS
+            or self._clock.wall() - self._opened_s >= settings.keep / SEGMENTS
+            or not os.fstat(self._file).st_nlink
+        )
+
     def _open_next(self) -> None:
         self.close()
         self._prune()
+        self._opened_s = self._clock.wall()
         self._segment += 1
         path = self._folder / f"{self._name}-{self._segment:05}{SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
