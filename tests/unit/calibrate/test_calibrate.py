@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from random import Random
@@ -107,9 +108,11 @@ def vllm_row(number: int) -> dict[str, Any]:
     return {**row, **times, "last_token_ts": 52.5 + number}
 
 
-def test_vllms_own_rows_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text("".join(json.dumps(vllm_row(number)) + "\n" for number in range(29, -1, -1)))
+@pytest.mark.parametrize("name", ["requests.jsonl", "requests.jsonl.gz"])
+def test_vllms_own_rows_are_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with gzip.open(path, "wt") if name.endswith(".gz") else path.open("w") as file:
+        file.writelines(json.dumps(vllm_row(number)) + "\n" for number in range(29, -1, -1))
     run = read_run(str(path), 20)
     assert [each.start_s for each in run.conversations] == [float(each) for each in range(20)]
     assert run.fitted["TTFT"].mean == pytest.approx(0.5)

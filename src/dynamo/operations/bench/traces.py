@@ -24,6 +24,7 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens of a hash id of a trace that does not tell: those of Mooncake."""
 MAX_ROWS_FOR_BLOCKS = 1000
 RECORD_FILES = "*.jsonl"
+TRACE_HINT = "name a file, .jsonl or .jsonl.gz, or a deployment that has a record"
 
 
 class TraceRow(msgspec.Struct):
@@ -53,7 +54,7 @@ def read_record(folder: str, row_type: type[Row]) -> Record[Row]:
     """Read all files of the record in `folder`. Blocks. Raises `ConfigError`."""
     decoder, rows, damaged = msgspec.json.Decoder(row_type), [], 0
     for path in sorted(Path(folder).glob(RECORD_FILES)):
-        for line in _read_lines(str(path)):
+        for line in read_lines(str(path)):
             try:
                 rows.append(decoder.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -96,7 +97,7 @@ def _read_rows(path: str) -> Iterator[TraceRow]:
         yield from record.rows
         return
     decoder = msgspec.json.Decoder(TraceRow)
-    for number, line in enumerate(_read_lines(path), 1):
+    for number, line in enumerate(read_lines(path, TRACE_HINT), 1):
         try:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -147,7 +148,7 @@ def _user_turns(conversation: Iterable[Any], count: CountTokens) -> Iterator[Req
 
 
 def _conversations(path: str) -> Iterator[Iterable[Any]]:
-    lines = list(_read_lines(path))
+    lines = list(read_lines(path))
     try:
         if lines and lines[0].lstrip().startswith(b"["):
             records = msgspec.json.decode(b"\n".join(lines))
@@ -161,11 +162,13 @@ def _conversations(path: str) -> Iterator[Iterable[Any]]:
             yield next((record[name] for name in names if record.get(name)), ())
 
 
-def _read_lines(path: str) -> Iterator[bytes]:
+def read_lines(path: str, hint: str = "") -> Iterator[bytes]:
+    """Yield the lines that are not empty of a file, plain or .gz. Raises `ConfigError`."""
     try:
         with gzip.open(path) if path.endswith(".gz") else Path(path).open("rb") as file:
             for line in file:
                 if line.strip():
                     yield line
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', '') or error}") from None
+        reason = getattr(error, "strerror", "") or error
+        raise ConfigError(f"{path}: {reason}", hint=hint) from None

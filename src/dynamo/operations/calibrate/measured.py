@@ -14,7 +14,7 @@ import numpy as np
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.bench_result import BenchResult
-from dynamo.operations.bench.traces import read_record
+from dynamo.operations.bench.traces import read_lines, read_record
 from dynamo.operations.bench.workload import LoadProfile
 from dynamo.operations.latency_summary import LatencySummary
 from dynamo.operations.replay.request_log import ReplayLog
@@ -81,19 +81,17 @@ def read_run(path: str, rows: int) -> MeasuredRun:
     """Read a measured run of at most `rows` requests. Raises `ConfigError`. Blocks."""
     if Path(path).is_dir():
         return _run_of_records(path, read_record(path, RequestRecord).rows[:rows])
+    lines = list(read_lines(path, f"wanted: {FORMATS}"))
+    data = b"".join(lines)
     try:
-        data = Path(path).read_bytes()
         first = msgspec.json.decode(data.partition(b"\n")[0] if data[:2] != b"{\n" else data)
         if isinstance(first, dict) and "queued_ts" in first:
-            lines = [msgspec.json.decode(line) for line in data.splitlines() if line.strip()]
-            return _run_of_vllm(path, sorted(lines, key=lambda row: row["queued_ts"])[:rows])
+            logged = list(map(msgspec.json.decode, lines))
+            return _run_of_vllm(path, sorted(logged, key=lambda row: row["queued_ts"])[:rows])
         if isinstance(first, dict) and "timestamp" in first:
-            decoder = msgspec.json.Decoder(RequestRecord)
-            records = [decoder.decode(line) for line in data.splitlines() if line.strip()]
+            records = list(map(msgspec.json.Decoder(RequestRecord).decode, lines))
             return _run_of_records(path, sorted(records, key=lambda row: row.timestamp)[:rows])
         return _run_of_bench(path, msgspec.json.decode(data, type=BenchResult), rows)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", hint=f"wanted: {FORMATS}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: {error}", hint=f"wanted: {FORMATS}") from None
 
