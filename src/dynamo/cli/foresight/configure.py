@@ -234,7 +234,8 @@ def _write_files(
     graph = "agg" if best.prefill_layout is None else "disagg"
     notes = [
         f"{plan_name(best)} of {best.layout.engine} on {question.gpu.name}, by `dynamo configure`.",
-        f"`dynamo run -f serve.yaml`, or `dynamo serve graphs.{graph}:Frontend -f serve.yaml`.",
+        "`dynamo run -f serve.yaml` serves it here.",
+        f"In examples/llm: `dynamo serve graphs.{graph}:Frontend -f serve.yaml`.",
     ]
     texts = {
         "serve.yaml": write_yaml(files.serve_settings(best, question, model), notes),

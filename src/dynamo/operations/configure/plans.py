@@ -121,9 +121,15 @@ def find_layouts(question: Question) -> Sequence[Layout]:
         raise ConfigError(
             f"{shape.name} has {size:.0f} GB of {shape.precision} weights, which fit no layout of "
             f"{f'{question.gpus} ' if question.gpus else ''}{gpu.name} ({gpu.memory:g} GB each)",
-            hint=f"it needs {least} or more of them; or shorter weights (--precision fp8)",
+            hint=f"it needs {least} or more of them{_shorter(shape)}",
         )
     return fits
+
+
+def _shorter(shape: ModelShape) -> str:
+    """Return the advice to shorten weights, where a usual format is shorter."""
+    shorter = {"bf16": "fp8", "fp16": "fp8", "fp8": "fp4", "int8": "int4"}.get(shape.precision)
+    return f"; or shorter weights (--precision {shorter})" if shorter else ""
 
 
 def check_layout(question: Question, layout: Layout) -> None:
@@ -139,7 +145,7 @@ def check_layout(question: Question, layout: Layout) -> None:
         raise ConfigError(
             f"{shape.weight_bytes() / layout.gpus / 1e9:.0f} GB of weights do not fit each "
             f"{gpu.name} ({gpu.memory:g} GB) with {layout.name}",
-            hint="divide the model by more GPUs, or shorten the weights (--precision fp8)",
+            hint=f"divide the model by more GPUs{_shorter(shape)}",
         )
 
 
