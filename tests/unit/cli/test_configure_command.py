@@ -198,10 +198,10 @@ def test_wrong_input_is_told_in_a_line_and_exit_code_2(
 def test_a_configuration_that_cannot_be_is_refused_with_the_reason(
     tmp_path: Path, capsys: Captured, text: str, message: str
 ) -> None:
-    given = tmp_path / "given.yaml"
-    given.write_text(text)
+    configuration = tmp_path / "given.yaml"
+    configuration.write_text(text)
 
-    assert main([*ASK[:4], "--check", str(given)]) == 2
+    assert main([*ASK[:4], "--check", str(configuration)]) == 2
 
     assert message in capsys.readouterr().err
 
@@ -209,11 +209,18 @@ def test_a_configuration_that_cannot_be_is_refused_with_the_reason(
 def test_weights_that_do_not_fit_the_given_gpus_are_refused(
     tmp_path: Path, capsys: Captured
 ) -> None:
-    given = tmp_path / "given.yaml"
-    given.write_text("engine: {kind: vllm}")
+    configuration = tmp_path / "given.yaml"
+    configuration.write_text("engine: {kind: vllm}")
 
-    asked = ["configure", "deepseek-ai/DeepSeek-R1", "--gpu", "h100_sxm", "--check", str(given)]
-    assert main(asked) == 2
+    arguments = [
+        "configure",
+        "deepseek-ai/DeepSeek-R1",
+        "--gpu",
+        "h100_sxm",
+        "--check",
+        str(configuration),
+    ]
+    assert main(arguments) == 2
 
     assert "672 GB of weights do not fit each h100_sxm" in capsys.readouterr().err
 

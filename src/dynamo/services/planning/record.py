@@ -52,6 +52,7 @@ class RecordFiles:
         self, folder: Callable[[], Path], name: str, settings: RecordSettings, clock: Clock
     ) -> None:
         self._make_folder = folder
+        self._folder: Path
         self._name = name
         self._settings = settings
         self._clock = clock
