@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from dynamo.core.values import KvEvent
 from dynamo.operations.replay.fast.run_cache import Held
 from dynamo.operations.replay.trace import TraceRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 
-if TYPE_CHECKING:
-    from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
+
+class PromptSink(ABC):
+    """Gets what is computed of a prompt for another worker."""
+
+    @abstractmethod
+    def on_computed(self, now: float) -> None:
+        """Take note that a step has computed a part of the prompt."""
 
 
 class FastRequest:
@@ -77,7 +81,7 @@ class FastRequest:
         self.placed: PlacedRequest | None = None
         self.worker = self.source = -1
         self.excluded: frozenset[str] = frozenset()
-        self.sink: PulledPrompt | None = None
+        self.sink: PromptSink | None = None
         self.turns: Iterator[TraceRequest] = iter(())
 
     @property

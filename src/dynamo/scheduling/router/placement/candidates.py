@@ -102,13 +102,4 @@ class Candidates:
         return earliest_s
 
 
-def make_shortlist(
-    states: WorkerStates, cost: Cost, max_backlog_s: float, rng: Random
-) -> Candidates:
-    """Make the candidates of a large deployment, for a cost with `costs_of_all`."""
-    from dynamo.scheduling.router.placement.shortlist import ShortlistCandidates
-
-    return ShortlistCandidates(states, cost, max_backlog_s, rng)
-
-
 MakeShortlist = Callable[[WorkerStates, Cost, float, Random], Candidates]

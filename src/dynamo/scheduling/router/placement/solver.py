@@ -25,7 +25,6 @@ from dynamo.scheduling.router.placement.candidates import (
     HoldLimits,
     MakeShortlist,
     SelectWorker,
-    make_shortlist,
 )
 from dynamo.scheduling.router.placement.regret import (
     RegretRow,
@@ -94,7 +93,7 @@ class PlacementSolver:
         self._round: Iterator[bool] | None = None
         self.unfinished = False
         """Whether the last `place` cut its round. Call `place` again soon, without an event."""
-        self.make_shortlist: MakeShortlist = make_shortlist
+        self.make_shortlist: MakeShortlist | None = None
         self._placed: list[PlacementResult] = []
         self._sent_blocks = SentBlocks()
         self._pending = PendingRequestQueue(WaitingQueue(bound=1 << 30) if queue is None else queue)
@@ -166,6 +165,10 @@ class PlacementSolver:
         large = len(self._workers) >= LARGE_FLEET
         arguments = self.worker_states, self.cost, self._hold_limits.max_backlog_s
         if large and self.cost.has_arrays and self._select is None:
+            if self.make_shortlist is None:
+                from dynamo.scheduling.router.placement.shortlist import ShortlistCandidates
+
+                self.make_shortlist = ShortlistCandidates
             self._candidates = self.make_shortlist(*arguments, self._rng)
         else:
             self._candidates = Candidates(*arguments)
