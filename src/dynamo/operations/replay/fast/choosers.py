@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
 from dynamo.core.errors import DynamoError
@@ -17,6 +17,7 @@ from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.factory import make_solver
@@ -87,6 +88,24 @@ class _EmittedTokens:
         return self._workers[request.worker].emitted(request, self._clock.time_s)
 
 
+class _RemovedRuns(RemovedBlocks):
+    """Counts the blocks of removed runs."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def on_removed(self, hashes: Iterable[int]) -> None:
+        super().on_removed(self._split(hashes))
+
+    def on_prompt(self, hashes: Sequence[int], cached_share: float) -> None:
+        super().on_prompt(self._split(hashes), cached_share)
+
+    def _split(self, runs: Iterable[int]) -> list[int]:
+        blocks = range(self._blocks)
+        return [run * self._blocks + block for run in runs for block in blocks]
+
+
 class SolverChooser(Chooser):
     """Mode kv: the router's ledger, index and solver. A block is a run of the trace."""
 
@@ -114,7 +133,8 @@ class SolverChooser(Chooser):
             self._view.apply(worker.name, ())
         self.solver = make_solver(settings, self._view, rng, ledger)
         if transfer is not None:
-            self._price_pairs(settings, instances, transfer)
+            blocks = run_tokens // workers[0].info.block_tokens
+            self._price_pairs(settings, instances, transfer, blocks)
         self.solver.make_shortlist = LeastLoadedCandidates
         self._view.set_cacheless_workers(ledger.workers.cacheless)
         self._requests: dict[str, FastRequest] = {}
@@ -126,14 +146,21 @@ class SolverChooser(Chooser):
             self._admission = FastAdmission(instances, self.solver, *limits)
 
     def _price_pairs(
-        self, settings: RouterSettings, instances: Mapping[str, Instance], transfer: float
+        self,
+        settings: RouterSettings,
+        instances: Mapping[str, Instance],
+        transfer: float,
+        blocks: int,
     ) -> None:
-        """Price pairs of workers, as `KvPolicy` does, with the known rate of their links."""
+        """Price pairs of workers, as `KvPolicy` does, with the known rate of their links. A run has
+        so many `blocks`."""
         for name in instances:
             load = Load(transfer_bytes_per_s=transfer)
             self._ledger.workers.on_load_report(name, load, 0.0)
         if settings.disaggregation.mode == FLEXIBLE or any(map(only_prefills, instances.values())):
             self.solver.cost = cost = PairCost(settings.disaggregation)
+            if cost.removed_blocks is not None:
+                cost.removed_blocks = _RemovedRuns(blocks)
             self._view.removed_blocks = cost.removed_blocks
 
     def choose(self, request: FastRequest) -> None:

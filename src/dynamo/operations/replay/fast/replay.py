@@ -11,9 +11,10 @@ from functools import partial
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, DynamoError
-from dynamo.core.values import KvEvent
+from dynamo.core.values import EngineInfo, KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
 from dynamo.operations.replay.fast.events import EventHeap
@@ -113,7 +114,8 @@ class FastReplay(Replay, WorkerListener):
 
     def _make_chooser(self) -> Chooser:
         plan, rate = self._plan, self._plan.workers.transfer
-        transfer = {} if rate is None else {"transfer": [{"slot_bytes": self._block_bytes}]}
+        run_bytes = self._run_tokens * plan.workers.kv_bytes_per_token
+        transfer = {} if rate is None else {"transfer": [{"slot_bytes": run_bytes}]}
         instances = {
             str(number): Instance(
                 id=str(number),
@@ -121,7 +123,7 @@ class FastReplay(Replay, WorkerListener):
                 namespace="replay",
                 component="worker",
                 endpoint="generate",
-                capabilities={"engine": msgspec.to_builtins(group.engine), **transfer},
+                capabilities={"engine": self._announce(group.engine), **transfer},
             )
             for number, group in enumerate(plan.workers)
         }
@@ -141,6 +143,14 @@ class FastReplay(Replay, WorkerListener):
             self._reject,
             admits=plan.admission,
         )
+
+    def _announce(self, engine: EngineInfo) -> dict[str, object]:
+        """Return the description of an engine whose blocks are runs, as the router sees them."""
+        size = self._run_tokens
+        blocks = max(1, engine.num_blocks * engine.block_tokens // size)
+        engine = replace(engine, block_tokens=size, num_blocks=blocks)
+        described: dict[str, object] = msgspec.to_builtins(engine)
+        return described
 
     def _start_next(self) -> None:
         """Put the next conversation of the trace on the heap."""
