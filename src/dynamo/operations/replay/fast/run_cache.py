@@ -63,6 +63,7 @@ class RunCache:
         self._shared: OrderedDict[CachedRun, None] = OrderedDict()
         self._released = self._victims = 0
         self._lifetime = 0.0
+        self._last_answer: CachedRun | None = None
 
     @property
     def available(self) -> int:
@@ -166,7 +167,7 @@ class RunCache:
         blocks that no other sequence finds. `unused`: other blocks, which are free now."""
         self.free += unused
         if answer and self._enabled:
-            self._queue(CachedRun([], answer))
+            self._queue_answer(answer)
         else:
             self.free += answer
         for run, units in reversed(held):
@@ -184,6 +185,18 @@ class RunCache:
                 self._queue(run)
             else:
                 self.free += run.blocks
+
+    def _queue_answer(self, blocks: int) -> None:
+        """Queue blocks that no sequence finds, as one run with such blocks just before them."""
+        last = self._last_answer
+        if last is not None and last.blocks and last.last_used == self._released:
+            self._released += blocks
+            last.last_used = self._released
+            last.blocks += blocks
+            self.evictable += blocks
+        else:
+            self._last_answer = run = CachedRun([], blocks)
+            self._queue(run)
 
     def _queue(self, run: CachedRun) -> None:
         self._released += run.blocks
