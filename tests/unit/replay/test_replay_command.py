@@ -214,3 +214,9 @@ def test_without_prefix_caching_nothing_is_reused(capsys):
 def test_a_failed_request_returns_1(capsys):
     assert run([TRACE, "--trace-block-size", "64", "--num-blocks", "8"]) == 1
     assert "context_length_exceeded" in capsys.readouterr().out
+
+
+def test_counts_of_many_workers_are_a_range(capsys):
+    load = "isl=100,osl=2,requests=80,rate=100"
+    assert run(["--synthetic", load, "--workers", "40", "--fast"]) == 0
+    assert "requests per worker: 2 to 2, half of them at most 2" in capsys.readouterr().out

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+MOST_COUNTS = 32
+"""Workers whose requests are printed one by one."""
 
 
 class ReplayProgress:
@@ -61,7 +63,7 @@ def format_replay_result(result: ReplayResult) -> str:
         + f"; {result.output_tokens_per_s:.0f} tokens/s",
         f"prompt tokens {result.reuse_first_admission:.1%} cached at first admission",
         f"{result.evictions} blocks evicted, {result.preemptions} preemptions",
-        f"requests per worker: {' '.join(map(str, result.requests_per_worker))}",
+        f"requests per worker: {_format_counts(result.requests_per_worker)}",
         *_moved_lines(result),
         "",
         *_latency_lines(result),
@@ -74,6 +76,14 @@ def format_replay_result(result: ReplayResult) -> str:
     lines += _load_lines(result)
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)
+
+
+def _format_counts(counts: Sequence[int]) -> str:
+    """Format one count a worker, or the range of many."""
+    if len(counts) <= MOST_COUNTS:
+        return " ".join(map(str, counts))
+    ordered = sorted(counts)
+    return f"{ordered[0]} to {ordered[-1]}, half of them at most {ordered[len(ordered) // 2]}"
 
 
 def _moved_lines(result: ReplayResult) -> Iterator[str]:
