@@ -19,6 +19,9 @@ import pytest
 from tests.support.file_scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from tests.support.servers import free_port
 
+for suite in ("discovery", "requests", "shared_payloads", "events", "transfer", "engines"):
+    pytest.register_assert_rewrite(f"dynamo_conformance.{suite}")
+
 with suppress(ImportError):  # .venv-engines does not have it
     from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""Assertion rewriting for the conformance suites, and uvloop for test classes named `...Uvloop`."""
+"""uvloop for test classes named `...Uvloop`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
-
-for suite in ("discovery", "requests", "shared_payloads", "events", "transfer", "engines"):
-    pytest.register_assert_rewrite(f"dynamo_conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]
 

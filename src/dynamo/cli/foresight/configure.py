@@ -235,7 +235,7 @@ def _write_files(
     notes = [
         f"{plan_name(best)} of {best.layout.engine} on {question.gpu.name}, by `dynamo configure`.",
         "`dynamo run -f serve.yaml` serves it here.",
-        f"In examples/llm: `dynamo serve graphs.{graph}:Frontend -f serve.yaml`.",
+        f"With the graphs of the repository: `dynamo serve graphs.{graph}:Frontend -f serve.yaml`.",
     ]
     texts = {
         "serve.yaml": write_yaml(files.serve_settings(best, question, model), notes),
