@@ -24,6 +24,15 @@ START_TIMEOUT_S: Final = 20.0
 _TMPFS: Final = Path("/dev/shm")
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs on: each is stopped, or gone."""
+    states = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return set(states) <= {"T", "t", "Z", "X"}
+
+
 class ServerProcess:
     """A server that can be killed, frozen and started again on the same port and data."""
 
@@ -63,9 +72,13 @@ class ServerProcess:
             self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal: SIGSTOP freezes the server, SIGCONT resumes it."""
-        if self._process is not None:
-            self._process.send_signal(number)
+        """Send a signal: SIGSTOP freezes the server before this returns, SIGCONT resumes it."""
+        if self._process is None:
+            return
+        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            while not _is_stopped(self._process.pid):
+                time.sleep(0.001)
 
     def delete_data(self) -> None:
         """Delete the server's data, between `kill` and `start`. Blocks."""
