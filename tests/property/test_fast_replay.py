@@ -37,6 +37,20 @@ def make_workers(count: int, blocks: int, seqs: int, eviction: str) -> ReplayWor
     return replace(workers, groups=[replace(workers.groups[0], engine=engine)])
 
 
+def with_roles(prefill: int, decode: int, blocks: int) -> ReplayWorkers:
+    """Return workers that compute prompts and workers that decode; without `prefill`, others."""
+    workers = make_workers(decode, blocks, 8, "lru")
+    (group,) = workers.groups
+    parts = ((prefill, ("prefill",)), (decode, ("decode",)))
+    if not prefill:
+        return workers
+    groups = [
+        replace(group, count=count, engine=replace(group.engine, roles=roles))
+        for count, roles in parts
+    ]
+    return replace(workers, groups=groups)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1000),
@@ -99,16 +113,7 @@ def test_prompts_that_other_workers_compute_take_as_long(
     seed: int, answer: int, prefill: int, decode: int, blocks: int, rate: float
 ) -> None:
     """Without `prefill` workers, each one is flexible."""
-    workers = make_workers(decode, blocks, 8, "lru")
-    (group,) = workers.groups
-    if prefill:
-        parts = ((prefill, ("prefill",)), (decode, ("decode",)))
-        groups = [
-            replace(group, count=count, engine=replace(group.engine, roles=roles))
-            for count, roles in parts
-        ]
-        workers = replace(workers, groups=groups)
-    workers = replace(workers, transfer=rate)
+    workers = replace(with_roles(prefill, decode, blocks), transfer=rate)
     exact, fast = both(workers, "kv", seed, answer, flexible=not prefill)
     assert fast.completed == exact.completed == fast.requests
     near = 0.05 if blocks == AMPLE_BLOCKS else 0.15
@@ -116,6 +121,14 @@ def test_prompts_that_other_workers_compute_take_as_long(
     assert fast.prefills.remote == pytest.approx(exact.prefills.remote, rel=near, abs=3)
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=near)
+
+
+def test_pairs_of_a_large_fleet_are_those_of_the_router() -> None:
+    workers = replace(with_roles(100, 100, 100), transfer=6.4e10)
+    exact, fast = both(workers, "kv", 1, 20, flexible=False)
+    assert fast.prefills == exact.prefills
+    assert fast.prefills.remote == fast.requests
+    assert fast.ttft_ms.mean == pytest.approx(exact.ttft_ms.mean, rel=1e-3)
 
 
 @settings(max_examples=15, deadline=None)

@@ -132,10 +132,11 @@ class SolverChooser(Chooser):
         for worker in ledger.workers.workers:
             self._view.apply(worker.name, ())
         self.solver = make_solver(settings, self._view, rng, ledger)
-        if transfer is not None:
+        if transfer is None:
+            self.solver.make_shortlist = LeastLoadedCandidates
+        else:  # the router's own shortlist has the best pairs
             blocks = run_tokens // workers[0].info.block_tokens
             self._price_pairs(settings, instances, transfer, blocks)
-        self.solver.make_shortlist = LeastLoadedCandidates
         self._view.set_cacheless_workers(ledger.workers.cacheless)
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
