@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.model_runner import BlockShape, ModelRunner, StepChunk, StepPlan, StepResult
+from dynamo.inference.model_runner import BlockShape, StepChunk, StepPlan, StepResult
 from dynamo.inference.native.engine_sizing import (
-    available_memory_bytes,
     plan_engine_info,
     usable_cores,
 )
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
+from dynamo.inference.native.weights_runner import WeightsRunner
 from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class NativeRunner(ModelRunner):
+class NativeRunner(WeightsRunner):
     """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread.
     `memory_bytes` 0: all that is available."""
 
@@ -44,27 +42,8 @@ class NativeRunner(ModelRunner):
         memory_bytes: int = 0,
         cache: CacheSettings = NO_TIERS,
     ) -> None:
-        self._open_weights = open_weights
-        self._settings = settings
-        self._cache = cache
-        self._context_tokens = context_tokens
-        self._memory_bytes = memory_bytes or available_memory_bytes()
+        super().__init__("native", open_weights, settings, context_tokens, memory_bytes, cache)
         self._threads = settings.threads or usable_cores()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="native")
-
-    async def start(self) -> EngineInfo:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._load_model)
-
-    async def step(self, plan: StepPlan) -> StepResult:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._compute_step, plan)
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-        if hasattr(self, "_backend"):
-            self._backend.stop()
-        if self.region is not None:
-            self.region.close()
 
     def _load_model(self) -> EngineInfo:
         from dynamo.inference.native.decoder import DecoderModel

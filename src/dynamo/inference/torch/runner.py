@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +11,17 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.model_runner import BlockShape, ModelRunner, StepPlan, StepResult
+from dynamo.inference.model_runner import BlockShape, StepPlan, StepResult
 from dynamo.inference.native.decoder import DecoderModel
 from dynamo.inference.native.engine_sizing import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
-    available_memory_bytes,
     plan_engine_info,
     usable_cores,
 )
 from dynamo.inference.native.kv_storage import KvShape, allocate_region
 from dynamo.inference.native.weights_digest import DigestedWeights
+from dynamo.inference.native.weights_runner import WeightsRunner
 from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks
 from dynamo.inference.torch.backend import TorchBackend
 from dynamo.inference.torch.batch import make_paged_batch, make_spare_batch, row_order
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from dynamo.models.checkpoint.weights import ModelWeights
 
 
-class TorchRunner(ModelRunner):
+class TorchRunner(WeightsRunner):
     """Runs one model on `device`. All tensors belong to the runner's thread, which also calls
     `open_weights`. `memory_bytes` 0: all that is available."""
 
@@ -58,30 +56,11 @@ class TorchRunner(ModelRunner):
         memory_bytes: int = 0,
         cache: CacheSettings = NO_TIERS,
     ) -> None:
-        self._open_weights = open_weights
-        self._settings = settings
-        self._cache = cache
-        self._context_tokens = context_tokens
-        self._memory_bytes = memory_bytes or available_memory_bytes()
+        super().__init__("torch", open_weights, settings, context_tokens, memory_bytes, cache)
         self._device = torch.device(device.name)
         self._dtype = device.dtype
         self._graphs: DecodeGraphs | None = None
         self.runs_ahead = device.name == "cuda"
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
-
-    async def start(self) -> EngineInfo:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._load_model)
-
-    async def step(self, plan: StepPlan) -> StepResult:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._compute_step, plan)
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-        if hasattr(self, "_backend"):
-            self._backend.stop()
-        if self.region is not None:
-            self.region.close()
 
     def _load_model(self) -> EngineInfo:
         torch.set_num_threads(self._settings.threads or usable_cores())
