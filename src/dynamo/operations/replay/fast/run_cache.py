@@ -52,7 +52,7 @@ class RunCache:
         enabled: bool,
         events: KvEventBuffer | None,
     ) -> None:
-        self.blocks = self.free = blocks
+        self.free = blocks
         self.unit = unit
         self.evictable = self.evictions = 0
         self._enabled = enabled
