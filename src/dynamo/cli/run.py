@@ -117,7 +117,7 @@ def checked_settings(
     without effect. Raises `ConfigError`, `Unsupported`, and the errors of `chosen_engine`."""
     from dynamo.models.answers.families import find_family
     from dynamo.runtime.planes import planes_of
-    from dynamo.services.deployment.worker_groups import with_engines, worker_groups
+    from dynamo.services.deployment.model_groups import with_engines, worker_groups
     from dynamo.telemetry.logs import parse_levels
 
     settings = with_engines(loaded.settings)

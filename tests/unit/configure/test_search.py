@@ -30,7 +30,7 @@ from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import ReplayPlan
 from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
-from dynamo.services.deployment.worker_groups import worker_groups
+from dynamo.services.deployment.model_groups import worker_groups
 
 
 def ask(**changes: Any) -> Question:

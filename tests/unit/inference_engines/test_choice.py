@@ -18,7 +18,7 @@ from dynamo.inference.engines import choice, packages
 from dynamo.inference.engines.choice import choose_engine, engine_offers, with_engine
 from dynamo.inference.engines.model_facts import read_model_facts
 from dynamo.inference.engines.packages import EngineStatus, engine_install_command
-from dynamo.services.deployment.worker_groups import with_engines
+from dynamo.services.deployment.model_groups import with_engines
 
 DATA = Path(__file__).parents[2] / "data" / "models"
 CONFIGS = json.loads((DATA / "configs.json").read_text())

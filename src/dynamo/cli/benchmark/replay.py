@@ -220,7 +220,7 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
     from dynamo.core.timing.model import parse_timing
     from dynamo.inference.mock.engine import make_mock_engine_info
     from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
-    from dynamo.services.deployment.worker_groups import answering_groups
+    from dynamo.services.deployment.model_groups import answering_groups
 
     groups = []
     for group in answering_groups(settings):

@@ -276,7 +276,7 @@ def _check(args: argparse.Namespace, question: Question, predictor: Predictor) -
 
 def _read_checked(args: argparse.Namespace, question: Question) -> Workers:
     from dynamo.operations.configure.checking import read_configuration
-    from dynamo.services.deployment.worker_groups import worker_groups
+    from dynamo.services.deployment.model_groups import worker_groups
 
     return read_configuration(Path(args.check), question, worker_groups)
 

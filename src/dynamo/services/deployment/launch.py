@@ -26,7 +26,7 @@ from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.services.deployment.accelerators import assign_cards, keep_cards
-from dynamo.services.deployment.worker_groups import (
+from dynamo.services.deployment.model_groups import (
     ReplicaGroup,
     answering_groups,
     replica_settings,

@@ -28,6 +28,11 @@ from dynamo.services.components import (
     Worker,
 )
 from dynamo.services.deployment.launch import replica_names
+from dynamo.services.deployment.model_groups import (
+    check_disaggregation,
+    replica_settings,
+    role_groups,
+)
 from dynamo.services.deployment.service_options import (
     LoadSettings,
     ServiceOptions,
@@ -36,11 +41,6 @@ from dynamo.services.deployment.service_options import (
     user_service_section,
 )
 from dynamo.services.deployment.user_service import UserServiceSpec
-from dynamo.services.deployment.worker_groups import (
-    check_disaggregation,
-    replica_settings,
-    role_groups,
-)
 
 READY_MADE_SERVICES = (
     Frontend,
