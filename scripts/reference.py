@@ -95,7 +95,8 @@ def settings_page() -> str:
         if spec.entry_schema is not None:
             parts.append(f"## {spec.key}[]\n\nA list; {spec.meta.help}. Each entry:\n")
             entry_specs = setting_specs_by_key(spec.entry_schema).values()
-            rows = [_setting_row(entry, spec.key) for entry in entry_specs]
+            hidden = ("engine.", "cache.") if spec.key == "models" else ()
+            rows = [_setting_row(e, spec.key) for e in entry_specs if not e.key.startswith(hidden)]
             parts.append(_table(SETTING_COLUMNS, rows))
     return "\n".join(parts)
 

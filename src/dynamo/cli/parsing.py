@@ -44,13 +44,13 @@ def write_file(path: str | Path, data: bytes) -> None:
 
 
 def served_model_names(settings: Settings) -> Sequence[str]:
-    """Return the names that the model is served under. Raises `ModelUnavailable`."""
-    from dynamo.core.settings.server_url import lacks_tokenizer
-    from dynamo.models.location import locate_model
+    """Return the names that the model is served under, or the first name of each of several. Raises
+    `ModelUnavailable` and `ConfigError`."""
+    from dynamo.services.deployment.model_groups import model_names, unique_model_names
 
-    if lacks_tokenizer(settings):
-        return settings.model.names or (settings.engine.url_model or "the servers' model",)
-    return settings.model.names or (locate_model(settings.model.path).name,)
+    if settings.models:
+        return [names[0] for names in unique_model_names(settings)]
+    return model_names(settings) or ("the servers' model",)
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,6 +19,7 @@ from dynamo.cli.settings_flags import (
 )
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
+from dynamo.core.settings.load import MODELS_KEY
 from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def parser() -> Parser:
         metavar="in= out= MODEL",
         help="source of requests (default: in=http; in=none runs workers only), engine (default: "
         "out=auto, the first that serves the model here: see `dynamo engines`), and a model "
-        "folder, GGUF file or hub name (default: SmolLM2-135M-Instruct)",
+        "folder, GGUF file or hub name, or several (default: SmolLM2-135M-Instruct)",
     )
     add_batch_flags(parser)
     add_settings_flags(parser)
@@ -87,6 +88,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
     Raises `ConfigError`."""
     source = "http"
     extra: dict[str, SourcedValue] = {}
+    models: list[SourcedValue] = []
     urls = [server_url(word) for word in words if word.startswith(URL_SCHEMES)]
     if urls:
         extra["engine.urls"] = SourcedValue(urls, "arguments")
@@ -100,13 +102,12 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
             continue
         elif not word:  # e.g. "$MODEL" without a value
             raise ConfigError("empty word for the model", hint="is a shell variable not set?")
-        elif "model.path" in extra:
-            first = extra["model.path"].raw
-            raise ConfigError(
-                f"two models: {first!r} and {word!r}", hint="one deployment serves one model"
-            )
         else:
-            extra["model.path"] = SourcedValue(word, f"argument {word}")
+            models.append(SourcedValue(word, f"argument {word}"))
+    if len(models) > 1:
+        extra[MODELS_KEY] = SourcedValue([{"path": model} for model in models], "arguments")
+    elif models:
+        extra["model.path"] = models[0]
     return source, extra
 
 
@@ -125,8 +126,9 @@ def checked_settings(
     for note in check_engines(groups, loaded.origins):
         if on_note is not None:
             on_note(note)
-    if settings.model.tool_format:
-        find_family(settings.model.tool_format)
+    for model in settings.each_model:
+        if model.model.tool_format:
+            find_family(model.model.tool_format)
     parse_levels(settings.logging.level)
     planes_of(settings)
     return settings
@@ -165,7 +167,7 @@ def serve_http(
         return checked_settings(read_settings(args, extra=extra)), specs
 
     source = SettingsSource(reload, settings_files(args))
-    prepare = make_preparation([settings], bar)
+    prepare = make_preparation(settings.each_model, bar)
     return serve(
         settings,
         announce_ready,
@@ -186,7 +188,8 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
     """Print how to use the models. `url` is empty for workers without an HTTP port."""
     from dynamo.models.location import computes_embeddings
 
-    embeds = not lacks_tokenizer(settings) and computes_embeddings(settings.model.path)
+    first = settings.each_model[0]
+    embeds = not lacks_tokenizer(first) and computes_embeddings(first.model.path)
     where, example = f"to frontends of namespace {settings.runtime.namespace}", ""
     if url:
         command = (curl_embeddings_example if embeds else curl_example)(url)
@@ -194,8 +197,9 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
             command += " -H 'authorization: Bearer KEY'"
         example = f"try:  {command}\nlook: {url} in a browser\n{better_model_note(settings)}"
         where = f"at {url}/v1"
+    verb = "are" if settings.models else "is"
     print(
-        f"\n{', '.join(names)} is served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
+        f"\n{', '.join(names)} {verb} served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
         file=sys.stderr,
         flush=True,
     )
@@ -210,7 +214,7 @@ def better_model_note(settings: Settings) -> str:
     from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 
     computes = settings.engine.kind not in {"mock", "echo", "script", "openai"}
-    if settings.model.path not in {"", DEFAULT_MODEL.name} or not computes:
+    if settings.models or settings.model.path not in {"", DEFAULT_MODEL.name} or not computes:
         return ""
     text = "note: this model has 135M weights: it shows that serving works, and is often wrong"
     free = available_memory_bytes(settings.worker_count)

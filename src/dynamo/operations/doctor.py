@@ -134,7 +134,17 @@ def cache_folder(settings: Settings) -> Finding:
 
 
 def model(settings: Settings) -> Finding:
-    """Check whether the model's files are on this machine, or can be fetched by their name."""
+    """Check whether the files of each model are on this machine, or can be fetched by name."""
+    findings = [_model(each) for each in settings.each_model]
+    if len(findings) == 1:
+        return findings[0]
+    verdicts = [finding.verdict for finding in findings]
+    hints = dict.fromkeys(finding.hint for finding in findings if finding.hint)
+    text = "; ".join(finding.message for finding in findings)
+    return Finding("model", "warn" if "warn" in verdicts else "ok", text, "; ".join(hints))
+
+
+def _model(settings: Settings) -> Finding:
     from dynamo.models.location import locate_model
 
     if lacks_tokenizer(settings):

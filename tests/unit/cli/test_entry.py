@@ -54,7 +54,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "in=endpoint"], "in=endpoint is not supported yet", "in=http, in=text"),
         (["run", "in=batch:x.jsonl"], "cannot read x.jsonl", ""),
         (["run", "in=htp"], "unknown input", "in=http"),
-        (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
+        (["run", "minilm", "minilm"], "are both called", "names:"),
         (["run", ""], "empty word for the model", "variable"),
         (["config"], "required: explain|check|schema", "dynamo config --help"),
         (["config", "explain", "engine.workers"], "is a setting", "grep engine.workers"),

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from tests.unit.services.test_worker_groups import load
+from tests.unit.services.test_model_groups import load
 
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.processes.child import ChildSpec

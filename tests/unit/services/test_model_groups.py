@@ -148,3 +148,87 @@ def test_an_unknown_tier_of_a_group_is_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load({}, "decode_workers: [{kv_cache: {offload_targets: [tape]}}]\nprefill_workers: [{}]\n")
     assert "'tape' in decode_workers[0].kv_cache.offload_targets" in caught.value.message
+
+
+TWO_MODELS = """\
+engine: {kind: mock, num_blocks: 77}
+models:
+- {path: /a, names: [qwen, q], engine: echo, workers: 2}
+- path: /b
+  name: org/small
+  engine: {block_size: 32}
+  prefill_workers: [{replicas: 2}]
+  decode_workers: [{}]
+"""
+
+
+def test_processes_of_several_models_are_named_after_them() -> None:
+    specs = deployment_specs(load({}, TWO_MODELS).settings)
+
+    assert [(spec.name, spec.model) for spec in specs] == [
+        ("frontend", ""),
+        ("qwen-worker-1", "qwen"),
+        ("qwen-worker-2", "qwen"),
+        ("org-small-prefill-worker-1", "org/small"),
+        ("org-small-prefill-worker-2", "org/small"),
+        ("org-small-decode-worker", "org/small"),
+    ]
+
+
+def test_workers_of_a_model_have_its_settings_and_know_how_many_share_the_host() -> None:
+    specs = {spec.name: spec.settings for spec in deployment_specs(load({}, TWO_MODELS).settings)}
+
+    shown = [
+        (own.model.path, own.engine.kind, own.engine.num_blocks, own.engine.block_size)
+        for own in (specs["qwen-worker-1"], specs["org-small-decode-worker"])
+    ]
+    assert shown == [("/a", "echo", 77, 16), ("/b", "mock", 77, 32)]
+    assert {settings.worker_count for settings in specs.values()} == {5}
+    assert not any(settings.models for settings in specs.values())
+
+
+def test_one_model_in_a_list_is_named_like_several() -> None:
+    text = "models: [{path: /a, name: qwen}]\n"
+
+    assert [spec.name for spec in deployment_specs(load({}, text).settings)] == [
+        "frontend",
+        "qwen-worker",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "name"),
+    [
+        ("{path: /b, names: [small, qwen]}", "qwen"),
+        ("{path: /b, names: [small, q]}", "q"),
+        ("{path: /b, name: a/b}, {path: /c, name: a b}", "a-b"),
+    ],
+)
+def test_two_models_of_one_name_are_refused(second: str, name: str) -> None:
+    text = f"models: [{{path: /a, names: [qwen, q]}}, {second}]\n"
+
+    with pytest.raises(ConfigError, match=f"both called '{name}'"):
+        deployment_specs(load({}, text).settings)
+
+
+def test_a_model_beside_a_list_of_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path \(flag model\.path\) and models \(a.yaml:"):
+        load({"model.path": "/c"}, TWO_MODELS)
+
+
+def test_prefill_workers_of_one_model_and_decode_workers_of_another_are_refused() -> None:
+    text = "prefill_workers: [{model: /a}]\ndecode_workers: [{model: /b}]\n"
+    entries = "models:\n- {path: /a, name: qwen, prefill_workers: [{}]}\n- {path: /b, name: q}\n"
+
+    with pytest.raises(ConfigError, match=r"prefill-worker compute prompts of /a.*/b"):
+        deployment_specs(load({}, text).settings)
+    with pytest.raises(ConfigError, match=r"qwen-prefill-worker compute prompts of qwen.*: q\)"):
+        deployment_specs(load({}, entries).settings)
+
+
+def test_origins_of_an_entry_are_those_of_the_section_where_it_is_silent() -> None:
+    loaded = load({}, TWO_MODELS)
+
+    assert loaded.origins["models[0].engine.workers"] == "a.yaml:3"
+    assert loaded.origins["models[0].engine.num_blocks"] == "a.yaml:1"
+    assert loaded.values["models[1].engine.kind"] == "mock"

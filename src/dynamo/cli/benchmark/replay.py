@@ -222,6 +222,8 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
     from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
     from dynamo.services.deployment.model_groups import answering_groups
 
+    if settings.models:
+        raise ConfigError("a replay simulates one model", hint="name it instead of models")
     groups = []
     for group in answering_groups(settings):
         engine = group.settings.engine

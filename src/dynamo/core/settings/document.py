@@ -121,7 +121,8 @@ class _DocumentReader:
         for key_node, value in node.value:
             key = f"{prefix}{key_node.value}"
             origin = self._origin_of(key_node)
-            if key.replace("-", "_") in canonical_keys(schema):
+            is_key = key.replace("-", "_") in canonical_keys(schema)
+            if is_key and (value.id != "mapping" or not is_section(key, schema)):
                 yield key, value, origin
             elif is_section(key, schema):
                 yield from self._walk_leaves(value, f"{key}.", schema)

@@ -40,7 +40,9 @@ def _schema_of(schema: SettingsSchema) -> dict[str, Any]:
         node = root
         for part in path:
             node = node["properties"].setdefault(part, _section_schema())
-        node["properties"][name] = _setting_schema(spec, key)
+        own = _setting_schema(spec, key)
+        section = node["properties"].get(name)  # `engine: mock` beside `engine: {kind: mock}`
+        node["properties"][name] = {"anyOf": [section, own]} if section else own
     for name, description in section_descriptions(schema).items():
         root["properties"][name]["description"] = description
     return root

@@ -17,6 +17,7 @@ from dynamo.core.settings.declare import (
 )
 from dynamo.core.settings.no_effect import NO_EFFECT, NO_EFFECT_SECTIONS
 from dynamo.core.settings.schema import SECTION_ALIASES, Settings
+from dynamo.core.settings.schema_models import MODEL_ENTRY_ALIASES, ModelEntrySettings
 
 ENVIRONMENT_PREFIX = "DYNAMO_"
 
@@ -61,7 +62,8 @@ def canonical_keys(schema: SettingsSchema = Settings) -> Mapping[str, str]:
                 alias if "." in alias[1:] and alias[0] != "." else f"{section}.{alias.lstrip('.')}"
             )
             keys.setdefault(whole.lstrip("."), key)
-    return {**keys, **_keys_of_section_aliases(keys)}
+    short = MODEL_ENTRY_ALIASES if schema is ModelEntrySettings else {}
+    return {**keys, **_keys_of_section_aliases(keys), **short}
 
 
 def _keys_of_section_aliases(keys: Mapping[str, str]) -> Mapping[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.redaction import REDACTED
+from dynamo.core.settings.consistency import check_consistency
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.document import ConfigDocument, parse_config_document
 from dynamo.core.settings.keys import (
@@ -20,12 +21,8 @@ from dynamo.core.settings.keys import (
     setting_specs_by_key,
 )
 from dynamo.core.settings.schema import Settings
-from dynamo.core.settings.schema_cache import OFFLOAD_TARGETS, CacheSettings
-from dynamo.core.settings.schema_cluster import (
-    GroupCacheSettings,
-    WorkerGroupSettings,
-    override,
-)
+from dynamo.core.settings.schema_cluster import WorkersSettings
+from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
 from dynamo.core.settings.secret_files import (
     ReadSecretFile,
     load_secret_files,
@@ -47,6 +44,7 @@ UNUSED_NOTE = "not in use yet"
 SUBSTITUTE_NOTE = "stands in"
 FRONTEND_REPLICAS_KEY = "frontend.replicas"
 HTTP_WORKERS_KEY = "server.http_workers"
+MODELS_KEY = "models"
 FLEXIBLE_WORKERS_KEY = "workers.flexible"
 WORKER_COUNTS = (
     FLEXIBLE_WORKERS_KEY,
@@ -94,93 +92,88 @@ def resolve_settings(
     derived, replica_notes = _replicas_as_http_workers(layers)
     layers, count_notes = _use_strongest_worker_counts(layers)
     merged = merge_layers([*layers, derived, _workers_beside_groups(layers)], Settings)
-    remember_settings(merged.settings)
-    check_consistency(merged.settings, merged.origins)
+    merged = _with_models(merged, layers, read_secret_file)
+    for model in merged.settings.each_model:
+        remember_settings(model)
+        check_consistency(model, merged.origins)
     notes = {**merged.notes, **secret_notes, **replica_notes, **count_notes}
     return replace(merged, notes=notes, services=parsed.services)
 
 
-def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if a range is empty, worker groups cannot run together, or a tier of KV
-    blocks lacks a setting. Groups of a host share no device; blocks of a model have one size."""
-    _check_tiers(settings.cache, "cache", origins)
-    bounds = settings.server.priority_range
-    if len(bounds) != 2 or bounds[0] > bounds[1]:
-        raise ConfigError(
-            f"server.priority_range = {list(bounds)} ({origins['server.priority_range']}): wanted "
-            "the smallest and the largest priority, such as [0, 10]",
-            param="server.priority_range",
-        )
-    _check_block_sizes(settings)
-    owners: dict[tuple[str, int], str] = {}
-    for key, group in _worker_groups(settings):
-        if group.kv_cache != GroupCacheSettings():
-            _check_tiers(override(settings.cache, group.kv_cache), f"{key}.kv_cache", origins)
-        for device in dict.fromkeys(group.device_ids):
-            owner = owners.setdefault((group.host, device), key)
-            if owner != key:
-                raise ConfigError(
-                    f"device {device} is given to {owner} ({origins[f'{owner}.device_ids']}) and "
-                    f"to {key} ({origins[f'{key}.device_ids']})",
-                    hint="give each group its own devices; for groups on different hosts set "
-                    "`host:`",
-                    param=f"{key}.device_ids",
-                )
-
-
-def _check_tiers(cache: CacheSettings, section: str, origins: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for an unknown tier, and for one without a place."""
-    targets = f"{section}.offload_targets"
-    for name in cache.offload_targets:
-        if name not in OFFLOAD_TARGETS:
+def _with_models(
+    loaded: LoadedSettings,
+    layers: Sequence[Mapping[str, SourcedValue]],
+    read_secret_file: ReadSecretFile,
+) -> LoadedSettings:
+    """Return the settings with what the entries of `models` leave out. Raises `ConfigError`."""
+    source = next((layer[MODELS_KEY] for layer in layers if MODELS_KEY in layer), None)
+    if source is None or not loaded.settings.models:
+        return loaded
+    for key in ("model.path", "model.names"):
+        if loaded.origins[key] != DEFAULT_ORIGIN:
             raise ConfigError(
-                f"{name!r} in {targets} ({origins[targets]}) is no tier",
-                hint="known: cpu, ssd, remote",
-                param=targets,
+                f"{key} ({loaded.origins[key]}) and models ({source.origin}) both name models",
+                hint=f"put {key} into an entry of models",
+                param=key,
             )
-    if cache.ssd_path and "disk" not in cache.tiers:
-        raise ConfigError(
-            f"cache.ssd_path ({origins['cache.ssd_path']}) is set and cache.ssd_size is not",
-            hint="say how much of the disk to use with --kv-disk-size, such as 20GB",
-            param="cache.ssd_size",
+    spec = setting_specs_by_key()[MODELS_KEY]
+    models, values, origins = [], dict(loaded.values), dict(loaded.origins)
+    for index, written in enumerate(_parse_entries(spec, ModelEntrySettings, source)):
+        (entry,), _ = load_secret_files([written], read_secret_file)
+        model = with_model_entry(loaded.settings, entry, index)
+        models.append(model)
+        for key in setting_specs_by_key(ModelEntrySettings):
+            if key not in entry and key in values:
+                full_key = f"{MODELS_KEY}[{index}].{key}"
+                values[full_key], origins[full_key] = values[key], origins[key]
+    settings = replace(loaded.settings, models=tuple(map(model_entry, models)))
+    return replace(
+        loaded, settings=settings, values=values | {MODELS_KEY: settings.models}, origins=origins
+    )
+
+
+def with_model_entry(
+    settings: Settings, entry: Mapping[str, SourcedValue], index: int = 0
+) -> Settings:
+    """Return the settings of the workers of an entry of `models`: those that it gives, else those
+    of the sections. Raises `ConfigError`."""
+    prefix = f"{MODELS_KEY}[{index}]."
+    own: Any = merge_layers([entry], ModelEntrySettings, prefix).settings
+    model = ModelSettings(own.path, own.names, own.context_tokens, own.tool_format)
+    model_settings = replace(settings, model=model, models=())
+    if any(key in entry for key in ("engine.workers", *WORKER_COUNTS)):
+        workers = 0 if any(key in entry for key in WORKER_COUNTS) else 1
+        model_settings = replace(
+            model_settings,
+            engine=replace(model_settings.engine, workers=workers),
+            workers=WorkersSettings(),
+            prefill_workers=own.prefill_workers,
+            decode_workers=own.decode_workers,
         )
-    if cache.remote_size and "shared" not in cache.tiers:
-        raise ConfigError(
-            f"cache.remote_size ({origins['cache.remote_size']}) is set and cache.remote_url is "
-            "not",
-            hint="name the store with --kv-remote-url s3://BUCKET/PREFIX",
-            param="cache.remote_url",
-        )
-    if "shared" in cache.tiers and not cache.remote_url:
-        raise ConfigError(
-            f"{targets} ({origins[targets]}) has remote, and cache.remote_url is not set",
-            hint="name the store with --kv-remote-url s3://BUCKET/PREFIX",
-            param="cache.remote_url",
-        )
+    for section in ("engine", "cache"):
+        keys = [key for key in entry if key.partition(".")[0] == section]
+        names = [key.partition(".")[2] for key in keys if not key.endswith("_file")]
+        changes = {name: getattr(getattr(own, section), name) for name in names}
+        changed = replace(getattr(model_settings, section), **changes)
+        model_settings = replace(model_settings, **{section: changed})
+    return model_settings
 
 
-def _check_block_sizes(settings: Settings) -> None:
-    groups: dict[str, tuple[str, int]] = {}
-    for key, group in _worker_groups(settings):
-        if key.startswith("workers.") and not group.replicas:
-            continue
-        size = group.block_size or settings.engine.block_size
-        other, other_size = groups.setdefault(group.model or settings.model.path, (key, size))
-        if size != other_size:
-            raise ConfigError(
-                f"blocks of {key} hold {size} tokens, those of {other} {other_size}, and "
-                "workers of one model exchange blocks",
-                hint="set engine.block_size once, for all groups",
-                param=f"{key}.block_size",
-            )
-
-
-def _worker_groups(settings: Settings) -> Iterator[tuple[str, WorkerGroupSettings]]:
-    yield "workers.prefill", settings.workers.prefill
-    yield "workers.decode", settings.workers.decode
-    for key in ("prefill_workers", "decode_workers"):
-        for index, group in enumerate(getattr(settings, key)):
-            yield f"{key}[{index}]", group
+def model_entry(model: Settings) -> ModelEntrySettings:
+    """Return the entry of `models` that has the settings of a model's workers."""
+    groups = [
+        [group] if group.replicas else [] for group in (model.workers.prefill, model.workers.decode)
+    ]
+    return ModelEntrySettings(
+        model.model.path,
+        model.model.names,
+        model.model.context_tokens,
+        model.model.tool_format,
+        model.engine,
+        model.cache,
+        (*groups[0], *model.prefill_workers),
+        (*groups[1], *model.decode_workers),
+    )
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:

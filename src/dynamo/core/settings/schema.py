@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from dynamo.core.settings.declare import SettingsSection, setting
 from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_cluster import (
@@ -14,6 +16,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkersSettings,
 )
 from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
 SECTION_ALIASES = {
@@ -183,36 +186,6 @@ class RecordSettings(SettingsSection, frozen=True):
     )
 
 
-class ModelSettings(SettingsSection, frozen=True):
-    """The served model."""
-
-    path: str = setting(
-        "", "model folder, GGUF file or hub name; empty: the default model", flag="--model-path"
-    )
-    names: tuple[str, ...] = setting(
-        (),
-        "served name, then aliases; `model.name` in a source without a path is the model's hub "
-        "name",
-        flag="--model-name",
-        aliases=("name",),
-    )
-    context_tokens: int = setting(
-        0,
-        "longest prompt plus answer; 0: the model's limit",
-        flag="--max-model-len",
-        unit="tokens",
-        ge=0,
-        aliases=("max_model_len",),
-    )
-    tool_format: str = setting(
-        "",
-        "family whose reasoning and tool calls the model writes, e.g. qwen3-hermes, or a name of "
-        "other servers for it; empty: the family of the chat template",
-        flag="--tool-format",
-        aliases=("tool_call_parser",),
-    )
-
-
 class SamplingSettings(SettingsSection, frozen=True):
     """Defaults for requests, with precedence over the model's own defaults."""
 
@@ -328,6 +301,12 @@ class Settings(SettingsSection, frozen=True):
     router: RouterSettings = RouterSettings()
     index: IndexSettings = IndexSettings()
     model: ModelSettings = ModelSettings()
+    models: tuple[ModelEntrySettings, ...] = setting(
+        (),
+        "models that are served beside each other, instead of `model`. An entry also has the "
+        "settings of `engine` and `cache`, which are those of the file where it is silent; "
+        "`workers` is `engine.workers`, and `engine: NAME` is `engine.kind`",
+    )
     engine: EngineSettings = EngineSettings()
     cache: CacheSettings = CacheSettings()
     sampling: SamplingSettings = SamplingSettings()
@@ -347,8 +326,31 @@ class Settings(SettingsSection, frozen=True):
     logging: LoggingSettings = LoggingSettings()
 
     @property
+    def each_model(self) -> tuple[Settings, ...]:
+        """The settings of the workers of each model."""
+        if not self.models:
+            return (self,)
+        return tuple(
+            replace(
+                self,
+                model=ModelSettings(
+                    entry.path, entry.names, entry.context_tokens, entry.tool_format
+                ),
+                engine=entry.engine,
+                cache=entry.cache,
+                workers=WorkersSettings(),
+                prefill_workers=entry.prefill_workers,
+                decode_workers=entry.decode_workers,
+                models=(),
+            )
+            for entry in self.models
+        )
+
+    @property
     def worker_count(self) -> int:
-        """Worker processes of all groups."""
+        """Worker processes of all groups of all models."""
+        if self.models:
+            return sum(model.worker_count for model in self.each_model)
         groups = (self.workers.prefill, self.workers.decode)
         listed = (*self.prefill_workers, *self.decode_workers)
         return (

@@ -74,7 +74,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep alive. Processes with a lower `stop_order` stop first. With
     `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
     role needs beside the settings. `cards` are the accelerators that the process may use; without
-    any, its environment says which. `command` replaces `dynamo _child ROLE` and gets the same
+    any, its environment says which. `model` is the id of the model that a worker serves, "" if only
+    its server knows it. `command` replaces `dynamo _child ROLE` and gets the same
     standard input."""
 
     role: str
@@ -84,6 +85,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_preparation: bool = False
     task: dict[str, Any] = {}
     cards: tuple[str, ...] = ()
+    model: str = ""
     command: tuple[str, ...] = ()
 
     @property

@@ -26,7 +26,7 @@ URL_START_TIMEOUT_S = 60.0
 """A new worker of a server's URL that does not serve within this time is removed."""
 
 DEFAULT_KIND = "worker"
-"""The processes that a restart without a name replaces."""
+"""The processes that a restart without a name replaces, and the role of all workers."""
 
 ControlProgressCallback = Callable[[str], None]
 """Receives the progress of a control request as text."""
@@ -215,8 +215,9 @@ class ProcessGroup:
 
     def _replaceable_children(self, kind: str) -> list[ChildProcess]:
         if kind or DEFAULT_KIND in self._specs:
-            return self._children_of_kind(kind or DEFAULT_KIND)
-        return list(self.children)
+            return self._children_of_kind(self._kind_called(kind) or DEFAULT_KIND)
+        workers = [child for child in self.children if child.spec.role == DEFAULT_KIND]
+        return workers or list(self.children)
 
     def _add_replicas(self, kind: str, count: int) -> list[ChildProcess]:
         replicas = self._children_of_kind(kind)
@@ -300,14 +301,19 @@ class ProcessGroup:
         del self._run_tasks[child]
 
     def _kind_called(self, name: str) -> str:
-        """Return the kind of this name, or the only kind of this role, in upper or lower case."""
+        """Return the kind of this name, or the only kind of this role, in upper or lower case, or
+        the only kind of the workers of this model."""
         specs = [*self._specs.values(), *(child.spec for child in self.children)]
-        kinds = {kind_of_process(spec.name): spec.role for spec in specs}
+        kinds = {kind_of_process(spec.name): spec for spec in specs}
         if name in kinds:
             return name
-        called = [kind for kind, role in kinds.items() if name.lower() in (role, kind.lower())]
+        called = [
+            kind
+            for kind, spec in kinds.items()
+            if name and (name.lower() in (spec.role, kind.lower()) or name == spec.model)
+        ]
         if len(called) > 1:
-            hint = f"of this role are: {', '.join(sorted(called))}"
+            hint = f"the kinds are: {', '.join(sorted(called))}"
             raise NotFound(f"no kind of process is called {name!r}", hint=hint)
         return called[0] if called else name
 

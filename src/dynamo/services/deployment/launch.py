@@ -30,6 +30,7 @@ from dynamo.services.deployment.model_groups import (
     ReplicaGroup,
     answering_groups,
     replica_settings,
+    shared_settings,
     worker_groups,
 )
 from dynamo.telemetry.logs import LogStream
@@ -96,9 +97,10 @@ def run_child(role: str) -> int:
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
     """Return the processes in stop order: frontends, router processes, workers. Raises
     `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
+    shared = shared_settings(settings)
     groups = [
-        ReplicaGroup("frontend", "frontend", settings.server.http_workers, settings),
-        ReplicaGroup("router", "router", settings.router.replicas, settings),
+        ReplicaGroup("frontend", "frontend", settings.server.http_workers, shared),
+        ReplicaGroup("router", "router", settings.router.replicas, shared),
         *answering_groups(settings),
     ]
     return _group_specs(groups)
@@ -117,6 +119,7 @@ def _group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
             settings=replica_settings(group.role, group.settings, index, group.replicas),
             stop_order=order,
             needs_preparation=group.role == "worker",
+            model=group.model,
         )
         for order, group in enumerate(group for group in groups if group.replicas)
         for index, name in enumerate(replica_names(group.name, group.replicas))

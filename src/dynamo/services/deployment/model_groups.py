@@ -1,41 +1,151 @@
-"""Groups of equal worker processes: workers with both roles, prefill workers, decode workers."""
+"""Groups of equal worker processes of each model: workers with both roles, prefill workers, decode
+workers. The processes are named after their model if there are several."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema_cluster import WorkerGroupSettings, override
+from dynamo.core.settings.load import model_entry
+from dynamo.core.settings.schema_cluster import WorkerGroupSettings, WorkersSettings, override
 from dynamo.core.settings.schema_engine import AUTO
-from dynamo.core.settings.server_url import server_url
+from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 from dynamo.inference.engines.choice import with_engine
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
+from dynamo.models.location import locate_model
 
 log = logging.getLogger(__name__)
 
 
+class ModelWorkers(Protocol):
+    """Equal workers of one model."""
+
+    @property
+    def name(self) -> str:
+        """The name of the processes."""
+
+    @property
+    def model(self) -> str:
+        """The id of the model, "" if only its server knows it."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the workers."""
+
+
 class ReplicaGroup(NamedTuple):
-    """`replicas` equal processes, which run the service of `role` with `settings`."""
+    """`replicas` equal processes, which run the service of `role` with `settings`. `model` is the
+    id of the model that workers serve, "" if only their server knows it."""
 
     role: str
     name: str
     replicas: int
     settings: Settings
+    model: str = ""
+
+
+def model_names(settings: Settings) -> Sequence[str]:
+    """Return the names of the model of these workers, the id first; none if only their server knows
+    it. Raises `ModelUnavailable` for a path without a model."""
+    if settings.model.names:
+        return settings.model.names
+    if lacks_tokenizer(settings):
+        return (settings.engine.url_model,) if settings.engine.url_model else ()
+    return (locate_model(settings.model.path).name,)
+
+
+def model_id(settings: Settings) -> str:
+    """Return the first of `model_names`, "" if there is none or no model at the path."""
+    with suppress(ModelUnavailable):  # the start says so
+        return next(iter(model_names(settings)), "")
+    return ""
 
 
 def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
-    """Return the groups of workers that the settings name."""
+    """Return the groups of workers that the settings name. Raises `ConfigError` and
+    `ModelUnavailable` if one of several models has no name of its own."""
+    if not settings.models:
+        return _groups_of_model(settings)
+    workers = settings.worker_count
+    groups: list[ReplicaGroup] = []
+    for model, names in zip(settings.each_model, unique_model_names(settings), strict=True):
+        groups += model_worker_groups(model, names[0], workers)
+    return groups
+
+
+def model_worker_groups(
+    settings: Settings, model: str, total_workers: int
+) -> Sequence[ReplicaGroup]:
+    """Return the groups of one of several models, whose workers share the host's memory with
+    `total_workers`."""
+    return [
+        group._replace(
+            name=f"{process_prefix(model)}-{group.name}",
+            settings=replace(
+                group.settings,
+                engine=replace(group.settings.engine, workers=total_workers),
+                workers=WorkersSettings(),
+                prefill_workers=(),
+                decode_workers=(),
+            ),
+            model=model,
+        )
+        for group in _groups_of_model(settings)
+    ]
+
+
+def process_prefix(model: str) -> str:
+    """Return the beginning of the names of a model's processes."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", model).strip("-")
+
+
+def shared_settings(settings: Settings) -> Settings:
+    """Return the settings of processes that serve all models, such as frontends."""
+    if not settings.models:
+        return settings
+    updates = any(model.engine.lora_updates for model in settings.each_model)
+    engine = replace(settings.engine, workers=settings.worker_count, lora_updates=updates)
+    return replace(settings, engine=engine, models=())
+
+
+def _groups_of_model(settings: Settings) -> Sequence[ReplicaGroup]:
+    answering, model = _answering_workers(settings), model_id(settings)
     groups = [
         *role_groups(settings, "prefill"),
         *role_groups(settings, "decode"),
-        ReplicaGroup("worker", "worker", _answering_workers(settings), settings),
+        ReplicaGroup("worker", "worker", answering, settings, model),
     ]
     return [group for group in groups if group.replicas]
+
+
+def unique_model_names(settings: Settings) -> Sequence[Sequence[str]]:
+    """Return the names of each of several models. Raises `ConfigError`."""
+    owners: dict[str, int] = {}
+    all_names = [model_names(model) for model in settings.each_model]
+    for number, names in enumerate(all_names):
+        if not names:
+            raise ConfigError(
+                f"models[{number}] is a server's model without a name",
+                hint="name it with `names:`",
+                param="models",
+            )
+        for name in (process_prefix(names[0]), *names):
+            other = owners.setdefault(name, number)
+            if other != number:
+                raise ConfigError(
+                    f"models[{other}] and models[{number}] are both called {name!r}",
+                    hint="give one of them another name with `names:`",
+                    param="models",
+                )
+    return all_names
 
 
 def with_engines(settings: Settings) -> Settings:
@@ -43,17 +153,22 @@ def with_engines(settings: Settings) -> Settings:
 
     Raises as `chosen_engine`, and `ConfigError` for groups whose models need different engines.
     """
+    if settings.models:
+        unique_model_names(settings)
+        models = map(with_engines, settings.each_model)
+        return replace(settings, models=tuple(map(model_entry, models)))
     if settings.engine.kind != AUTO:
         return settings
     chosen = {
-        group.settings.model.path: with_engine(group.settings) for group in worker_groups(settings)
+        group.settings.model.path: with_engine(group.settings)
+        for group in _groups_of_model(settings)
     }
     kinds = {path: group.engine.kind for path, group in chosen.items()}
     if len(set(kinds.values())) > 1:
         names = ", ".join(f"{path or 'the default model'}: {kind}" for path, kind in kinds.items())
         raise ConfigError(
             f"the groups' models need different engines ({names})",
-            hint="name the engine (out=ENGINE), or start one deployment for each model",
+            hint="name the engine (out=ENGINE), or write an entry of models for each model",
             param="engine.kind",
         )
     kind = next(iter(kinds.values()), AUTO)
@@ -67,8 +182,8 @@ def _answering_workers(settings: Settings) -> int:
 
 
 def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
-    """Return the groups of workers. Raises `ConfigError` if none of them computes answers, or none
-    computes prompts as the settings want."""
+    """Return the groups of workers. Raises `ConfigError` if no worker computes answers of a model,
+    or none computes prompts as the settings want."""
     groups = worker_groups(settings)
     roles = [group.settings.engine.role for group in groups]
     if roles and set(roles) == {"prefill"}:
@@ -76,8 +191,27 @@ def answering_groups(settings: Settings) -> Sequence[ReplicaGroup]:
             "prefill workers without a worker that computes answers",
             hint="add --decode-workers N; `dynamo run in=none` starts prefill workers alone",
         )
+    check_models_answered(groups)
     check_disaggregation(settings, roles)
     return groups
+
+
+def check_models_answered(groups: Sequence[ModelWorkers]) -> None:
+    """Raise `ConfigError` if a model has prefill workers alone, beside workers of other models."""
+    models: defaultdict[tuple[str, str], list[ModelWorkers]] = defaultdict(list)
+    for group in groups:
+        models[group.model, group.settings.model.path].append(group)
+    for (model, path), own in models.items():
+        others = [group for group in groups if group not in own]
+        if others and {group.settings.engine.role for group in own} == {"prefill"}:
+            served = ", ".join(
+                f"{each.name}: {each.model or each.settings.model.path}" for each in others
+            )
+            raise ConfigError(
+                f"{', '.join(each.name for each in own)} compute prompts of {model or path}, and "
+                f"no worker computes its answers ({served})",
+                hint=f"add decode workers of {model or path}",
+            )
 
 
 def check_disaggregation(settings: Settings, roles: Collection[str]) -> None:
@@ -114,7 +248,8 @@ def role_groups(settings: Settings, role: str) -> Iterator[ReplicaGroup]:
     for index, group in enumerate(groups):
         if replicas := group.replicas or min(index, 1):
             name = group.name or f"{role}-worker"
-            yield ReplicaGroup("worker", name, replicas, _group_settings(settings, role, group))
+            own = _group_settings(settings, role, group)
+            yield ReplicaGroup("worker", name, replicas, own, model_id(own))
 
 
 def _group_settings(settings: Settings, role: str, group: WorkerGroupSettings) -> Settings:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
-from dynamo.core.settings.load import BESIDE_GROUPS
+from dynamo.core.settings.load import BESIDE_GROUPS, MODELS_KEY
 from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.inference.engines.choice import with_engine
 from dynamo.runtime.processes.child import ChildSpec
@@ -30,8 +30,13 @@ from dynamo.services.components import (
 from dynamo.services.deployment.launch import replica_names
 from dynamo.services.deployment.model_groups import (
     check_disaggregation,
+    check_models_answered,
+    model_id,
+    process_prefix,
     replica_settings,
     role_groups,
+    shared_settings,
+    unique_model_names,
 )
 from dynamo.services.deployment.service_options import (
     LoadSettings,
@@ -68,6 +73,7 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     section: dict[str, Any] = {}
     resources: Mapping[str, Any] = {}
     group: str = ""
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -123,7 +129,7 @@ def plan_deployment(
         selected = [*(service for service in front if service not in selected), *selected]
     shared = _namespace_setting(services, base) | ready_made_settings(front, base, options)
     shared |= _standalone_router_settings(root if only else None, front, load(shared))
-    settings = load(shared).settings
+    settings = shared_settings(load(shared).settings)
     if settings.router.replicas:
         front = [service for service in front if role_of(service) != "router"]
     # Services that are no part of the frontend; router and frontend are put before them.
@@ -143,9 +149,13 @@ def plan_deployment(
         count = settings.server.http_workers
         processes.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
     if front and not only:
-        roles = [part.settings.engine.role for part in processes if _generates_text(part)]
-        check_disaggregation(settings, roles)
+        _check_workers(settings, [part for part in processes if _generates_text(part)])
     return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
+
+
+def _check_workers(settings: Settings, workers: Sequence[ProcessPlan]) -> None:
+    check_models_answered(workers)
+    check_disaggregation(settings, [part.settings.engine.role for part in workers])
 
 
 def _generates_text(process: ProcessPlan) -> bool:
@@ -177,6 +187,7 @@ def process_specs(plan: DeploymentPlan, settings: Settings) -> list[ChildSpec]:
             stop_order=order,
             needs_preparation=process.role == "worker",
             task=_user_service_task(process),
+            model=process.model,
         )
         for order, process in enumerate(plan.processes)
         for index, name in enumerate(replica_names(process.name, process.replicas))
@@ -259,8 +270,25 @@ def _plan_processes(
 
 
 def _plan_workers(service: type[Any], loaded: LoadedSettings) -> Sequence[ProcessPlan]:
-    """Plan the workers of a class: those of the settings' groups with its role, else one group."""
-    spec, settings = spec_of(service), loaded.settings
+    """Plan the workers of a class: those of the settings' groups with its role, else one group. Of
+    several models, each has its own."""
+    settings = loaded.settings
+    if not (settings.models and service.generates_text):
+        origin = loaded.origins["engine.workers"]
+        return _plan_model_workers(service, replace(settings, models=()), origin)
+    plans: list[ProcessPlan] = []
+    for index, names in enumerate(unique_model_names(settings)):
+        origin = loaded.origins[f"{MODELS_KEY}[{index}].engine.workers"]
+        for part in _plan_model_workers(service, settings.each_model[index], origin):
+            name = f"{process_prefix(names[0])}-{part.name}"
+            plans.append(replace(part, group=name, model=names[0]))
+    return plans
+
+
+def _plan_model_workers(
+    service: type[Any], settings: Settings, count_origin: str
+) -> Sequence[ProcessPlan]:
+    spec = spec_of(service)
     role = service.engine_role
     if groups := list(role_groups(settings, role)):
         return [
@@ -271,16 +299,26 @@ def _plan_workers(service: type[Any], loaded: LoadedSettings) -> Sequence[Proces
                 with_engine(group.settings),
                 resources=spec.resources,
                 group=group.name,
+                model=group.model,
             )
             for group in groups
         ]
     settings = with_engine(settings)
-    workers, origin = settings.engine.workers, loaded.origins["engine.workers"]
-    if origin == "default" or origin.startswith(BESIDE_GROUPS):
+    workers = settings.engine.workers
+    if count_origin == "default" or count_origin.startswith(BESIDE_GROUPS):
         workers = spec.workers
     if role != "both":
         settings = replace(settings, engine=replace(settings.engine, role=role))
-    return (ProcessPlan("worker", (service,), workers, settings, resources=spec.resources),)
+    return (
+        ProcessPlan(
+            "worker",
+            (service,),
+            workers,
+            settings,
+            resources=spec.resources,
+            model=model_id(settings),
+        ),
+    )
 
 
 def _check_ready_made(service: type[Any]) -> None:

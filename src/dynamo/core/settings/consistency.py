@@ -1,0 +1,97 @@
+"""Checks of settings that must fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings.schema import Settings
+from dynamo.core.settings.schema_cache import OFFLOAD_TARGETS, CacheSettings
+from dynamo.core.settings.schema_cluster import (
+    GroupCacheSettings,
+    WorkerGroupSettings,
+    override,
+)
+
+
+def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if a range is empty, worker groups cannot run together, or a tier of KV
+    blocks lacks a setting. Groups of a host share no device; blocks of a model have one size."""
+    _check_tiers(settings.cache, "cache", origins)
+    bounds = settings.server.priority_range
+    if len(bounds) != 2 or bounds[0] > bounds[1]:
+        raise ConfigError(
+            f"server.priority_range = {list(bounds)} ({origins['server.priority_range']}): wanted "
+            "the smallest and the largest priority, such as [0, 10]",
+            param="server.priority_range",
+        )
+    _check_block_sizes(settings)
+    owners: dict[tuple[str, int], str] = {}
+    for key, group in _worker_groups(settings):
+        if group.kv_cache != GroupCacheSettings():
+            _check_tiers(override(settings.cache, group.kv_cache), f"{key}.kv_cache", origins)
+        for device in dict.fromkeys(group.device_ids):
+            owner = owners.setdefault((group.host, device), key)
+            if owner != key:
+                raise ConfigError(
+                    f"device {device} is given to {owner} ({origins[f'{owner}.device_ids']}) and "
+                    f"to {key} ({origins[f'{key}.device_ids']})",
+                    hint="give each group its own devices; for groups on different hosts set "
+                    "`host:`",
+                    param=f"{key}.device_ids",
+                )
+
+
+def _check_tiers(cache: CacheSettings, section: str, origins: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for an unknown tier, and for one without a place."""
+    targets = f"{section}.offload_targets"
+    for name in cache.offload_targets:
+        if name not in OFFLOAD_TARGETS:
+            raise ConfigError(
+                f"{name!r} in {targets} ({origins[targets]}) is no tier",
+                hint="known: cpu, ssd, remote",
+                param=targets,
+            )
+    if cache.ssd_path and "disk" not in cache.tiers:
+        raise ConfigError(
+            f"cache.ssd_path ({origins['cache.ssd_path']}) is set and cache.ssd_size is not",
+            hint="say how much of the disk to use with --kv-disk-size, such as 20GB",
+            param="cache.ssd_size",
+        )
+    if cache.remote_size and "shared" not in cache.tiers:
+        raise ConfigError(
+            f"cache.remote_size ({origins['cache.remote_size']}) is set and cache.remote_url is "
+            "not",
+            hint="name the store with --kv-remote-url s3://BUCKET/PREFIX",
+            param="cache.remote_url",
+        )
+    if "shared" in cache.tiers and not cache.remote_url:
+        raise ConfigError(
+            f"{targets} ({origins[targets]}) has remote, and cache.remote_url is not set",
+            hint="name the store with --kv-remote-url s3://BUCKET/PREFIX",
+            param="cache.remote_url",
+        )
+
+
+def _check_block_sizes(settings: Settings) -> None:
+    groups: dict[str, tuple[str, int]] = {}
+    for key, group in _worker_groups(settings):
+        if key.startswith("workers.") and not group.replicas:
+            continue
+        size = group.block_size or settings.engine.block_size
+        other, other_size = groups.setdefault(group.model or settings.model.path, (key, size))
+        if size != other_size:
+            raise ConfigError(
+                f"blocks of {key} hold {size} tokens, those of {other} {other_size}, and "
+                "workers of one model exchange blocks",
+                hint="set engine.block_size once, for all groups",
+                param=f"{key}.block_size",
+            )
+
+
+def _worker_groups(settings: Settings) -> Iterator[tuple[str, WorkerGroupSettings]]:
+    yield "workers.prefill", settings.workers.prefill
+    yield "workers.decode", settings.workers.decode
+    for key in ("prefill_workers", "decode_workers"):
+        for index, group in enumerate(getattr(settings, key)):
+            yield f"{key}[{index}]", group

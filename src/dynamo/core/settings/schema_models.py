@@ -1,0 +1,56 @@
+"""The sections of the served model, and of several models."""
+
+from __future__ import annotations
+
+from dynamo.core.settings.declare import SettingsSection, setting
+from dynamo.core.settings.schema_cache import CacheSettings
+from dynamo.core.settings.schema_cluster import WorkerGroupSettings
+from dynamo.core.settings.schema_engine import EngineSettings
+
+
+class ModelSettings(SettingsSection, frozen=True):
+    """The served model."""
+
+    path: str = setting(
+        "", "model folder, GGUF file or hub name; empty: the default model", flag="--model-path"
+    )
+    names: tuple[str, ...] = setting(
+        (),
+        "served name, then aliases; `model.name` in a source without a path is the model's hub "
+        "name",
+        flag="--model-name",
+        aliases=("name",),
+    )
+    context_tokens: int = setting(
+        0,
+        "longest prompt plus answer; 0: the model's limit",
+        flag="--max-model-len",
+        unit="tokens",
+        ge=0,
+        aliases=("max_model_len",),
+    )
+    tool_format: str = setting(
+        "",
+        "family whose reasoning and tool calls the model writes, e.g. qwen3-hermes, or a name of "
+        "other servers for it; empty: the family of the chat template",
+        flag="--tool-format",
+        aliases=("tool_call_parser",),
+    )
+
+
+class ModelEntrySettings(ModelSettings, frozen=True):
+    """An entry of `models`. A setting that an entry leaves out has the value of the file's own
+    sections."""
+
+    engine: EngineSettings = EngineSettings()
+    cache: CacheSettings = CacheSettings()
+    prefill_workers: tuple[WorkerGroupSettings, ...] = setting(
+        (), "groups of the model's workers that only compute prompts"
+    )
+    decode_workers: tuple[WorkerGroupSettings, ...] = setting(
+        (), "groups of the model's workers that compute answers"
+    )
+
+
+MODEL_ENTRY_ALIASES = {"engine": "engine.kind", "workers": "engine.workers"}
+"""Short keys of an entry of `models` -> its setting. `engine` may be a section, too."""
