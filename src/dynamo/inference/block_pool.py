@@ -31,22 +31,22 @@ class KvEventBuffer:
         self._run_is_stored = True
         self._run_parent = 0
 
-    def add_stored(self, parent: int, block_hash: int) -> None:
-        """Record that a block is cached now."""
+    def add_stored(self, parent: int, *block_hashes: int) -> None:
+        """Record that blocks are cached now, each the parent of the next."""
         run = self._hash_run
         if not (run and self._run_is_stored and run[-1] == parent):
             self._end_run()
             self._run_is_stored = True
             self._run_parent = parent
             run = self._hash_run
-        run.append(block_hash)
+        run += block_hashes
 
-    def add_removed(self, block_hash: int) -> None:
-        """Record that a block is not cached any more."""
+    def add_removed(self, *block_hashes: int) -> None:
+        """Record that blocks are not cached any more."""
         if self._run_is_stored:
             self._end_run()
             self._run_is_stored = False
-        self._hash_run.append(block_hash)
+        self._hash_run += block_hashes
 
     def add_cleared(self) -> None:
         """Record that the cache is empty. Earlier events are dropped."""
@@ -155,8 +155,8 @@ class BlockPool:
         The caller checks `available` first. IndexError or KeyError is raised if there are too
         few."""
         free = self._free_blocks
-        while len(free) < count:
-            self._evict()
+        if len(free) < count:
+            self._evict(count - len(free))
         if count == 1:
             blocks = [free.pop()]
         elif count:
@@ -171,70 +171,55 @@ class BlockPool:
                 self._generations[block.id] += 1
         return blocks
 
-    def register(
-        self,
-        block: Block,
-        parent_block: Block | None,
-        parent_hash: int,
-        block_hash: int,
-        fingerprint: int = 0,
-    ) -> Block:
-        """Put a full block into the prefix cache and return the block to use from now on.
-
-        `parent_block` is the block before it, or None for the first of a chain. `parent_hash` is
-        the hash of that block, or the root hash. If the same content is cached already, the cached
-        block is returned and `block` is released. A block is not registered if its parent is not
-        cached, or if other content has its hash.
-        """
-        if not self.prefix_caching or not (parent_block is None or parent_block.cached):
-            return block
-        cached_block = self._cached_blocks.get(block_hash)
-        if cached_block is not None:
-            if cached_block.fingerprint != fingerprint:
-                return block
-            if cached_block is not block:
-                self.reference((cached_block,))
-                self.release((block,))
-            return cached_block
-        block.block_hash, block.parent_hash = block_hash, parent_hash
-        block.fingerprint, block.cached, block.hits = fingerprint, True, 0
-        self._cached_blocks[block_hash] = block
-        self.registrations += 1
-        self._events.add_stored(parent_hash, block_hash)
-        return block
-
     def register_chain(
         self, content: SequenceContent, blocks: list[Block], first: int, end: int
     ) -> None:
-        """Register `blocks[first:end]`, the full blocks of `content` at these positions. Puts the
-        blocks to use from now on into the list."""
+        """Put `blocks[first:end]`, the full blocks of `content` at these positions, into the prefix
+        cache. Where the same content is cached already, the cached block takes the place of the one
+        in the list, which is released. A block is not registered if its parent is not cached, or if
+        other content has its hash."""
         content.ensure_hashes(end)
-        hashes = content.hashes
+        if not self.prefix_caching or (first and not blocks[first - 1].cached):
+            return
+        hashes, fingerprint = content.hashes, content.fingerprint
+        parent_hash = hashes[first - 1] if first else content.root
+        cached_blocks, new = self._cached_blocks, first
         for index in range(first, end):
-            parent_block = blocks[index - 1] if index else None
-            parent_hash = hashes[index - 1] if index else content.root
-            fingerprint = content.fingerprint(index) if self.prefix_caching else 0
-            blocks[index] = self.register(
-                blocks[index], parent_block, parent_hash, hashes[index], fingerprint
-            )
+            block, block_hash = blocks[index], hashes[index]
+            cached_block = cached_blocks.get(block_hash)
+            if cached_block is None:
+                block.block_hash, block.parent_hash = block_hash, parent_hash
+                block.fingerprint, block.cached, block.hits = fingerprint(index), True, 0
+                cached_blocks[block_hash] = block
+            else:
+                self._add_stored(content, new, index)
+                new = index + 1
+                if cached_block.fingerprint != fingerprint(index):
+                    return
+                if cached_block is not block:
+                    self.reference((cached_block,))
+                    self.release((block,))
+                    blocks[index] = cached_block
+            parent_hash = block_hash
+        self._add_stored(content, new, end)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference from each block of a chain, tail first. `blocks` is in chain order."""
-        evictable, free = self._evictable, self._free_blocks
+        free, evictable = self._free_blocks, []
         for block in reversed(blocks):
             block.ref_count -= 1
             if not block.ref_count:
                 if block.cached:
-                    evictable.add(block)
+                    evictable.append(block)
                 else:
                     free.append(block)
+        self._evictable.add(evictable)
 
     def clear(self) -> int:
         """Empty the prefix cache and return how many blocks it held. Running sequences keep their
         blocks, but other sequences cannot reuse them any more."""
         count = len(self._cached_blocks)
-        while len(self._evictable):
-            self._free_blocks.append(self._evictable.pop())
+        self._free_blocks += self._evictable.pop(len(self._evictable))
         for block in self._cached_blocks.values():
             block.cached = False
         self._cached_blocks.clear()
@@ -271,10 +256,19 @@ class BlockPool:
         if any(violations.values()):
             raise AssertionError("; ".join(name for name, broken in violations.items() if broken))
 
-    def _evict(self) -> None:
-        block = self._evictable.pop()
-        block.cached = False
-        del self._cached_blocks[block.block_hash]
-        self._events.add_removed(block.block_hash)
-        self._free_blocks.append(block)
-        self.evictions += 1
+    def _add_stored(self, content: SequenceContent, first: int, end: int) -> None:
+        """Note that the blocks of `content` at these positions are in the cache now."""
+        if first < end:
+            parent_hash = content.hashes[first - 1] if first else content.root
+            self._events.add_stored(parent_hash, *content.hashes[first:end])
+            self.registrations += end - first
+
+    def _evict(self, count: int) -> None:
+        victims = self._evictable.pop(count)
+        hashes = [block.block_hash for block in victims]
+        for block in victims:
+            block.cached = False
+            del self._cached_blocks[block.block_hash]
+        self._events.add_removed(*hashes)
+        self._free_blocks += victims
+        self.evictions += count

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ConfigError
@@ -24,16 +25,16 @@ class EvictionPolicy(ABC):
         """Count the evictable blocks."""
 
     @abstractmethod
-    def add(self, block: Block) -> None:
-        """Add a block whose last reference was released."""
+    def add(self, blocks: Iterable[Block]) -> None:
+        """Add blocks whose last references were released, in this order."""
 
     @abstractmethod
     def remove(self, block: Block) -> None:
         """Remove a block that is referenced again."""
 
     @abstractmethod
-    def pop(self) -> Block:
-        """Remove the next victim and return it."""
+    def pop(self, count: int) -> list[Block]:
+        """Remove the next `count` victims and return them. Raises KeyError if there are fewer."""
 
     @abstractmethod
     def peek(self, count: int) -> Iterator[Block]:
@@ -44,22 +45,23 @@ class LeastRecentlyUsed(EvictionPolicy):
     """Evicts the block whose last use is longest ago, and the tail of a chain first."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[Block, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def add(self, block: Block) -> None:
-        self._blocks[block.id] = block
+    def add(self, blocks: Iterable[Block]) -> None:
+        self._blocks.update(dict.fromkeys(blocks))
 
     def remove(self, block: Block) -> None:
-        del self._blocks[block.id]
+        del self._blocks[block]
 
-    def pop(self) -> Block:
-        return self._blocks.popitem(last=False)[1]
+    def pop(self, count: int) -> list[Block]:
+        pop = self._blocks.popitem
+        return [pop(last=False)[0] for _ in range(count)]
 
     def peek(self, count: int) -> Iterator[Block]:
-        return islice(self._blocks.values(), count)
+        return islice(self._blocks, count)
 
 
 class ReuseAware(EvictionPolicy):
@@ -79,12 +81,15 @@ class ReuseAware(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._unshared) + len(self._shared)
 
-    def add(self, block: Block) -> None:
-        block.last_used = self._blocks_released = self._blocks_released + 1
-        if block.hits:
-            self._shared[block] = None
-        else:
-            self._unshared[block] = None
+    def add(self, blocks: Iterable[Block]) -> None:
+        released, unshared, shared = self._blocks_released, self._unshared, self._shared
+        for block in blocks:
+            block.last_used = released = released + 1
+            if block.hits:
+                shared[block] = None
+            else:
+                unshared[block] = None
+        self._blocks_released = released
 
     def remove(self, block: Block) -> None:
         if block in self._unshared:
@@ -92,17 +97,25 @@ class ReuseAware(EvictionPolicy):
         else:
             del self._shared[block]
 
-    def pop(self) -> Block:
-        queue, shared = self._unshared, self._shared
-        if shared and (
-            not queue or next(iter(shared)).last_used + self._lifetime < next(iter(queue)).last_used
-        ):
-            queue = shared
-        block = queue.popitem(last=False)[0]
-        if self._victims < self._window:
-            self._victims += 1
-        self._lifetime += (self._blocks_released - block.last_used - self._lifetime) / self._victims
-        return block
+    def pop(self, count: int) -> list[Block]:
+        unshared, shared = self._unshared, self._shared
+        released, lifetime, victims = self._blocks_released, self._lifetime, self._victims
+        oldest_shared = next(iter(shared)).last_used if shared else inf
+        popped: list[Block] = []
+        for _ in range(count):
+            block = unshared.popitem(last=False)[0] if unshared else None
+            if block is None or oldest_shared + lifetime < block.last_used:
+                if block is not None:
+                    unshared[block] = None
+                    unshared.move_to_end(block, last=False)
+                block = shared.popitem(last=False)[0]
+                oldest_shared = next(iter(shared)).last_used if shared else inf
+            popped.append(block)
+            if victims < self._window:
+                victims += 1
+            lifetime += (released - block.last_used - lifetime) / victims
+        self._lifetime, self._victims = lifetime, victims
+        return popped
 
     def peek(self, count: int) -> Iterator[Block]:
         lifetime = self._lifetime

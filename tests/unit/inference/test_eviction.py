@@ -24,8 +24,7 @@ def make_blocks(number: int, hits: int = 0) -> list[Block]:
 
 
 def release(eviction: EvictionPolicy, chain: list[Block]) -> None:
-    for block in reversed(chain):
-        eviction.add(block)
+    eviction.add(reversed(chain))
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
@@ -34,7 +33,7 @@ def test_the_oldest_chain_is_evicted_first_from_its_tail(name):
     first, second = make_blocks(6)[:3], make_blocks(6)[3:]
     release(eviction, first)
     release(eviction, second)
-    evicted = [eviction.pop().id for _ in range(len(eviction))]
+    evicted = [block.id for count in (2, 4) for block in eviction.pop(count)]
     assert evicted == [2, 1, 0, 5, 4, 3]
 
 
@@ -45,8 +44,8 @@ def test_a_referenced_block_is_not_evicted(name):
     release(eviction, chain)
     eviction.remove(chain[0])
     chain[0].hits += 1
-    assert {eviction.pop().id for _ in range(3)} == {1, 2, 3}
-    eviction.add(chain[0])
+    assert {block.id for block in eviction.pop(3)} == {1, 2, 3}
+    eviction.add(chain[:1])
     assert len(eviction) == 1
     eviction.remove(chain[0])
     assert len(eviction) == 0
@@ -55,18 +54,17 @@ def test_a_referenced_block_is_not_evicted(name):
 def test_a_shared_block_stays_one_lifetime_longer():
     eviction = make_eviction_policy("reuse")
     blocks = [Block(block_id) for block_id in range(600)]
-    for block in blocks[:100]:
-        eviction.add(block)
+    eviction.add(blocks[:100])
     for block in blocks[100:200]:  # each victim is 100 blocks old: that is a lifetime
-        eviction.add(block)
-        eviction.pop()
+        eviction.add([block])
+        eviction.pop(1)
     shared = Block(1000)
     shared.hits = 1
-    eviction.add(shared)
+    eviction.add([shared])
     survived = 0
     for block in blocks[200:]:
-        eviction.add(block)
-        if eviction.pop() is shared:
+        eviction.add([block])
+        if eviction.pop(1) == [shared]:
             break
         survived += 1
     assert 190 <= survived <= 210
@@ -86,7 +84,7 @@ def test_a_block_is_evicted_before_its_parent(name, data):
     evictable: set[int] = set()
     for number in range(data.draw(st.integers(5, 60))):
         if evictable and data.draw(st.booleans()):
-            victim = eviction.pop()
+            (victim,) = eviction.pop(1)
             evictable.discard(victim.id)
             assert not [block_id for block_id, (_, parent) in tree.items() if parent == victim.id]
             del tree[victim.id]

@@ -39,9 +39,10 @@ def test_a_block_with_the_hash_of_other_tokens_is_not_reused() -> None:
     forged, known = content_of(FORGED), content_of(KNOWN)
     assert forged.hashes == known.hashes
     first, second = pool.allocate(2)
-    pool.register(first, None, 0, forged.hashes[0], forged.fingerprint(0))
+    pool.register_chain(forged, [first], 0, 1)
     assert pool.match(known.hashes, known.fingerprint) == []
-    assert pool.register(second, None, 0, known.hashes[0], known.fingerprint(0)) is second
+    pool.register_chain(known, blocks := [second], 0, 1)
+    assert blocks == [second]
     assert not second.cached
     assert pool.match(forged.hashes, forged.fingerprint) == [first]
     pool.release([first])

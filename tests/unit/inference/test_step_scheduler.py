@@ -151,20 +151,21 @@ def test_the_result_of_a_sequence_that_ended_in_the_step_is_ignored():
     assert scheduler.schedule() is None
 
 
+class HashOnlyContent(SequenceContent):
+    """Prompt blocks are given by their hashes. Generated blocks have unique hashes."""
+
+    def __init__(self, hashes):
+        self.root = 0
+        self.hashes = list(hashes)
+
+    def ensure_hashes(self, blocks):
+        self.hashes += [id(self) + index for index in range(len(self.hashes), blocks)]
+
+    def append_token(self, token):
+        pass
+
+
 def test_a_content_of_hashes_is_enough():
-    class HashOnlyContent(SequenceContent):
-        """Prompt blocks are given by their hashes. Generated blocks have unique hashes."""
-
-        def __init__(self, hashes):
-            self.root = 0
-            self.hashes = list(hashes)
-
-        def ensure_hashes(self, blocks):
-            self.hashes += [id(self) + index for index in range(len(self.hashes), blocks)]
-
-        def append_token(self, token):
-            pass
-
     scheduler = make_scheduler(hits_from="scheduled")
     first = EngineSequence(HashOnlyContent([11, 12, 13]), 14, 6)
     scheduler.add(first)
@@ -180,11 +181,8 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     pool = BlockPool(4, 4)
     chains = {}
     for name, root in (("old", 100), ("new", 200)):
-        blocks, parent_hash, parent_block = pool.allocate(2), 0, None
-        for index, block in enumerate(blocks):
-            assert pool.register(block, parent_block, parent_hash, root + index) is block
-            parent_hash, parent_block = root + index, block
-        chains[name] = blocks
+        chains[name] = pool.allocate(2)
+        pool.register_chain(HashOnlyContent([root, root + 1]), chains[name], 0, 2)
     pool.release(chains["old"])
     pool.release(chains["new"])
     pool.take_events()

@@ -14,6 +14,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.memory import KVBlock, PrefixHash, RadixNode, RadixTree, chained_hash
+from dynamo.inference.sequence import TokenContent
 
 
 def test_prefix_names_follow_the_specification() -> None:
@@ -93,8 +94,7 @@ async def test_a_pool_can_decide_which_blocks_are_cached() -> None:
     )
     await tree.register_block(KVBlock(1, tokens))
     assert not (await tree.find_matching_blocks(f"{block_hash:016x}")).cached_blocks
-    (block,) = pool.allocate(1)
-    pool.register(block, None, 0, block_hash)
+    pool.register_chain(TokenContent(pack_ids(tokens), 16), pool.allocate(1), 0, 1)
     assert (await tree.find_matching_blocks(f"{block_hash:016x}")).cached_blocks
 
 

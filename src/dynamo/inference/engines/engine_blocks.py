@@ -130,7 +130,7 @@ class EngineBlocks:
                 del contents[above.hashes[-1]]
                 above = contents.get(above.parent)
             for held in reversed(chain):
-                _add_stored(buffer, held)
+                buffer.add_stored(held.parent, *held.hashes)
         return buffer.drain()
 
     def predict(self, token_ids: bytes, salt: str = "") -> int:
@@ -195,7 +195,7 @@ class EngineBlocks:
         self._held[key] = block
         self._holders[block.hashes[-1]] += 1
         if self._holders[block.hashes[-1]] == 1:
-            _add_stored(self._events, block)
+            self._events.add_stored(block.parent, *block.hashes)
 
     def _remove(self, event: EngineBlocksRemoved) -> None:
         if event.group is not None and event.group != self._main_group:
@@ -217,8 +217,7 @@ class EngineBlocks:
         self._holders[last] -= 1
         if not self._holders[last]:
             del self._holders[last]
-            for block_hash in reversed(held.hashes):
-                self._events.add_removed(block_hash)
+            self._events.add_removed(*reversed(held.hashes))
 
     def _begin_anew(self) -> None:
         self.clears += 1
@@ -271,10 +270,3 @@ class EngineBlocks:
         if not self.unusable:
             self.unusable = reason
             self._clear()
-
-
-def _add_stored(buffer: KvEventBuffer, block: _HeldBlock) -> None:
-    parent = block.parent
-    for block_hash in block.hashes:
-        buffer.add_stored(parent, block_hash)
-        parent = block_hash
