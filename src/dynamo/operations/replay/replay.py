@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -19,6 +19,7 @@ from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster
+from dynamo.operations.replay.fleet import FleetEvent, Startup
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import PrefillCounts, ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
@@ -35,7 +36,8 @@ STOPS = StopConditions()
 class ReplayPlan(msgspec.Struct, frozen=True):
     """Everything that determines a replay but the conversations. Without `admission` no request is
     queued for a slot or rejected. `objectives` decide which requests are good. `settings` is copied
-    into the result."""
+    into the result. `events` change the workers, which take the time of `startup` to start. Each
+    has `worker_gpus` (0: one for each rank)."""
 
     trace: str
     workers: ReplayWorkers
@@ -45,6 +47,9 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     admission: bool = False
     objectives: LatencyObjectives = LatencyObjectives()
     settings: Mapping[str, object] = {}
+    startup: Startup = Startup()
+    events: Sequence[FleetEvent] = ()
+    worker_gpus: float = 0.0
 
 
 class Replay:

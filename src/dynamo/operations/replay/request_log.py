@@ -113,6 +113,8 @@ class ReplayLog:
         self.completed = 0
         self.good = 0
         """Completed requests that met the objectives."""
+        self.broken_s = array("d")
+        """The arrivals of the other requests that have ended."""
         self.errors: dict[str, int] = {}
         self._max_ttft_s = objectives.ttft_ms / 1e3 or math.inf
         self._max_tpot_s = objectives.itl_ms / 1e3 or math.inf
@@ -140,9 +142,14 @@ class ReplayLog:
 
     def on_ended(self, turn: TraceRequest, error: str = "") -> None:
         """Record the end of a request, with the code of its `error` if there was one."""
-        del self.in_flight[str(turn.row)]
+        request = self.in_flight.pop(str(turn.row))
         if error:
-            self.errors[error] = self.errors.get(error, 0) + 1
+            self.on_failed(error, request.arrived_s)
+
+    def on_failed(self, error: str, arrived_s: float) -> None:
+        """Record the error of a request that arrived at a time: a broken promise."""
+        self.errors[error] = self.errors.get(error, 0) + 1
+        self.broken_s.append(arrived_s)
 
     def prompt_of(self, request: GenerateRequest) -> Prompt:
         """Return the prompt for the router (a `ReadPrompt`)."""
@@ -219,7 +226,10 @@ class ReplayLog:
         if request.output_tokens > 1:
             tpot_s = (now - request.first_token_s) / (request.output_tokens - 1)
             self.tpot_s.append(tpot_s)
-        self.good += ttft_s <= self._max_ttft_s and tpot_s <= self._max_tpot_s
+        if ttft_s <= self._max_ttft_s and tpot_s <= self._max_tpot_s:
+            self.good += 1
+        else:
+            self.broken_s.append(request.arrived_s)
         self.prompt_tokens += request.trace_request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.output_tokens += request.output_tokens

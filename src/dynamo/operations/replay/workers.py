@@ -29,11 +29,18 @@ from dynamo.inference.tiers.resident_blocks import ResidentBlocks
 
 
 class ReplayGroup(msgspec.Struct, frozen=True):
-    """`count` equal workers. `engine` names their roles."""
+    """`count` equal workers. `engine` names their roles, `name` their kind."""
 
     count: int
     engine: EngineInfo
     timing: StepTiming
+    name: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind, as deployments call it."""
+        roles = self.engine.roles
+        return self.name or (f"{roles[0]}-worker" if len(roles) == 1 else "worker")
 
 
 class SimulatedTier(msgspec.Struct, frozen=True):

@@ -15,11 +15,11 @@ from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.runtime.calls.client import Client
-from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.calls.instances import Instance, InstanceFilter
 from dynamo.scheduling.admission.admission import Admission
 from dynamo.scheduling.admission.label_queues import QueuedRequest
 from dynamo.scheduling.router.costs.pair import PairCost
-from dynamo.scheduling.router.features import only_prefills
+from dynamo.scheduling.router.features import decodes, only_prefills
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.workers.worker import WorkerState
@@ -28,8 +28,8 @@ SAMPLING, STOPS = SamplingParams(), StopConditions()
 
 
 class FastAdmission(Admission):
-    """Admit the requests of a fast replay. `forward` chooses a worker for a request that is
-    admitted; `reject` ends one that is not."""
+    """Admit the requests of a fast replay. `queued` are those that wait. `forward` chooses a worker
+    for a request that is admitted; `reject` ends one that is not."""
 
     def __init__(
         self,
@@ -40,9 +40,11 @@ class FastAdmission(Admission):
         forward: Callable[[FastRequest], None],
         reject: Callable[[FastRequest, DynamoError], None],
     ) -> None:
-        prompts = {name: each for name, each in instances.items() if only_prefills(each)}
-        others = {name: each for name, each in instances.items() if name not in prompts}
-        clients = [cast("Client", _FixedInstances(each)) for each in (others, prompts)]
+        self.queued: dict[str, FastRequest] = {}
+        self._views = _Instances(decodes), _Instances(only_prefills)
+        for view in self._views:
+            view.update(instances)
+        clients = [cast("Client", view) for view in self._views]
         policy = cast("Policy", _SolverPrediction(solver))
         super().__init__(
             clients[0], solver.ledger, policy, heap, settings, prefill_client=clients[1]
@@ -63,10 +65,16 @@ class FastAdmission(Admission):
             self._dispatching[f"{name}/0"] = queued
             self._dispatch(request)
         else:
+            self.queued[name] = request
             cast("_Slot", queued.slot_ready).on_ready = partial(self._on_slot_ready, request)
 
-    def on_rejected(self, request: FastRequest) -> None:
-        """Let the next request have the place of one that the router has rejected."""
+    def update_instances(self, instances: Mapping[str, Instance]) -> None:
+        """Follow the workers."""
+        for view in self._views:
+            view.update(instances)
+
+    def on_not_placed(self, request: FastRequest) -> None:
+        """Let the next request have the place of one that the router has not sent."""
         self._dispatching.pop(f"{request.row}/0", None)
         self._dequeue_ready()
 
@@ -76,6 +84,7 @@ class FastAdmission(Admission):
         self._forward(request)
 
     def _on_slot_ready(self, request: FastRequest, error: DynamoError | None) -> None:
+        del self.queued[str(request.row)]
         act = partial(self._dispatch, request)
         if error is not None:
             act = partial(self._reject, request, error)
@@ -107,13 +116,22 @@ class _Slot:
         self.on_ready(error)
 
 
-class _FixedInstances:
+class _Instances:
     """The part of a client that admission uses."""
 
-    def __init__(self, instances: Mapping[str, Instance]) -> None:
-        self.instances = instances
+    def __init__(self, accepts: InstanceFilter) -> None:
+        self.instances: Mapping[str, Instance] = {}
+        self._accepts = accepts
+        self._listeners: list[Callable[[], None]] = []
+
+    def update(self, instances: Mapping[str, Instance]) -> None:
+        accepts = self._accepts
+        self.instances = {name: each for name, each in instances.items() if accepts(each)}
+        for listener in self._listeners:
+            listener()
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._listeners.append(callback)
         return callback
 
 

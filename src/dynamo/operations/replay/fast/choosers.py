@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, WorkerFailed
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import KvEvent, Load, Started
 from dynamo.operations.replay.fast.admission import STOPS, FastAdmission
@@ -18,10 +19,11 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.index.removed_blocks import RemovedBlocks
+from dynamo.scheduling.migration import ATTEMPT_STRIDE
 from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.factory import make_solver
-from dynamo.scheduling.router.features import only_prefills
+from dynamo.scheduling.router.features import decodes, only_prefills
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
@@ -36,7 +38,20 @@ class Chooser(WorkerListener):
 
     @abstractmethod
     def choose(self, request: FastRequest) -> None:
-        """Send the request to a worker, now or later."""
+        """Send the request to a worker, now or later. There is one."""
+
+    @abstractmethod
+    def update_instances(self, instances: Mapping[str, Instance]) -> None:
+        """Follow the workers that may get requests."""
+
+    @abstractmethod
+    def on_lost(self, request: FastRequest) -> None:
+        """Take note that the worker of a request has died."""
+
+    @property
+    def waiting(self) -> Iterable[FastRequest]:
+        """The requests that wait for a worker."""
+        return ()
 
 
 class BalancerChooser(Chooser):
@@ -46,10 +61,17 @@ class BalancerChooser(Chooser):
         self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
     ) -> None:
         self._mode = canonical_mode(mode)
-        self._counts = dict.fromkeys(instances, 0)
+        self._counts = Counter[str]()
         self._balancer = LoadBalancer(rng, self._counts.__getitem__)
-        self._balancer.set_candidates([InstanceLoad(each) for each in instances.values()])
         self._send = send
+        self.update_instances(instances)
+
+    def update_instances(self, instances: Mapping[str, Instance]) -> None:
+        loads = [InstanceLoad(each) for each in instances.values() if decodes(each)]
+        self._balancer.set_candidates(loads)
+
+    def on_lost(self, request: FastRequest) -> None:
+        self._counts[str(request.worker)] -= 1
 
     def choose(self, request: FastRequest) -> None:
         name = self._balancer.pick(self._mode).instance.id
@@ -75,7 +97,7 @@ class _EmittedTokens:
     __slots__ = ("_clock", "_request", "_workers")
 
     def __init__(
-        self, request: FastRequest, workers: Sequence[FastWorker], clock: EventHeap
+        self, request: FastRequest, workers: Mapping[int, FastWorker], clock: EventHeap
     ) -> None:
         self._request = request
         self._workers = workers
@@ -84,7 +106,7 @@ class _EmittedTokens:
     def __len__(self) -> int:
         request = self._request
         if request.worker < 0:
-            return 0
+            return request.recomputed
         return self._workers[request.worker].emitted(request, self._clock.time_s)
 
 
@@ -115,67 +137,90 @@ class SolverChooser(Chooser):
         settings: RouterSettings,
         transfer: float | None,
         run_tokens: int,
-        workers: Sequence[FastWorker],
+        workers: Mapping[int, FastWorker],
         heap: EventHeap,
         rng: Random,
         send: Send,
         reject: Reject,
+        hold: Callable[[FastRequest], None],
         *,
         admits: bool,
     ) -> None:
+        """`hold` keeps a request until there is a worker for it."""
         self._workers, self._heap = workers, heap
-        self._run_tokens = run_tokens
-        self._send, self._reject = send, reject
+        self._run_tokens, self._transfer = run_tokens, transfer
+        self._send, self._reject, self._hold = send, reject, hold
         self._view = CacheView(heap, block_tokens=run_tokens)
         self._ledger = ledger = Ledger(heap)
-        ledger.workers.update_instances(instances)
-        for worker in ledger.workers.workers:
-            self._view.apply(worker.name, ())
         self.solver = make_solver(settings, self._view, rng, ledger)
-        if transfer is None:
+        self._own_cost, self._pair_cost = self.solver.cost, PairCost(settings.disaggregation)
+        if transfer is None:  # else the router's own shortlist has the best pairs
             self.solver.make_shortlist = LeastLoadedCandidates
-        else:  # the router's own shortlist has the best pairs
+        elif self._pair_cost.removed_blocks is not None:
             blocks = run_tokens // workers[0].info.block_tokens
-            self._price_pairs(settings, instances, transfer, blocks)
-        self._view.set_cacheless_workers(ledger.workers.cacheless)
+            self._pair_cost.removed_blocks = _RemovedRuns(blocks)
+        self._known: Mapping[str, Instance] = {}
+        self._can_answer = False
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
         self._due_s: float | None = None
         self._admission: FastAdmission | None = None
         if admits:
             limits = heap, settings, self._submit, reject
-            self._admission = FastAdmission(instances, self.solver, *limits)
+            self._admission = FastAdmission({}, self.solver, *limits)
+        self.update_instances(instances)
 
-    def _price_pairs(
-        self,
-        settings: RouterSettings,
-        instances: Mapping[str, Instance],
-        transfer: float,
-        blocks: int,
-    ) -> None:
-        """Price pairs of workers, as `KvPolicy` does, with the known rate of their links. A run has
-        so many `blocks`."""
-        for name in instances:
-            load = Load(transfer_bytes_per_s=transfer)
-            self._ledger.workers.on_load_report(name, load, 0.0)
-        if settings.disaggregation.mode == FLEXIBLE or any(map(only_prefills, instances.values())):
-            self.solver.cost = cost = PairCost(settings.disaggregation)
-            if cost.removed_blocks is not None:
-                cost.removed_blocks = _RemovedRuns(blocks)
-            self._view.removed_blocks = cost.removed_blocks
+    def update_instances(self, instances: Mapping[str, Instance]) -> None:
+        view, states, before = self._view, self._ledger.workers, self._known
+        self._known = instances
+        states.update_instances(instances)
+        for name in before.keys() - instances.keys():
+            view.remove_worker(name)
+        for name in instances.keys() - before.keys():
+            view.apply(name, ())
+            if self._transfer is not None:
+                load = Load(transfer_bytes_per_s=self._transfer)
+                states.on_load_report(name, load, self._heap.time_s)
+        self._can_answer = any(map(decodes, instances.values()))
+        self._use_cost()
+        view.set_cacheless_workers(states.cacheless)
+        if self._admission is not None:
+            self._admission.update_instances(instances)
+        for pending in self.solver.pop_unplaceable():
+            self._hold_pending(self._requests.pop(pending.id))
+        if len(self.solver):
+            self._schedule()
+
+    def _use_cost(self) -> None:
+        """Price pairs of workers where `KvPolicy` does."""
+        pairs, instances = self._pair_cost, self._known
+        priced = self._transfer is not None and (
+            pairs.rules.mode == FLEXIBLE or any(map(only_prefills, instances.values()))
+        )
+        self.solver.cost = pairs if priced else self._own_cost
+        self._view.removed_blocks = pairs.removed_blocks if priced else None
 
     def choose(self, request: FastRequest) -> None:
-        if self._admission is not None:
+        if self._admission is not None and not request.moves:
             self._admission.admit(request)
         else:
             self._submit(request)
 
+    def _hold_pending(self, request: FastRequest) -> None:
+        self._hold(request)
+        if self._admission is not None:
+            self._admission.on_not_placed(request)
+
     def _submit(self, request: FastRequest) -> None:
-        key = f"{request.row}/0/0"
-        prompt = Prompt(request.prompt_tokens, request.keys[: request.units])
+        if not self._can_answer:
+            self._hold_pending(request)
+            return
+        key = f"{request.row}/0/{request.moves * ATTEMPT_STRIDE}"
+        prompt = Prompt(request.length, request.keys[: request.units])
         self._requests[key] = request
         pending = PendingRequest(key, prompt, self._run_tokens, self._heap.time_s, request.excluded)
-        pending.max_tokens = STOPS.max_tokens
+        pending.max_tokens = STOPS.max_tokens - request.recomputed
+        pending.priority = request.moves
         self.solver.submit(pending)
         self._schedule()
 
@@ -190,9 +235,20 @@ class SolverChooser(Chooser):
                 self._schedule()
 
     def on_finished(self, request: FastRequest) -> None:
+        self._end(request, None)
+
+    def on_lost(self, request: FastRequest) -> None:
+        self._end(request, WorkerFailed("the worker has died"))
+
+    @property
+    def waiting(self) -> Iterable[FastRequest]:
+        queued = () if self._admission is None else self._admission.queued.values()
+        return [*self._requests.values(), *queued]
+
+    def _end(self, request: FastRequest, error: DynamoError | None) -> None:
         if request.placed is not None:
             request.placed.output_tokens = request.output_tokens
-            self._ledger.end(request.placed, None)
+            self._ledger.end(request.placed, error)
             request.placed = None  # its token log refers to the request
             if len(self.solver):
                 self._schedule()
@@ -226,7 +282,7 @@ class SolverChooser(Chooser):
             request = self._requests.pop(pending.id)
             self._reject(request, error)
             if self._admission is not None:
-                self._admission.on_rejected(request)
+                self._admission.on_not_placed(request)
         due = solver.next_run_s(now)
         if due is not None and (self._due_s is None or due < self._due_s):
             self._due_s = due

@@ -21,6 +21,7 @@ class EventHeap(Clock):
 
     def __init__(self) -> None:
         self.time_s = 0.0
+        self.stopped = False
         self.soon: list[Callable[[], None]] = []
         self.idle: list[FastWorker] = []
         self._heap: list[tuple[float, int, FastWorker | None, int, Callable[[], None] | None]] = []
@@ -50,9 +51,9 @@ class EventHeap(Clock):
         return lambda: None
 
     def run(self) -> None:
-        """Run until nothing is left to happen."""
+        """Run until nothing is left to happen, or somebody has set `stopped`."""
         heap, idle = self._heap, self.idle
-        while heap:
+        while heap and not self.stopped:
             self.time_s = now = heap[0][0]
             while heap and heap[0][0] <= now:
                 _, _, worker, wakes, callback = heappop(heap)

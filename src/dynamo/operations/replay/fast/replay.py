@@ -5,30 +5,27 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from random import Random
 
-import msgspec
-from msgspec.structs import replace
-
-from dynamo.core.errors import ConfigError, DynamoError
-from dynamo.core.values import EngineInfo, KvEvent
+from dynamo.core.errors import ConfigError, DynamoError, InstanceGone
+from dynamo.core.values import KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
 from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.fleet import FastFleet, FleetRequests
 from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import StepTime
 from dynamo.operations.replay.fast.worker import FastWorker
+from dynamo.operations.replay.fleet import ReplayFleet, schedule_events
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup
-from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
 from dynamo.scheduling.router.factory import KV
 
@@ -36,12 +33,19 @@ PROGRESS_EVERY = 256
 """Completed requests between two reports of progress."""
 
 
-class FastReplay(Replay, WorkerListener):
+class FastReplay(Replay, WorkerListener, FleetRequests):
     """A replay whose workers are state machines. Call `run` once."""
 
-    def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
-        """Raise `ConfigError` for what only the exact replay simulates."""
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        progress: ReplayProgressCallback | None = None,
+        drive: Callable[[ReplayFleet], None] | None = None,
+    ) -> None:
+        """`drive` gets the workers before the first request, to observe and change them later.
+        Raises `ConfigError` for what only the exact replay simulates."""
         super().__init__(plan, progress)
+        self._drive = drive or (lambda _: None)
         workers, routing = plan.workers, plan.router_settings
         mode = resolve_mode_alias(routing.mode)
         missing = {
@@ -69,21 +73,26 @@ class FastReplay(Replay, WorkerListener):
         self._block_bytes = size * plan.workers.kv_bytes_per_token
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
-        self._workers = [self._make_worker(*each) for each in enumerate(plan.workers)]
-        self._chooser = self._make_chooser()
-        self._conversations = iter(conversations)
+        rng = Random(plan.seed)
+        self.fleet = fleet = FastFleet(plan, self._heap, self._log, self, rng)
+        self._workers = fleet.machines
+        self._chooser = fleet.chooser = self._make_chooser(rng)
+        schedule_events(fleet, plan.events)
+        self._drive(fleet)
+        self._conversations, self._open = iter(conversations), 1
         self._start_next()
         gc.freeze()  # else each collection visits the whole trace
         try:
             self._heap.run()
         finally:
             gc.unfreeze()
+        fleet.reject_held()
         self._duration_s = self._heap.time_s
-        self._preemptions = sum(worker.preemptions for worker in self._workers)
-        self._evictions = sum(worker.cache.evictions for worker in self._workers)
-        arrived = sum(worker.blocks_arrived for worker in self._workers)
+        self._preemptions = sum(worker.preemptions for worker in self._workers.values())
+        self._evictions = sum(worker.cache.evictions for worker in self._workers.values())
+        arrived = sum(worker.blocks_arrived for worker in self._workers.values())
         self._kv_bytes_moved = arrived * self._block_bytes
-        self._fallbacks, self._tiers = Counter(), {}
+        self._fallbacks, self._tiers = fleet.fallbacks, {}
         took = time.perf_counter() - wall, time.process_time() - cpu
         return self._make_result(self._log, *took), self._log
 
@@ -91,7 +100,7 @@ class FastReplay(Replay, WorkerListener):
     def _run_tokens(self) -> int:
         return max(self._plan.trace_block_tokens, self._plan.workers.block_tokens)
 
-    def _make_worker(self, number: int, group: ReplayGroup) -> FastWorker:
+    def make_worker(self, number: int, group: ReplayGroup) -> FastWorker:
         info, plan = group.engine, self._plan.workers
         events = KvEventBuffer() if self._plan.router_settings.mode == KV else None
         cache = RunCache(
@@ -112,50 +121,32 @@ class FastReplay(Replay, WorkerListener):
             self,
         )
 
-    def _make_chooser(self) -> Chooser:
-        plan, rate = self._plan, self._plan.workers.transfer
-        run_bytes = self._run_tokens * plan.workers.kv_bytes_per_token
-        transfer = {} if rate is None else {"transfer": [{"slot_bytes": run_bytes}]}
-        instances = {
-            str(number): Instance(
-                id=str(number),
-                address=f"memory://{number}",
-                namespace="replay",
-                component="worker",
-                endpoint="generate",
-                capabilities={"engine": self._announce(group.engine), **transfer},
-            )
-            for number, group in enumerate(plan.workers)
-        }
-        rng = Random(plan.seed)
-        settings = plan.router_settings
+    def _make_chooser(self, rng: Random) -> Chooser:
+        plan, settings = self._plan, self._plan.router_settings
+        instances = self.fleet.instances.copy()
         if settings.mode != KV:
             return BalancerChooser(instances, settings.mode, rng, self._send)
         return SolverChooser(
             instances,
             settings,
-            rate,
+            plan.workers.transfer,
             self._run_tokens,
             self._workers,
             self._heap,
             rng,
             self._send,
-            self._reject,
+            self.reject,
+            self.fleet.hold,
             admits=plan.admission,
         )
-
-    def _announce(self, engine: EngineInfo) -> dict[str, object]:
-        """Return the description of an engine whose blocks are runs, as the router sees them."""
-        size = self._run_tokens
-        blocks = max(1, engine.num_blocks * engine.block_tokens // size)
-        engine = replace(engine, block_tokens=size, num_blocks=blocks)
-        described: dict[str, object] = msgspec.to_builtins(engine)
-        return described
 
     def _start_next(self) -> None:
         """Put the next conversation of the trace on the heap."""
         conversation = next(self._conversations, None)
-        if conversation is not None:
+        if conversation is None:
+            self._end_conversation()
+        else:
+            self._open += 1
             self._heap.call_at(conversation.start_s, partial(self._start, conversation))
 
     def _start(self, conversation: TraceConversation) -> None:
@@ -166,19 +157,26 @@ class FastReplay(Replay, WorkerListener):
         """Send the next turn of a conversation after its delay."""
         turn = next(turns, None)
         if turn is None:
-            return
-        if turn.delay_s:
+            self._end_conversation()
+        elif turn.delay_s:
             when = self._heap.time_s + turn.delay_s
             self._heap.call_at(when, partial(self._send_turn, turn, turns))
         else:
             self._send_turn(turn, turns)
+
+    def _end_conversation(self) -> None:
+        """Stop after the last conversation, whatever scripts and planners would do later. The trace
+        counts as one more."""
+        self._open -= 1
+        self._heap.stopped = not self._open
 
     def _send_turn(self, turn: TraceRequest, turns: Iterator[TraceRequest]) -> None:
         size = self._plan.workers.block_tokens
         request = FastRequest(turn, size, self._run_tokens // size, self._heap.time_s)
         request.turns = turns
         self._log.requests += 1
-        self._chooser.choose(request)
+        self.fleet.arrived_tokens += turn.prompt_tokens
+        self.fleet.choose(request)
 
     def _send(self, request: FastRequest, name: str) -> None:
         worker = self._workers[int(name)]
@@ -187,9 +185,8 @@ class FastReplay(Replay, WorkerListener):
         if not worker.is_busy:
             self._heap.idle.append(worker)
 
-    def _reject(self, request: FastRequest, error: DynamoError) -> None:
-        errors = self._log.errors
-        errors[error.code] = errors.get(error.code, 0) + 1
+    def reject(self, request: FastRequest, error: DynamoError) -> None:
+        self._log.on_failed(error.code, request.arrived_s)
         self._report_progress(self._log)
         self._arrive(request.turns)
 
@@ -197,24 +194,41 @@ class FastReplay(Replay, WorkerListener):
         self._chooser.on_first_token(request)
 
     def on_finished(self, request: FastRequest) -> None:
-        self._log.on_finished(request, request.end_s)
         self._chooser.on_finished(request)
+        self.end(request)
+
+    def end(self, request: FastRequest) -> None:
+        self._log.on_finished(request, request.end_s)
+        if self.fleet.draining:
+            self._heap.soon.append(self.fleet.check_draining)
         if not self._log.completed % PROGRESS_EVERY:
             self._report_progress(self._log)
         self._arrive(request.turns)
 
     def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
         workers, now, source = self._plan.workers, self._heap.time_s, request.source
-        size, worker = workers.block_tokens, self._workers[source]
+        size, worker, fleet = workers.block_tokens, self._workers[source], self.fleet
+        target = self._workers[request.worker]
+        if not fleet.workers[source].serves:
+            self._heap.soon.append(partial(self._compute_arriving, request, target))
+            return
         prompt = FastRequest(request.trace_request, size, self._run_tokens // size, now)
+        prompt.length = request.length
         block_s = self._block_bytes / (workers.transfer or math.inf)
-        ends = self._workers[request.worker], prompt, worker
-        prompt.sink = PulledPrompt(request, *ends, have_blocks, block_s, self._heap)
+        times = block_s, self._heap, fleet.end_pulled
+        prompt.sink = pulled = PulledPrompt(request, target, prompt, worker, have_blocks, *times)
+        fleet.pulled[pulled] = None
         self._log.record_prefill(source)
         self._remote_prefills += 1
         worker.add(prompt, now)
         if not worker.is_busy:
             self._heap.idle.append(worker)
+
+    def _compute_arriving(self, request: FastRequest, target: FastWorker) -> None:
+        self.fleet.fallbacks[InstanceGone.code] += 1
+        target.compute_arriving(request, self._heap.time_s)
+        if not target.is_busy:
+            self._heap.idle.append(target)
 
     def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
         self._chooser.on_kv_events(number, events)

@@ -24,19 +24,23 @@ class FastRequest:
     `units` have full blocks, `named_blocks` in all. `held`: the cached runs that it references, of
     `held_units`.
 
-    `length`: its tokens as far as known. `computed`: those of the prompt whose KV is there.
-    `run_blocks`, `own_blocks`: its blocks in runs, and others of its prompt. `recomputed`: the
-    tokens of the answer that it had before it was preempted last. `first_step`, `end_step`: see
-    `FastWorker`; 0 without a token. `source`: the worker that computes the prompt, if another one,
-    else -1. `sink`: gets the blocks of a prompt that is computed for another worker.
-    `excluded`: workers that may not be chosen, by name.
+    `length`: its tokens as far as known. `awaited`: the router waits for its first token there.
+    `computed`: those of the prompt whose KV is there. `run_blocks`, `own_blocks`: its blocks in
+    runs, and others of its prompt. `recomputed`: the tokens of the answer that it had before it was
+    preempted or moved last; the last of them came at `last_token_s`. `moves`: workers that died,
+    `deaths`: those in a row before they gave a token. `first_step`, `end_step`: see `FastWorker`; 0
+    without a token. `source`: the worker that computes the prompt, if another one, else -1. `sink`:
+    gets the blocks of a prompt that is computed for another worker. `excluded`: workers that may
+    not be chosen, by name.
     """
 
     __slots__ = (
         "admitted",
         "arrived_s",
+        "awaited",
         "cached_tokens",
         "computed",
+        "deaths",
         "end_s",
         "end_step",
         "excluded",
@@ -45,7 +49,9 @@ class FastRequest:
         "held",
         "held_units",
         "keys",
+        "last_token_s",
         "length",
+        "moves",
         "named_blocks",
         "output_tokens",
         "own_blocks",
@@ -71,11 +77,12 @@ class FastRequest:
         self.named_blocks, self.units = full, -(-full // unit)
         self.output_tokens = turn.output_tokens
         self.arrived_s = now
-        self.first_token_s = self.end_s = 0.0
+        self.first_token_s = self.last_token_s = self.end_s = 0.0
         self.cached_tokens = self.computed = self.recomputed = 0
         self.run_blocks = self.own_blocks = 0
         self.first_step = self.end_step = 0
-        self.admitted = False
+        self.deaths = self.moves = 0
+        self.admitted, self.awaited = False, True
         self.held: list[Held] = []
         self.held_units = 0
         self.placed: PlacedRequest | None = None
@@ -88,6 +95,15 @@ class FastRequest:
     def prompt_key(self) -> int | None:
         """The key of the whole prompt; None if it has no full block that others find."""
         return self.keys[self.units - 1] if self.units else None
+
+    def restart(self, recomputed: int, now: float) -> None:
+        """Forget what a worker has computed, but for `recomputed` tokens of the answer."""
+        if recomputed > self.recomputed:
+            self.last_token_s = now
+        self.recomputed, self.length = recomputed, self.prompt_tokens + recomputed
+        self.computed = self.first_step = self.end_step = 0
+        self.held, self.held_units, self.run_blocks, self.own_blocks = [], 0, 0, 0
+        self.source = -1
 
 
 class WorkerListener(ABC):

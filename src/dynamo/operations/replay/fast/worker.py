@@ -65,7 +65,7 @@ class FastWorker:
         self._leap_began_s, self._leap_steps = 0.0, 0
         self._sampled, self._for_others = list[FastRequest](), list[FastRequest]()
         self._late_starts: list[float] = []
-        self._step_s = self._attention = 0.0
+        self._step_s = self._attention = self._began_s = 0.0
         self._budget = self._new_tokens = self._sequences = self._steps_now = 0
         self._counted_s = -1.0
         self.is_busy = False
@@ -75,6 +75,55 @@ class FastWorker:
         request.worker = self.number
         self.waiting.append(request)
         self.end_leap(now)
+
+    def stop(self, now: float) -> list[FastRequest]:
+        """Stop at once, for good. Return the requests that were here, which keep the tokens that
+        they have got, and prompts for other workers."""
+        steps, last_s = self._count_steps(now), self._began_s
+        if (leap := self._leap) is not None and (count := steps - self.steps):
+            leap.count_gaps(self._gaps, count, self._decoding)
+            last_s += leap.duration_s(count)
+        self.wakes += 1
+        self.steps, self._leap, self.is_busy = steps, None, False
+        stopped = [*self.running, *self.arriving, *self.waiting]
+        for request in stopped:
+            done = steps - request.first_step + 1 if request.first_step else 0
+            request.restart(request.recomputed + done, last_s)
+        for requests in (self.running, self.arriving, self.waiting, self.prefilling, self.arrived):
+            requests.clear()
+        return stopped
+
+    def cancel(self, request: FastRequest, now: float) -> None:
+        """Forget a prompt that was for another worker, which has died."""
+        if request in self.running:
+            del self.running[request]
+            self._remove_from_step(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.release_prompt(request, now)
+
+    def compute_arriving(self, request: FastRequest, now: float) -> None:
+        """Compute a prompt here whose worker has died."""
+        del self.arriving[request]
+        self._release(request, request.computed)
+        request.restart(request.recomputed, now)
+        self.waiting.appendleft(request)
+        self.end_leap(now)
+
+    @property
+    def load(self) -> int:
+        """The number of requests and prompts for others."""
+        return len(self.running) + len(self.arriving) + len(self.waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """The prompt tokens that are not computed yet."""
+        return sum(each.length - each.computed for each in (*self.waiting, *self.prefilling))
+
+    @property
+    def decoding(self) -> int:
+        """The number of requests that decode."""
+        return self._decoding
 
     def end_leap(self, now: float) -> None:
         """End a leap with the step that is being computed."""
@@ -104,7 +153,7 @@ class FastWorker:
             self._run_arrived()
         if not (self.running or self.waiting):
             return
-        preemptions = self.preemptions
+        preemptions, self._began_s = self.preemptions, now
         if self._decoding:
             self._grow()
         decoding, context = self._decoding, self._context
@@ -147,7 +196,11 @@ class FastWorker:
         for request in sampled:
             self.prefilling.remove(request)
             if request.sink is None:
-                self._start_answer(request, now)
+                if request.recomputed:
+                    self._gaps.add(now - request.last_token_s)
+                self._start_answer(request)
+                if request.awaited:
+                    self._on_first_token(request, now)
             else:
                 del self.running[request]
         for request in others:
@@ -170,10 +223,14 @@ class FastWorker:
 
     def on_first_token_arrived(self, request: FastRequest, cached_tokens: int, now: float) -> None:
         """Give away the first token of an arriving prompt, and the end if the answer has one."""
-        request.cached_tokens, request.first_token_s = cached_tokens, now
-        request.recomputed = 1
-        self._listener.on_first_token(request)
-        if request.output_tokens == 1:
+        if request.recomputed:
+            self._gaps.add(now - request.last_token_s)
+        else:
+            request.cached_tokens = cached_tokens
+        request.recomputed += 1
+        request.last_token_s = now
+        self._on_first_token(request, now)
+        if request.recomputed == request.output_tokens:
             del self.arriving[request]
             self._release(request, request.computed)
             request.end_s = now
@@ -195,18 +252,23 @@ class FastWorker:
         for request in self.arrived:
             del self.arriving[request]
             self.running[request] = None
-            self._late_starts.append(request.first_token_s)
-            request.recomputed = 0
-            self._start_answer(request, request.first_token_s)
+            self._late_starts.append(request.last_token_s)
+            request.recomputed -= 1
+            self._start_answer(request)
         self.arrived.clear()
+
+    def _on_first_token(self, request: FastRequest, now: float) -> None:
+        request.awaited = False
+        request.first_token_s = request.first_token_s or now
+        self._listener.on_first_token(request)
 
     def _count_late_starts(self, step_s: float, now: float) -> None:
         """Count the gaps of one step. First tokens of arrived requests came before it began."""
         late, self._late_starts = self._late_starts, []
         if count := self._decoding - len(late):
             self._gaps.add(step_s, count)
-        for first_token_s in late:
-            self._gaps.add(now - first_token_s)
+        for token_s in late:
+            self._gaps.add(now - token_s)
 
     def _begin_leap(self, now: float) -> None:
         steps = self._ends[0][0] - self.steps
@@ -341,7 +403,7 @@ class FastWorker:
             request.run_blocks += blocks
             request.own_blocks -= blocks
 
-    def _start_answer(self, request: FastRequest, now: float) -> None:
+    def _start_answer(self, request: FastRequest) -> None:
         """Count the token that the last step sampled after the prompt."""
         self._decoding += 1
         request.length += 1
@@ -350,9 +412,6 @@ class FastWorker:
         self._context += request.length
         self._crossings[(self.steps + 1 - request.length) % self._block_tokens] += 1
         heappush(self._ends, (request.end_step, request.row, request))
-        if not request.first_token_s:
-            request.first_token_s = now
-            self._listener.on_first_token(request)
 
     def _stop_answer(self, request: FastRequest) -> int:
         """Take a decoding request out of the sums, and return its length."""
@@ -380,14 +439,18 @@ class FastWorker:
             self._release(request, length - 1)
             request.length, request.recomputed = length, emitted
             request.first_step = request.end_step = 0
+            request.last_token_s = self._began_s
         else:
-            self.prefilling.remove(request)
-            for planned in (self._sampled, self._for_others):
-                if request in planned:
-                    planned.remove(request)
+            self._remove_from_step(request)
             self._release(request, request.computed)
         request.computed = 0
         self.waiting.appendleft(request)
+
+    def _remove_from_step(self, request: FastRequest) -> None:
+        """Take a prompt out of the step that is planned or computed."""
+        for prompts in (self.prefilling, self._sampled, self._for_others):
+            if request in prompts:
+                prompts.remove(request)
 
     def _release(self, request: FastRequest, computed: int) -> None:
         """Release the blocks of a sequence. Full blocks that no other finds stay cached, too."""

@@ -1,0 +1,109 @@
+"""Workers of a fast replay start, drain, die and change roles: no request is lost or counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests.property.test_fast_replay import make_workers, with_roles
+from tests.simulation.conftest import BLOCK, chats
+
+from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.operations.replay.fast.choosers import SolverChooser
+from dynamo.operations.replay.fast.replay import FastReplay
+from dynamo.operations.replay.fleet import FleetEvent, Startup
+from dynamo.operations.replay.replay import ReplayPlan
+from dynamo.operations.replay.result import ReplayResult
+from dynamo.operations.replay.workers import ReplayWorkers
+
+ERRORS = {"no_workers", "worker_failed", "poisoned_request"}
+times = st.floats(0, 25)
+
+
+def changes(*kinds: str) -> st.SearchStrategy[Sequence[FleetEvent]]:
+    return st.lists(
+        st.builds(
+            FleetEvent,
+            times,
+            st.sampled_from(["start", "drain", "die"]),
+            st.sampled_from(kinds),
+            startup=st.sampled_from([None, 0.0, 4.0]),
+            restart=st.booleans(),
+        ),
+        max_size=8,
+    )
+
+
+def check(
+    workers: ReplayWorkers, router: RouterSettings, seed: int, events: Sequence[FleetEvent]
+) -> ReplayResult:
+    load = chats(25, seed=seed, per_s=2.0, answer=100)
+    plan = ReplayPlan(
+        "synthetic", workers, router, BLOCK, seed, startup=Startup(1.0, 3.0), events=events,
+        admission=bool(router.max_worker_requests),
+    )  # fmt: skip
+    replay = FastReplay(plan)
+    result, log = replay.run(load)
+    assert result.completed + sum(result.errors.values()) == result.requests
+    assert set(result.errors) <= ERRORS
+    turns = {turn.row: turn for each in load for turn in each.requests}
+    assert [turns[row].output_tokens for row in log.rows] == list(log.tokens)
+    assert len(set(log.rows)) == result.completed
+    for worker in replay.fleet.workers:
+        machine = replay.fleet.machines.get(worker.number)
+        if machine is not None and worker.serves:
+            assert not machine.load
+            assert machine.cache.available == workers.groups[0].engine.num_blocks
+    assert not replay.fleet.draining
+    assert not replay.fleet.pulled
+    if isinstance(replay.fleet.chooser, SolverChooser):
+        assert not replay.fleet.chooser.waiting
+        ledger = replay.fleet.chooser.solver.ledger
+        assert not ledger.requests
+        ledger.check_invariants()
+    return result
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    workers=st.integers(1, 4),
+    blocks=st.sampled_from([300, 4_000]),
+    mode=st.sampled_from(["round_robin", "least_loaded", "kv"]),
+    limit=st.sampled_from([0, 2]),
+    events=changes("worker"),
+)
+def test_no_request_is_lost(
+    seed: int, workers: int, blocks: int, mode: str, limit: int, events: Sequence[FleetEvent]
+) -> None:
+    router = RouterSettings(mode=mode, max_worker_requests=limit if mode == "kv" else 0)
+    check(make_workers(workers, blocks, 8, "lru"), router, seed, events)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    prefill=st.integers(1, 3),
+    decode=st.integers(1, 3),
+    rate=st.sampled_from([5e8, 6.4e10]),
+    events=changes("prefill-worker", "decode-worker"),
+    roles=st.lists(
+        st.builds(
+            FleetEvent,
+            times,
+            st.just("role"),
+            worker=st.integers(0, 7),
+            role=st.sampled_from(["prefill", "decode", "both"]),
+        ),
+        max_size=4,
+    ),
+)
+def test_no_prompt_of_another_worker_is_lost(
+    seed: int, prefill: int, decode: int, rate: float,
+    events: Sequence[FleetEvent], roles: Sequence[FleetEvent],
+) -> None:  # fmt: skip
+    workers = replace(with_roles(prefill, decode, 300), transfer=rate)
+    router = RouterSettings(mode="kv", disaggregation=DisaggregationSettings(mode="predicted"))
+    check(workers, router, seed, [*events, *roles])
