@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Final
+from urllib.parse import quote
 
 import msgspec
 
@@ -11,11 +12,23 @@ from dynamo.core.values import BlocksCleared, KvEvent
 
 KV_EVENTS_SUBJECT: Final = "kv_events"
 """Last part of the event subject."""
+LOAD_METRICS_SUBJECT: Final = "load_metrics"
 
 MAX_BLOCKS_PER_PAYLOAD: Final = 1024
 
 encode_kv_events = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
+
+
+def model_subject(component: str, kind: str, model: str = "") -> str:
+    """Return the event subject of the workers of a model below `component`, which is
+    "namespace.component"; without `model`, the prefix of those of all models.
+
+    The model stands between two kinds, since former routers subscribe to the prefix and compare the
+    end.
+    """
+    subject = f"{component}.{kind}"
+    return f"{subject}/{quote(model, safe='')}/{kind}" if model else subject
 
 
 def worker_name(instance: str, rank: int | None = None) -> str:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from dynamo.communication.events import Events, EventSource
-from dynamo.core.kv_events import KV_EVENTS_SUBJECT, encode_kv_event_payloads, worker_name
+from dynamo.core.kv_events import (
+    KV_EVENTS_SUBJECT,
+    encode_kv_event_payloads,
+    model_subject,
+    worker_name,
+)
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.telemetry import Registry
 
@@ -42,15 +47,17 @@ class KVPublisher:
         instance: str,
         dump_state: DumpKvState,
         *,
+        model: str = "",
         rank: int | None = None,
         separate_subjects: bool = False,
         totals: Counter[str] | None = None,
     ) -> Self:
-        """Open a publisher under `component`, which is "namespace.component". `rank`: the
-        data-parallel rank of `instance` that it reports on, if there are several."""
+        """Open a publisher under `component`, which is "namespace.component", of a worker of
+        `model`. `rank`: the data-parallel rank of `instance` that it reports on, if there are
+        several."""
         publisher = cls(dump_state, totals)
         worker = worker_name(instance, rank)
-        subject = f"{component}.{KV_EVENTS_SUBJECT}"
+        subject = model_subject(component, KV_EVENTS_SUBJECT, model)
         publisher._sources[KV_EVENTS_SUBJECT] = await events.open_source(
             subject, worker, publisher._encode_dump
         )

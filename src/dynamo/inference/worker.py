@@ -20,7 +20,11 @@ from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
 from dynamo.core.features import required_features
-from dynamo.core.kv_events import encode_kv_event_payloads
+from dynamo.core.kv_events import (
+    LOAD_METRICS_SUBJECT,
+    encode_kv_event_payloads,
+    model_subject,
+)
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine, EngineRank, LoraAdapters
 from dynamo.core.tasks import BackgroundTasks, run_all
@@ -288,17 +292,25 @@ class EngineWorker:
         failure = self._engine.failure
         return "" if failure is None else failure.message
 
-    async def _start_publishers(self, subject: str, info: EngineInfo) -> None:
-        """Publish load and KV events as `{subject}.load_metrics` and `{subject}.kv_events`."""
+    async def _start_publishers(self, component: str, info: EngineInfo) -> None:
+        """Publish load and KV events below `component`, which is "namespace.component"."""
         events, instance = self._runtime.events, self._runtime.instance_id
-        load = await events.open_source(f"{subject}.load_metrics", instance, latest=True)
+        model = self._card.names[0]
+        subject = model_subject(component, LOAD_METRICS_SUBJECT, model)
+        load = await events.open_source(subject, instance, latest=True)
         self._event_sources.append(load)
         totals: Counter[str] = Counter()
         sources = self._engine.ranks if info.kv_events else ()
         for number, source in enumerate(sources):
             rank = number if len(sources) > 1 else None
             publisher = await KVPublisher.open(
-                events, subject, instance, source.snapshot_kv_events, rank=rank, totals=totals
+                events,
+                component,
+                instance,
+                source.snapshot_kv_events,
+                model=model,
+                rank=rank,
+                totals=totals,
             )
             source.on_kv_events(partial(self._publish_events, source, publisher))
             stored_before = source.snapshot_kv_events()  # on disk, or in a shared store

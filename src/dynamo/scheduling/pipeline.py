@@ -77,6 +77,8 @@ class StagedPipeline:
     cache_view: CacheView | None = None
     """The index of the caches in mode kv, if this process has one."""
     observers: Sequence[Observer] = ()
+    model: str = ""
+    """The model whose workers' events are followed; "" for those of all."""
 
     def __init__(self, settings: RouterSettings, clock: Clock, metrics: Registry) -> None:
         self.settings = settings
@@ -136,7 +138,7 @@ async def open_loads(pipeline: StagedPipeline) -> None:
     pipeline.resources.callback(loads.close)
     for client in (pipeline.client, pipeline.prefill_client):
         pipeline.resources.callback(_repeat_loads_of_new(client, loads))
-    await loads.subscribe(pipeline.events, pipeline.worker_component)
+    await loads.subscribe(pipeline.events, pipeline.worker_component, pipeline.model)
 
 
 def _repeat_loads_of_new(client: Client, loads: LoadView) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.core.kv_events import KV_EVENTS_SUBJECT
+from dynamo.core.kv_events import KV_EVENTS_SUBJECT, model_subject
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.remote_index import (
@@ -25,21 +25,25 @@ def create_cache_view(runtime: DistributedRuntime, block_tokens: int = 0) -> Cac
     )
 
 
-async def follow_kv_events(runtime: DistributedRuntime, view: CacheView, component: str) -> None:
-    """Apply the KV events of all workers of `component` ("namespace.component") to `view`."""
-    await view.subscribe(runtime.events, f"{component}.{KV_EVENTS_SUBJECT}")
+async def follow_kv_events(
+    runtime: DistributedRuntime, view: CacheView, component: str, model: str = ""
+) -> None:
+    """Apply to `view` the KV events of the workers of `component` ("namespace.component") that
+    serve `model`, or of all."""
+    await view.subscribe(runtime.events, model_subject(component, KV_EVENTS_SUBJECT, model))
 
 
 async def open_cache_view(
-    runtime: DistributedRuntime, block_tokens: int, component: str
+    runtime: DistributedRuntime, block_tokens: int, component: str, model: str = ""
 ) -> CacheView:
-    """Return a view of the workers of `component` ("namespace.component").
+    """Return a view of the workers of `component` ("namespace.component") that serve `model`, or
+    of all.
 
     The view has its own index; with `index.shared` it asks the `dynamo indexer` process instead.
     """
     view = create_cache_view(runtime, block_tokens)
     if not runtime.settings.index.shared:
-        await follow_kv_events(runtime, view, component)
+        await follow_kv_events(runtime, view, component, model)
         return view
     indexer = runtime.namespace().component(INDEXER_COMPONENT)
     remote = RemoteIndex(

@@ -77,6 +77,7 @@ class ModelPipeline(StagedPipeline):
         self.events = runtime.events
         self.routing = routing
         self.card = card
+        self.model = card.name
         self.failure_detector = failure_detector
         self.sends_requests = failure_detector is not None
 
@@ -145,7 +146,9 @@ async def _local_policy(pipeline: ModelPipeline) -> Policy:
     runtime, block_tokens = pipeline.runtime, pipeline.card.block_tokens
     if pipeline.settings.mode == KV:
         component = pipeline.worker_component
-        pipeline.cache_view = await open_cache_view(runtime, block_tokens, component)
+        pipeline.cache_view = await open_cache_view(
+            runtime, block_tokens, component, pipeline.model
+        )
     return await open_policy(
         PolicyInputs(
             pipeline.settings,

@@ -25,7 +25,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.index.removed_blocks import RemovedBlocks
-from dynamo.services.cache_views import open_cache_view
+from dynamo.services.cache_views import follow_kv_events, open_cache_view
 from dynamo.services.indexer import IndexerService
 
 PLANES = RuntimeSettings(
@@ -252,3 +252,20 @@ def test_an_incompatible_worker_is_refused_with_a_warning(
     assert not compatibility.accepts(instance(tokenizer=7))
     assert caplog.text.count("worker refused") == 2
     assert not compatibility.accepts(replace(instance(), capabilities={"model": "other"}))
+
+
+async def test_events_of_another_model_are_not_followed(runtime: DistributedRuntime) -> None:
+    views = {model: CacheView(runtime.clock) for model in ("org/qwen", "org/qwen-small", "")}
+    for model, view in views.items():
+        await follow_kv_events(runtime, view, "ns.worker", model)
+    for model in ("org/qwen-small", "org/qwen"):
+        publisher = await KVPublisher.open(
+            runtime.events, "ns.worker", f"worker of {model}", lambda: (), model=model
+        )
+        publisher.publish_stored(0, chain(1, 8))
+    await until_exact(views[""], "worker of org/qwen", "worker of org/qwen-small")
+    await until_exact(views["org/qwen"], "worker of org/qwen")
+    await until_exact(views["org/qwen-small"], "worker of org/qwen-small")
+
+    assert list(views["org/qwen"].get_modes()) == ["worker of org/qwen"]
+    assert list(views["org/qwen-small"].get_modes()) == ["worker of org/qwen-small"]

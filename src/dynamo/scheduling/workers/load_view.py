@@ -10,11 +10,12 @@ import msgspec
 from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.kv_events import LOAD_METRICS_SUBJECT, model_subject
 from dynamo.core.values import Load
 
 log = logging.getLogger(__name__)
 
-LOAD_METRICS_SUFFIX = ".load_metrics"
+LOAD_METRICS_SUFFIX = f".{LOAD_METRICS_SUBJECT}"
 
 LoadListener = Callable[[str, Load, float], None]
 """Called with (worker, load, now in seconds of the router's clock)."""
@@ -31,11 +32,11 @@ class LoadView:
         self._unsubscribe: Callable[[], None] | None = None
         self.loads: dict[str, Load] = {}
 
-    async def subscribe(self, events: Events, component: str) -> None:
-        """Receive the load reports of `namespace.component` until `close`."""
-        self._unsubscribe = await events.subscribe(
-            component + LOAD_METRICS_SUFFIX, self.update_scores
-        )
+    async def subscribe(self, events: Events, component: str, model: str = "") -> None:
+        """Receive the load reports of the workers of `namespace.component` that serve `model`, or
+        of all, until `close`."""
+        subject = model_subject(component, LOAD_METRICS_SUBJECT, model)
+        self._unsubscribe = await events.subscribe(subject, self.update_scores)
 
     def close(self) -> None:
         """End the subscription."""
