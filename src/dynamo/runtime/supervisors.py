@@ -19,17 +19,30 @@ SUPERVISOR_KEY = "supervisor"
 WATCH_RETRY_S = 0.5
 
 
+class KindRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The processes of a kind that serve, start (or are started again) and drain. `gpus`: those of
+    one process, 0: unknown. `role` and `model`: those of its settings."""
+
+    ready: int = 0
+    starting: int = 0
+    draining: int = 0
+    gpus: int = 0
+    role: str = ""
+    model: str = ""
+
+
 class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The record of a live supervisor, by kind of process such as `worker`.
 
     `desired` counts the processes that the supervisor keeps running, without those that stop on
     purpose. `start_s` is the duration of the last start. `failing` says why no process of a kind
-    can be expected to serve.
+    can be expected to serve. `kinds` is for those who change the numbers.
     """
 
     desired: dict[str, int] = {}
     start_s: dict[str, float] = {}
     failing: dict[str, str] = {}
+    kinds: dict[str, KindRecord] = {}
 
 
 def supervisor_record_key(supervisor: str) -> str:

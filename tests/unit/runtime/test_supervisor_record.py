@@ -19,7 +19,12 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment, add_waiting_children
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
-from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord, SupervisorView
+from dynamo.runtime.supervisors import (
+    SUPERVISORS_PREFIX,
+    KindRecord,
+    SupervisorRecord,
+    SupervisorView,
+)
 
 Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
@@ -53,10 +58,14 @@ async def test_the_record_follows_starts_deaths_and_stops(
         await until_records(plane, lambda seen: 0 < seen[0].start_s["worker"] < 20)
         first = supervisor.children[0].pid
         os.kill(first, signal.SIGKILL)
+        two = KindRecord(ready=2, gpus=1, role="both")
+        await until_records(plane, lambda seen: seen[0].kinds == {"worker": two})
         for count in (1, 0):
             await supervisor._group.scale("worker", count, lambda _: None)
             expected = {"worker": count} if count else {}
             await until_records(plane, lambda seen, e=expected: seen[0].desired == e)
+        none = KindRecord(gpus=1, role="both")  # it can grow again
+        await until_records(plane, lambda seen: seen[0].kinds == {"worker": none})
         supervisor.stop()
         assert await running == 0
         assert await plane.get(SUPERVISORS_PREFIX) == {}

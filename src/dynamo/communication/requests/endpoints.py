@@ -40,6 +40,10 @@ class Endpoints:
         else:
             stream.end(NotFound(f"this instance has no endpoint {name!r}"))
 
+    def count_calls(self) -> int:
+        """Return how many calls are in flight."""
+        return sum(len(calls.open_streams) for calls in self._calls_by_endpoint.values())
+
     async def withdraw(self, name: str, drain_s: float | None) -> None:
         """Refuse new calls for `name`, drain those in flight as `Requests.withdraw` says."""
         calls = self._remove(name)
@@ -67,11 +71,11 @@ class _EndpointCalls:
         self._name = name
         self._handler = handler
         self._tasks = BackgroundTasks()
-        self._open_streams: set[ServerStream] = set()
+        self.open_streams: set[ServerStream] = set()
 
     def start(self, payload: bytes, stream: ServerStream) -> None:
-        self._open_streams.add(stream)
-        stream.endpoint_streams = self._open_streams
+        self.open_streams.add(stream)
+        stream.endpoint_streams = self.open_streams
         stream.task = self._tasks.start(self._run(payload, stream))
 
     async def drain(self, drain_s: float | None) -> None:
@@ -83,9 +87,9 @@ class _EndpointCalls:
             except TimeoutError:
                 log.warning(
                     "calls cancelled after the drain timeout",
-                    extra={"fields": {"endpoint": self._name, "calls": len(self._open_streams)}},
+                    extra={"fields": {"endpoint": self._name, "calls": len(self.open_streams)}},
                 )
-        for stream in list(self._open_streams):
+        for stream in list(self.open_streams):
             stream.end(WorkerFailed("the instance stopped before it had answered"))
         await self._tasks.close()
 

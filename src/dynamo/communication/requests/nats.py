@@ -121,6 +121,9 @@ class NatsRequests(Requests):
                 await asyncio.wait({connecting})
         return self._via_nats.is_connected(nats_address)
 
+    def count_calls(self) -> int:
+        return self._endpoints.count_calls()
+
     def count_received_frames(self, address: str) -> int:
         nats_address, direct_address = split_address(address)
         via_nats = self._via_nats.count_received_frames(nats_address)

@@ -115,6 +115,10 @@ class Requests(ABC):
         `shared` send its bytes once. Raises `Overloaded` if too many bytes are unsent already.
         """
 
+    def count_calls(self) -> int:
+        """Return how many calls this process answers now."""
+        return 0
+
     @abstractmethod
     def count_received_frames(self, address: str) -> int:
         """Return how many frames arrived over the current connection to `address`."""

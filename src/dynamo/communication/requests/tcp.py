@@ -99,6 +99,9 @@ class TcpRequests(Requests):
         connection = await self._connect(address)
         await connection.streams.call(*call_arguments)
 
+    def count_calls(self) -> int:
+        return self._endpoints.count_calls()
+
     def count_received_frames(self, address: str) -> int:
         connection = self._client_connections.get(address)
         return 0 if connection is None else connection.streams.frames_received

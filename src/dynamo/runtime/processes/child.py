@@ -118,6 +118,8 @@ class ChildProcess:
         self.restarts = 0
         self.last_exit = ""
         self.start_s = 0.0
+        self.calls = 0
+        """Calls that the process answered half a second ago at most."""
         self._supervisor_id = supervisor_id
         self._watchdog = Watchdog()
         self._clock = clock
@@ -317,8 +319,9 @@ class ChildProcess:
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                if line.rstrip() == PING_ANSWER:
+                if line.startswith(PING_ANSWER):
                     self._on_ping_answer()
+                    self.calls = int(line[len(PING_ANSWER) :].rstrip(b'"\n') or 0)
                     continue
                 try:
                     self.report = msgspec.json.decode(line, type=ChildReport)

@@ -24,8 +24,9 @@ EXIT_USAGE = 2
 """Exit code of a command with invalid arguments or settings."""
 PING = b'"ping"'
 """A line that asks whether the event loop of a child runs."""
-PING_ANSWER = b'"alive"'
-"""The answer. A child sends the first one without a ping, which starts the checks."""
+PING_ANSWER = b'"alive'
+"""The begin of the answer, which ends with the number of calls in flight. A child sends the first
+one without a ping, which starts the checks."""
 SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run`"
 
 
@@ -79,6 +80,8 @@ class ParentPipe:
         self._last_notice = ChildNotice()
         self._answers_pings = False
         self.start_message = start
+        self.count_calls: Callable[[], int] = lambda: 0
+        """Returns how many calls this process answers now."""
 
     @classmethod
     def from_stdin(cls) -> ParentPipe:
@@ -129,7 +132,10 @@ class ParentPipe:
         """Let the supervisor check from now on that the event loop runs. May be called twice."""
         if not self._answers_pings:
             self._answers_pings = True
-            self._send_line(PING_ANSWER)
+            self._answer_ping()
+
+    def _answer_ping(self) -> None:
+        self._send_line(b'%s %d"' % (PING_ANSWER, self.count_calls()))
 
     def _send_line(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -151,7 +157,7 @@ class ParentPipe:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             if line == PING:
-                self._send_line(PING_ANSWER)
+                self._answer_ping()
                 continue
             self._last_notice = msgspec.json.decode(line, type=ChildNotice)
             if self._notice_listener is not None:

@@ -185,6 +185,7 @@ class ProcessRunner:
             start = self._parent.start_message
             runtime.supervisor = supervised_kind(start.supervisor_id, kind_of_process(start.name))
             self._parent.on_notice(self._on_notice)
+            self._parent.count_calls = runtime.requests.count_calls
             runtime.on_serving = self._parent.answer_pings
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)

@@ -1,5 +1,5 @@
 """Changes the processes of a serving deployment: scale, drain, rolling restart. A process that is
-replaced stops only after its replacement serves."""
+replaced stops only after its replacement serves. A start does not wait for processes that drain."""
 
 from __future__ import annotations
 
@@ -49,10 +49,17 @@ def _is_called(child: ChildProcess, name: str) -> bool:
     return bool(name) and name in {child.spec.name, child.instance}
 
 
+def _let_leave(children: Sequence[ChildProcess]) -> None:
+    """Count these children no more among those that are to run, before they are stopped."""
+    for child in children:
+        child.stop_restarting()
+
+
 class ProcessGroup:
     """Starts, stops and replaces children. `children` holds all of them in order of their start.
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
-    settings changed. `require_space` raises if the host has no room for another process."""
+    settings changed. `require_space` raises if the host has no room for another process.
+    `on_removed` is called when a child has left."""
 
     def __init__(
         self,
@@ -62,7 +69,9 @@ class ProcessGroup:
         drain_s: float,
         refresh_specs: Callable[[], Awaitable[None]],
         require_space: Callable[[], Awaitable[None]],
+        on_removed: Callable[[], None],
     ) -> None:
+        self._on_removed = on_removed
         self._require_space = require_space
         self._refresh_specs = refresh_specs
         self._create_child = create_child
@@ -90,12 +99,20 @@ class ProcessGroup:
         self._specs |= {kind_of_process(spec.name): spec for spec in specs}
         self._specs_by_name |= {spec.name: spec for spec in specs}
 
-    async def _stop_leaving(self, leaving: Sequence[ChildProcess]) -> None:
-        """Stop children whose clients can go to others."""
+    async def _stop_leaving(
+        self, leaving: Sequence[ChildProcess], progress: ControlProgressCallback
+    ) -> None:
+        """Stop and remove children whose clients can go to others. The caller has let them leave,
+        and does not hold the lock."""
+        if not leaving:
+            return
         for child in leaving:
             child.notify_leaving()
         await asyncio.sleep(NOTICE_S)
         await self.stop_children(leaving)
+        for child in leaving:
+            self._remove_child(child)
+            progress(f"{child.spec.name} has left")
 
     async def stop_children(self, leaving: Sequence[ChildProcess]) -> None:
         """Stop these children; those that run on after their drain time are killed."""
@@ -113,24 +130,29 @@ class ProcessGroup:
             await asyncio.wait(pending)
 
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
-        """Change the number of replicas of a kind. Other requests are executed while new replicas
-        start. Raises `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot
-        start or the disk is full."""
-        added: list[ChildProcess] = []
-        async with self._lock:
-            kind = self._kind_called(kind)
-            replicas = self._children_of_kind(kind)
-            check_replicas(kind, count)
-            if len(replicas) < count:
-                await self._require_space()
-                added = self._add_replicas(kind, count - len(replicas))
-            elif len(replicas) > count:
-                ready_first = sorted(replicas, key=lambda child: not child.ready)  # then by age
-                await self._stop_and_remove(
-                    [child for child in replicas if child not in ready_first[:count]], progress
-                )
-            else:
-                progress(f"{kind}: {count} as before")
+        """Change the number of replicas of a kind. Those that do not serve leave first, then those
+        with the fewest calls. Other requests are executed while replicas start or drain. Raises
+        `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot start or the disk
+        is full."""
+        added: Sequence[ChildProcess] | None = None
+        while added is None:
+            added = []
+            async with self._lock:
+                kind = self._kind_called(kind)
+                replicas = self._children_of_kind(kind)
+                check_replicas(kind, count)
+                busiest_first = sorted(replicas, key=lambda child: (not child.ready, -child.calls))
+                leaving = [child for child in replicas if child not in busiest_first[:count]]
+                _let_leave(leaving)
+                if len(replicas) < count:
+                    await self._require_space()
+                    added = self._add_replicas(kind, count - len(replicas))
+            if added is None:
+                await self._wait_for_departure(kind)
+        if len(replicas) == count:
+            progress(f"{kind}: {count} as before")
+        else:
+            await self._stop_leaving(leaving, progress)
         for child in added:
             await self._wait_until_ready(child)
             progress(f"{child.spec.name} serves")
@@ -138,7 +160,9 @@ class ProcessGroup:
     async def drain(self, name: str, progress: ControlProgressCallback) -> None:
         """Stop and remove a process. Raises `NotFound`."""
         async with self._lock:
-            await self._stop_and_remove([self._child_named(name)], progress)
+            child = self._child_named(name)
+            _let_leave([child])
+        await self._stop_leaving([child], progress)
 
     async def add_url(
         self, url: str, model: str, kv_events: str, progress: ControlProgressCallback
@@ -180,10 +204,16 @@ class ProcessGroup:
                 )
                 hint = f"the URLs are: {', '.join(known)}" if known else "no worker has a URL"
                 raise NotFound(f"no worker serves {url}", hint=hint)
-            await self._stop_and_remove(children, progress)
+            _let_leave(children)
+        await self._stop_leaving(children, progress)
 
     def _children_of_url(self, url: str) -> list[ChildProcess]:
-        return [child for child in self.children if url in child.spec.settings.engine.urls]
+        return [child for child in self._staying if url in child.spec.settings.engine.urls]
+
+    @property
+    def _staying(self) -> list[ChildProcess]:
+        """The children that are to run."""
+        return [child for child in self.children if child.desired]
 
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
         """Replace a process, or all of a kind one after the other, by the present settings. Without
@@ -192,14 +222,14 @@ class ProcessGroup:
         start. Raises `NotFound`, and `ModelUnavailable` if a replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
-            named = [child for child in self.children if _is_called(child, name)]
+            named = [child for child in self._staying if _is_called(child, name)]
             replaced = named or self._replaceable_children(name)
         for old in replaced:
             await self._replace_child(old, progress)
 
     async def _replace_child(self, old: ChildProcess, progress: ControlProgressCallback) -> None:
         async with self._lock:
-            if old not in self.children:
+            if not (old in self.children and old.desired):
                 return
             spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
             if old.spec.settings.engine.urls:
@@ -207,23 +237,29 @@ class ProcessGroup:
             new = self._start_new_child(self._replica_spec(spec, old.spec.name))
         await self._wait_until_ready(new)
         async with self._lock:
-            leaving = old if old in self.children else new  # another request has removed it
-            if leaving in self.children:
-                await self._stop_leaving([leaving])
-                self._remove_child(leaving)
+            kept = old in self.children and old.desired
+            leaving = [child for child in (old if kept else new,) if child.desired]
+            _let_leave(leaving)  # the new one if another request has removed the old one
+        await self._stop_leaving(leaving, lambda _: None)
         progress(f"{old.spec.name} was replaced")
 
     def _replaceable_children(self, kind: str) -> list[ChildProcess]:
         if kind or DEFAULT_KIND in self._specs:
             return self._children_of_kind(self._kind_called(kind) or DEFAULT_KIND)
-        workers = [child for child in self.children if child.spec.role == DEFAULT_KIND]
-        return workers or list(self.children)
+        workers = [child for child in self._staying if child.spec.role == DEFAULT_KIND]
+        return workers or self._staying
 
-    def _add_replicas(self, kind: str, count: int) -> list[ChildProcess]:
+    def _add_replicas(self, kind: str, count: int) -> Sequence[ChildProcess] | None:
+        """Start replicas; return None if they need the devices of others that drain."""
         replicas = self._children_of_kind(kind)
         spec = replicas[0].spec if replicas else self._specs[kind]
         free_names = self._free_names(kind)
-        new_specs = [self._replica_spec(spec, next(free_names)) for _ in range(count)]
+        try:
+            new_specs = [self._replica_spec(spec, next(free_names)) for _ in range(count)]
+        except ConfigError:
+            if not self._leaving_of(kind):
+                raise
+            return None
         return [self._start_new_child(new_spec) for new_spec in new_specs]
 
     def _free_names(self, kind: str) -> Iterator[str]:
@@ -249,13 +285,19 @@ class ProcessGroup:
         settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
         return replace(spec, name=name, settings=settings, cards=own.cards)
 
-    async def _stop_and_remove(
-        self, leaving: Sequence[ChildProcess], progress: ControlProgressCallback
-    ) -> None:
-        await self._stop_leaving(leaving)
-        for child in leaving:
-            self._remove_child(child)
-            progress(f"{child.spec.name} has left")
+    def _leaving_of(self, kind: str) -> list[asyncio.Task[None]]:
+        """Return the tasks of children of a kind that drain."""
+        return [
+            self._run_tasks[child]
+            for child in self.children
+            if kind_of_process(child.spec.name) == kind and not child.desired
+        ]
+
+    async def _wait_for_departure(self, kind: str) -> None:
+        """Wait until a child of a kind has left."""
+        if tasks := self._leaving_of(kind):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # who stopped it removes it
 
     def _start_new_child(self, spec: ChildSpec) -> ChildProcess:
         child = self._create_child(spec)
@@ -271,8 +313,7 @@ class ProcessGroup:
         """Wait until a child serves. Removes a child that cannot start; raises
         `ModelUnavailable`. The caller does not hold the lock."""
         if reason := await self._wait_for_start(child):
-            async with self._lock:
-                await self._remove_failed(child, reason)
+            await self._remove_failed(child, reason)
 
     async def _wait_for_start(self, child: ChildProcess) -> str:
         """Wait until a child serves, and return "", or until it cannot start: return why."""
@@ -290,7 +331,7 @@ class ProcessGroup:
 
     async def _remove_failed(self, child: ChildProcess, reason: str) -> None:
         """Remove a child that cannot start, unless a request did. Raises `ModelUnavailable`."""
-        if child in self._run_tasks:
+        if child in self.children and child.desired:
             await self.stop_children([child])
             self._remove_child(child)
         hint = child.report.hint or "see its log; the other processes are unchanged"
@@ -299,6 +340,7 @@ class ProcessGroup:
     def _remove_child(self, child: ChildProcess) -> None:
         self.children.remove(child)
         del self._run_tasks[child]
+        self._on_removed()
 
     def _kind_called(self, name: str) -> str:
         """Return the kind of this name, or the only kind of this role, in upper or lower case, or
@@ -318,13 +360,13 @@ class ProcessGroup:
         return called[0] if called else name
 
     def _children_of_kind(self, kind: str) -> list[ChildProcess]:
-        children = [child for child in self.children if kind_of_process(child.spec.name) == kind]
+        children = [child for child in self._staying if kind_of_process(child.spec.name) == kind]
         if not children and kind not in self._specs:
             raise self._not_found_error(kind)
         return children
 
     def _child_named(self, name: str) -> ChildProcess:
-        for child in self.children:
+        for child in self._staying:
             if _is_called(child, name):
                 return child
         raise self._not_found_error(name)

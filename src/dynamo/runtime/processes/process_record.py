@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.planes import planes_of
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.process_group import kind_of_process
+from dynamo.runtime.supervisors import KindRecord, SupervisorRecord
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +100,38 @@ class ProcessRecordWriter:
         with self._write_lock:
             self._removed = True
             self._deployment.remove_record(self.record)
+
+
+def describe_workers(
+    children: Sequence[ChildProcess], start_s: dict[str, float], known: dict[str, KindRecord]
+) -> SupervisorRecord:
+    """Return the record of the workers among the children of a supervisor, by kind. `start_s` keeps
+    the durations of the last starts, and `known` the kinds, which may have no process now."""
+    desired = Counter[str]()
+    failing, kinds = dict[str, str](), known.copy()
+    for child in children:
+        if child.spec.role != "worker":
+            continue  # no request waits for it
+        kind, engine = kind_of_process(child.spec.name), child.spec.settings.engine
+        start_s[kind] = child.start_s or start_s.get(kind, 0.0)
+        state = "draining"
+        if child.desired:
+            state = "ready" if child.ready else "starting"
+            if child.crash_loop_reason:
+                failing[kind] = f"{child.spec.name} {child.crash_loop_reason}"
+            else:
+                desired[kind] += 1
+        if kind not in kinds:
+            names, devices = child.spec.settings.model.names, child.spec.cards or engine.device_ids
+            gpus = len(devices) or engine.tensor_parallel_size * max(1, engine.data_parallel_size)
+            known[kind] = KindRecord(
+                gpus=0 if engine.urls else gpus, role=engine.role, model=next(iter(names), "")
+            )
+            kinds[kind] = known[kind]
+        record = kinds[kind]
+        kinds[kind] = replace(record, **{state: getattr(record, state) + 1})
+    started = {kind: round(seconds, 2) for kind, seconds in start_s.items() if seconds}
+    return SupervisorRecord(dict(desired), started, failing, kinds)
 
 
 class SupervisorDiscovery:

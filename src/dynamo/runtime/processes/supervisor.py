@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -33,16 +32,17 @@ from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
-from dynamo.runtime.processes.process_group import ProcessGroup, kind_of_process
+from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     SupervisorDiscovery,
+    describe_workers,
     process_key,
 )
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
-from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
+from dynamo.runtime.supervisors import KindRecord, supervisor_record_key
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream, escape_unprintable
 
@@ -136,7 +136,7 @@ class Supervisor:
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._discovery = SupervisorDiscovery(settings)
-        self._start_s: dict[str, float] = {}
+        self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
         self._group = self._create_group(specs)
         self._control = ControlServer(self._group, deployment.folder)
@@ -286,6 +286,7 @@ class Supervisor:
             self._drain_s,
             lambda: self._reloader.refresh(self._group, self._clock),
             self._disk_space.require_space,
+            self._on_child_removed,
         )
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
@@ -322,26 +323,14 @@ class Supervisor:
         self._record_child_status()
         self._announce_processes()
 
+    def _on_child_removed(self) -> None:
+        if not self._stop_requested.is_set():
+            self._announce_processes()
+
     def _announce_processes(self) -> None:
         """Announce in discovery which workers this supervisor keeps running."""
-        desired = Counter[str]()
-        failing = {}
-        for child in self.children:
-            if child.spec.role != "worker":
-                continue  # no request waits for it
-            kind = kind_of_process(child.spec.name)
-            self._start_s[kind] = child.start_s or self._start_s.get(kind, 0.0)
-            if not child.desired:
-                continue
-            if child.crash_loop_reason:
-                failing[kind] = f"{child.spec.name} {child.crash_loop_reason}"
-            else:
-                desired[kind] += 1
-        start_s = {kind: round(seconds, 2) for kind, seconds in self._start_s.items() if seconds}
-        self._discovery.announce(
-            supervisor_record_key(self._record_writer.record.instance),
-            SupervisorRecord(dict(desired), start_s, failing),
-        )
+        record = describe_workers(self.children, self._start_s, self._kinds)
+        self._discovery.announce(supervisor_record_key(self._record_writer.record.instance), record)
 
     async def _refresh_announcements(self) -> None:
         self._discovery.refresh()
