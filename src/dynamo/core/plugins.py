@@ -187,6 +187,32 @@ OPERATORS = PluginTable(
 """`async (OperatorInputs) -> Operator` (`scheduling/pipeline.py`). The built-in rows are stages of
 the pipeline of a model, listed in the order in which a request passes them."""
 
+PLANNER_POLICIES = PluginTable(
+    "planner policy",
+    "dynamo.planner.policies",
+    {
+        "flow": "dynamo.operations.planner.policies.flow:FlowPolicy",
+        "rule": "dynamo.operations.planner.policies.simple:RulePolicy",
+        "throughput": "dynamo.operations.planner.policies.simple:ThroughputPolicy",
+        "load": "dynamo.operations.planner.policies.simple:LoadPolicy",
+        "static": "dynamo.operations.planner.policies.simple:StaticPolicy",
+    },
+)
+"""A `Policy` class (`operations/planner/policies/policy.py`); `planner.policy` names it."""
+
+PLANNER_PREDICTORS = PluginTable(
+    "planner predictor",
+    "dynamo.planner.predictors",
+    {
+        "adaptive": "dynamo.operations.planner.predictors:adaptive",
+        "constant": "dynamo.operations.planner.predictors:constant",
+        "moving_average": "dynamo.operations.planner.predictors:moving_average",
+        "kalman": "dynamo.operations.planner.predictors:kalman",
+        "arima": "dynamo.operations.planner.predictors:arima",
+    },
+)
+"""A `Predictor` (`operations/planner/predictors.py`); `planner.predictor` names it."""
+
 
 def engine_needs_weights(kind: str) -> bool:
     """Return whether an engine reads the model's weights.

@@ -1,0 +1,1 @@
+"""Connectors of the planner: what it sees of a deployment, and how it changes it."""

@@ -1,0 +1,1 @@
+"""Policies of the planner: how many workers a demand wants."""

@@ -1,0 +1,94 @@
+"""The policy `flow` where some workers only compute prompts: the sizes of both roles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dynamo.operations.planner.policies.policy import (
+    at_least_one,
+    capacity_of,
+    kinds_of,
+    length_facts,
+    series,
+    spread,
+    start_s,
+    unknown_speed,
+)
+from dynamo.operations.planner.policies.simple import role_works
+from dynamo.operations.planner.predictors import Predictor
+from dynamo.operations.planner.values import Proposal, Scene
+
+PREFILL_SHARE, DECODE_SHARE = 0.8, 0.85
+"""The parts of a worker's time that forecast prompts and answers take."""
+RUNNING_SHARE = 0.9
+"""Sequences that decode now may take this part of the promised time between tokens."""
+MIN_CLEAR_S = 30.0
+MEAN_S = 60.0
+
+
+def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
+    """Want workers for prompts and for answers by their forecast work. Where the budget does not
+    hold both, the bare work of both comes first, and headroom is what is left."""
+    capacity = capacity_of(scene)
+    if capacity is None:
+        return unknown_speed(scene)
+    prompts, answers = kinds_of(scene, "prefill"), kinds_of(scene, "decode")
+    works = role_works(scene, capacity)
+    lead_s = max(MIN_CLEAR_S, start_s({**prompts, **answers}))
+    queued = capacity.prompt_work_ms(scene.demand.queued_tokens) / 1e3 / lead_s
+    batch = max(1.0, capacity.batch(RUNNING_SHARE, with_prompts=False))
+    running = scene.demand.running / batch
+    bare = (
+        predictor(series(scene, "work prefill", works["prefill"])) + queued,
+        max(predictor(series(scene, "work decode", works["decode"])), running),
+    )
+    wanted = (
+        (bare[0] - queued) / PREFILL_SHARE + queued,
+        max(bare[1] / DECODE_SHARE if bare[1] > running else 0.0, running),
+    )
+    means = tuple(_mean(scene, fact) for fact in ("wanted prefill", "wanted decode"))
+    sizes = [max(each, mean) for each, mean in zip(wanted, means, strict=True)]
+    room = _room(scene)
+    if room is not None and sum(map(math.ceil, sizes)) > room:
+        sizes = list(_share(bare, sizes, room))
+    counts = [at_least_one(scene, size) for size in sizes]
+    if room is not None and sum(counts) > room:  # rounding
+        counts[counts.index(max(counts))] -= sum(counts) - room
+    facts = {
+        "work prefill": works["prefill"],
+        "work decode": works["decode"],
+        "wanted prefill": wanted[0],
+        "wanted decode": wanted[1],
+        **length_facts(capacity.lengths),
+    }
+    why = (
+        f"prompts are {bare[0]:.2f} workers of work and answers {bare[1]:.2f}, of which workers "
+        f"take {PREFILL_SHARE:g} and {DECODE_SHARE:g}"
+    )
+    notes = [capacity.fault] if capacity.fault else []
+    return Proposal(spread(counts[0], prompts) | spread(counts[1], answers), why, facts, notes)
+
+
+def _mean(scene: Scene, fact: str) -> float:
+    since = scene.now_s - MEAN_S
+    values = [each.facts[fact] for each in scene.past if each.now_s > since and fact in each.facts]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _room(scene: Scene) -> int | None:
+    """Return how many workers the budget holds."""
+    gpus = max((kind.gpus or 1 for kind in scene.kinds.values()), default=1)
+    return None if scene.budget is None else scene.budget // gpus
+
+
+def _share(bare: Sequence[float], sizes: Sequence[float], room: int) -> Sequence[float]:
+    """Divide the room: bare work of both first, the rest by what each wants beyond it."""
+    total = sum(bare)
+    if total >= room:
+        return [max(1.0, float(round(room * each / total))) for each in bare]
+    beyond = [max(0.0, size - each) for size, each in zip(sizes, bare, strict=True)]
+    left, share = room - total, sum(beyond) or 1.0
+    first = round(bare[0] + left * beyond[0] / share)
+    first = min(max(first, math.ceil(bare[0])), max(1, room - math.ceil(bare[1])))
+    return [float(first), float(room - first)]

@@ -1,0 +1,203 @@
+"""Tests of policies and predictors of the planner, which are functions of values."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from tests.support.planner_cluster import LIMITS, TIMING, make_demand
+
+from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
+from dynamo.core.timing.model import Timing
+from dynamo.operations.planner.capacity import Capacity, Lengths
+from dynamo.operations.planner.policies.flow import FlowPolicy, growth_factor
+from dynamo.operations.planner.policies.policy import Policy, PolicyOptions, spread
+from dynamo.operations.planner.policies.simple import LoadPolicy, ThroughputPolicy
+from dynamo.operations.planner.values import (
+    Demand,
+    KindState,
+    Promise,
+    Proposal,
+    Sample,
+    Scene,
+)
+
+PROMISE = Promise(1.5, 50.0)
+LENGTHS = Lengths(1000, 200)
+SPLIT = {
+    "prefill": KindState(4, 4, role="prefill", start_s=15),
+    "decode": KindState(4, 4, role="decode", start_s=15),
+}
+
+
+def play(
+    policy: Policy, demands: list[Demand], kinds: dict[str, KindState], budget: int | None = None
+) -> list[Proposal]:
+    """Return the proposals for demands that follow each other, whose sizes are there at once."""
+    past: list[Sample] = []
+    proposals = []
+    for number, demand in enumerate(demands):
+        now = number * policy.interval_s
+        scene = Scene(now, kinds, demand, PROMISE, tuple(past), budget)
+        proposals.append(policy.propose(scene))
+        past.append(Sample(now, proposals[-1].facts, proposals[-1].wanted))
+        sizes = proposals[-1].wanted
+        kinds = {
+            name: KindState(sizes[name], sizes[name], role=kind.role, start_s=kind.start_s)
+            for name, kind in kinds.items()
+        }
+    return proposals
+
+
+@pytest.mark.parametrize("name", PLANNER_PREDICTORS.names())
+def test_predictors_forecast_a_constant_and_stay_finite(name: str) -> None:
+    predict = PLANNER_PREDICTORS.load(name)
+    assert predict([5.0]) == 5.0
+    assert predict([5.0] * 300) == pytest.approx(5.0, rel=0.01)
+    rng = Random(1)
+    values = [rng.expovariate(0.2) for _ in range(300)]
+    assert all(0 <= predict(values[:count]) < 1000 for count in range(1, 300, 13))
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("kalman", 99, 103), ("arima", 99, 103)])
+def test_predictors_with_a_trend_follow_a_ramp(name: str, low: float, high: float) -> None:
+    assert low < PLANNER_PREDICTORS.load(name)([float(value) for value in range(101)]) < high
+
+
+def test_adaptive_smoothing_chooses_its_constant_by_the_past() -> None:
+    predict = PLANNER_PREDICTORS.load("adaptive")
+    assert predict([1.0] * 50 + [9.0] * 20) > 8.5  # a level that changed
+    noise = [5.0 + (-1) ** number for number in range(200)]
+    assert abs(predict(noise) - 5.0) < 0.2
+
+
+def test_capacity_is_that_of_the_formulas() -> None:
+    capacity = Capacity(TIMING, LIMITS, PROMISE, LENGTHS)
+    context = 1000 + 100
+    batch = (0.95 * 50 - 12) / (0.09 * 1000 / 200 + 0.05 + 6e-5 * context)
+    assert capacity.batch() == pytest.approx(batch)
+    answer_ms = 12 / batch + 0.05 + 6e-5 * context
+    demand = make_demand(30)
+    work = (0.09 * 30_000 + 30 * 200 * answer_ms) / 1e3 / 15
+    assert capacity.work(demand) == pytest.approx(work)
+    assert not capacity.fault
+
+
+@pytest.mark.parametrize(
+    ("promise", "words"), [(Promise(1.5, 8.0), "8 ms"), (Promise(0.05, 50.0), "0.05 s")]
+)
+def test_a_promise_beyond_physics_is_said_and_holds_no_workers(
+    promise: Promise, words: str
+) -> None:
+    capacity = Capacity(TIMING, LIMITS, promise, LENGTHS)
+    assert words in capacity.fault
+    easy = Capacity(TIMING, LIMITS, Promise(), LENGTHS)
+    assert capacity.work(make_demand(30)) <= 2 * easy.work(make_demand(30))
+
+
+def test_spread_keeps_the_sizes_of_kinds_and_grows_one_that_works() -> None:
+    kinds = {"a": KindState(2, failing="broken"), "b": KindState(3)}
+    assert spread(7, kinds) == {"a": 2, "b": 5}
+    assert spread(4, kinds) == {"a": 2, "b": 2}
+    assert spread(1, kinds) == {"a": 1, "b": 0}
+
+
+@pytest.mark.parametrize("name", PLANNER_POLICIES.names())
+@pytest.mark.parametrize("kinds", [{"worker": KindState(2, 2, start_s=30)}, SPLIT])
+def test_policies_are_functions_of_the_scene(name: str, kinds: dict[str, KindState]) -> None:
+    demands = [make_demand(20 + 5 * step, queued_tokens=step * 500.0) for step in range(30)]
+    options = PolicyOptions(eta=0.8)
+    policy = PLANNER_POLICIES.load(name)
+    assert play(policy(options), demands, kinds) == play(policy(options), demands, kinds)
+    unknown = play(policy(options), [Demand(15.0, 5)], kinds)
+    assert set(unknown[0].wanted) == set(kinds)
+
+
+def test_flow_learns_what_follows_its_forecasts() -> None:
+    past = []
+    for number in range(40):
+        work = 2.0 * 1.1**number
+        past.append(Sample(number * 15.0, {"work": work, "forecast": work}, {}))
+    scene = Scene(600.0, {}, make_demand(0), PROMISE, tuple(past))
+    assert growth_factor(scene, 45.0, 2.0 * 1.1**40) == pytest.approx(1.1**3)
+    assert growth_factor(Scene(0.0, {}, make_demand(0), PROMISE), 45.0, 1.0) == 1.0
+
+
+def test_flow_grows_at_once_and_shrinks_after_a_while() -> None:
+    demands = [make_demand(80)] * 20 + [make_demand(320)] * 4 + [make_demand(80)] * 30
+    sizes = [
+        each.wanted["worker"]
+        for each in play(
+            FlowPolicy(PolicyOptions(eta=0.8)), demands, {"worker": KindState(1, 1, start_s=30)}
+        )
+    ]
+    low, high = sizes[19], max(sizes)
+    assert high > 2 * low
+    peak = sizes.index(high)
+    assert sizes[peak + 3] == high
+    assert sizes[-1] <= low + 1
+
+
+def test_flow_adds_for_queues_and_within_its_peak() -> None:
+    kinds = {"worker": KindState(4, 4, start_s=30)}
+    queued = make_demand(20, queued_tokens=200_000)
+    capacity = Capacity(TIMING, LIMITS, PROMISE, LENGTHS)
+    options = PolicyOptions(eta=0.8, peak=1)
+    (plain,) = play(FlowPolicy(options), [make_demand(20)], kinds)
+    (more,) = play(FlowPolicy(options), [queued], kinds)
+    extra = capacity.prompt_work_ms(200_000) / 1e3 / 30
+    assert more.wanted["worker"] == math.ceil(plain.facts["work"] / 0.8 + extra)
+    assert "wait" in more.why
+
+
+def test_flow_without_a_backtest_is_rule_and_says_so() -> None:
+    kinds = {"worker": KindState(2, 2)}
+    options = PolicyOptions(eta_missing="the record has 4 minutes, a backtest needs 30")
+    (proposal,) = play(FlowPolicy(options), [make_demand(20)], kinds)
+    assert proposal.notes == [
+        "policy flow acts as rule: the record has 4 minutes, a backtest needs 30"
+    ]
+
+
+def test_flow_divides_a_budget_by_bare_work_first() -> None:
+    long = make_demand(0)
+    long = Demand(
+        15.0, 195, prompt_tokens=195 * 6800.0, ended=195, output_tokens=195 * 136.0,
+        timing=TIMING, limits=LIMITS,
+    )  # fmt: skip
+    proposals = play(FlowPolicy(PolicyOptions(eta=0.8)), [long] * 10, SPLIT, budget=16)
+    sizes = proposals[-1].wanted
+    assert sizes["prefill"] + sizes["decode"] <= 16
+    facts = proposals[-1].facts
+    assert sizes["prefill"] >= facts["work prefill"]
+    assert sizes["decode"] >= facts["work decode"]
+
+
+def test_throughput_adds_eight_at_most() -> None:
+    kinds = {"worker": KindState(1, 1)}
+    (proposal,) = play(ThroughputPolicy(PolicyOptions()), [make_demand(10_000)], kinds)
+    assert proposal.wanted == {"worker": 9}
+
+
+@pytest.mark.parametrize(
+    ("demand", "change"),
+    [
+        ({"queued_tokens": 1e6}, 1),
+        ({"running": 500}, 1),
+        ({}, -1),
+        ({"running": 200}, 0),
+    ],
+)
+def test_load_changes_one_worker_at_a_time(demand: dict[str, float], change: int) -> None:
+    kinds = {"worker": KindState(4, 4)}
+    (proposal,) = play(LoadPolicy(PolicyOptions()), [make_demand(5, **demand)], kinds)
+    assert proposal.wanted["worker"] == 4 + change
+    moving = {"worker": KindState(4, 3, 1)}
+    (proposal,) = play(LoadPolicy(PolicyOptions()), [make_demand(5, **demand)], moving)
+    assert proposal.wanted["worker"] == 4
+
+
+def test_an_engine_without_costs_of_tokens_has_a_capacity() -> None:
+    capacity = Capacity(Timing(0.0, 0.0), LIMITS, PROMISE, LENGTHS)
+    assert capacity.work(make_demand(30)) == 0.0
