@@ -122,10 +122,10 @@ def describe_workers(
             else:
                 desired[kind] += 1
         if kind not in kinds:
-            names, devices = child.spec.settings.model.names, child.spec.cards or engine.device_ids
+            devices = child.spec.cards or engine.device_ids
             gpus = len(devices) or engine.tensor_parallel_size * max(1, engine.data_parallel_size)
             known[kind] = KindRecord(
-                gpus=0 if engine.urls else gpus, role=engine.role, model=next(iter(names), "")
+                gpus=0 if engine.urls else gpus, role=engine.role, model=child.spec.model
             )
             kinds[kind] = known[kind]
         record = kinds[kind]
