@@ -213,6 +213,17 @@ PLANNER_PREDICTORS = PluginTable(
 )
 """A `Predictor` (`operations/planner/predictors.py`); `planner.predictor` names it."""
 
+PLANNER_CONNECTORS = PluginTable(
+    "planner connector",
+    "dynamo.planner.connectors",
+    {
+        "local": "dynamo.operations.planner.connectors.local:LocalConnector",
+        "virtual": "dynamo.operations.planner.connectors.virtual:VirtualConnector",
+    },
+)
+"""A `Connector` class (`operations/planner/connectors/connector.py`) that is made with the
+`DistributedRuntime`; `planner.connector` names it."""
+
 
 def engine_needs_weights(kind: str) -> bool:
     """Return whether an engine reads the model's weights.

@@ -54,6 +54,13 @@ class Router:
 
 
 @service()
+class Planner:
+    """Changes the number of workers by the load; see `planner` in the settings."""
+
+    dynamo_role: ClassVar[str] = "planner"
+
+
+@service()
 class Worker:
     """Runs the engine of a model."""
 

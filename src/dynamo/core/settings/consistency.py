@@ -25,6 +25,13 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             "the smallest and the largest priority, such as [0, 10]",
             param="server.priority_range",
         )
+    if 0 < settings.planner.max < settings.planner.min:
+        raise ConfigError(
+            f"planner.min = {settings.planner.min} ({origins['planner.min']}) is above "
+            f"planner.max = {settings.planner.max} ({origins['planner.max']})",
+            hint="a range of sizes has the smallest first",
+            param="planner.min",
+        )
     _check_block_sizes(settings)
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):

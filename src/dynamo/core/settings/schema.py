@@ -17,6 +17,7 @@ from dynamo.core.settings.schema_cluster import (
 )
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
 SECTION_ALIASES = {
@@ -318,6 +319,7 @@ class Settings(SettingsSection, frozen=True):
         (), "groups of workers that compute answers"
     )
     record: RecordSettings = RecordSettings()
+    planner: PlannerSettings = PlannerSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()

@@ -141,21 +141,48 @@ def send_control_request(request: ControlRequest, folder: Path, timeout_s: float
         try:
             connection.connect(path)
         except OSError as error:
-            raise NotFound(
-                f"deployment {folder.name} accepts no control requests: {error.strerror}",
-                hint="only deployments started by `dynamo run` or `dynamo serve` accept them",
-            ) from None
+            raise _no_listener_error(folder, error) from None
         connection.sendall(_encode(request) + b"\n")
         for line in connection.makefile("rb"):
-            progress = _decode_progress(line)
-            if progress.error is not None:
-                kind = error_types().get(progress.error.code, DynamoError)
-                raise kind(progress.error.message, hint=progress.error.hint)
-            if progress.message:
-                yield progress.message
-            if progress.done:
+            message, done = _read_progress(line)
+            if message:
+                yield message
+            if done:
                 return
     raise NotFound(f"deployment {folder.name} ended before the request was complete")
+
+
+async def start_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> str:
+    """Send a request and return its first progress, or "" if there is none within `timeout_s`. The
+    deployment completes the request. Raises as `send_control_request`, for errors so far."""
+    try:
+        with _short_socket_path(folder) as path:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+    except OSError as error:
+        raise _no_listener_error(folder, error) from None
+    with contextlib.closing(writer):
+        writer.write(_encode(request) + b"\n")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                if line := await reader.readline():
+                    return _read_progress(line)[0]
+    return ""
+
+
+def _read_progress(line: bytes) -> tuple[str, bool]:
+    """Return the message of a line of the answer, and whether it is the last. Raises the error."""
+    progress = _decode_progress(line)
+    if progress.error is not None:
+        kind = error_types().get(progress.error.code, DynamoError)
+        raise kind(progress.error.message, hint=progress.error.hint)
+    return progress.message, progress.done
+
+
+def _no_listener_error(folder: Path, error: OSError) -> NotFound:
+    return NotFound(
+        f"deployment {folder.name} accepts no control requests: {error.strerror}",
+        hint="only deployments started by `dynamo run` or `dynamo serve` accept them",
+    )
 
 
 def _has_listener(folder: Path) -> bool:

@@ -42,6 +42,7 @@ SERVICE_BY_ROLE = {
     "processor": "dynamo.services.processor:ProcessorService",
     "router": "dynamo.services.router:RouterService",
     "worker": "dynamo.services.worker:WorkerService",
+    "planner": "dynamo.services.planning.planner:PlannerService",
 }
 
 
@@ -99,6 +100,7 @@ def deployment_specs(settings: Settings) -> list[ChildSpec]:
     `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
     shared = shared_settings(settings)
     groups = [
+        ReplicaGroup("planner", "planner", int(settings.planner.enabled), shared),
         ReplicaGroup("frontend", "frontend", settings.server.http_workers, shared),
         ReplicaGroup("router", "router", settings.router.replicas, shared),
         *answering_groups(settings),

@@ -22,6 +22,7 @@ from dynamo.services.components import (
     DecodeWorker,
     EmbeddingWorker,
     Frontend,
+    Planner,
     PrefillWorker,
     Processor,
     Router,
@@ -49,6 +50,7 @@ from dynamo.services.deployment.user_service import UserServiceSpec
 
 READY_MADE_SERVICES = (
     Frontend,
+    Planner,
     Processor,
     Router,
     Worker,
@@ -60,7 +62,7 @@ EMBEDDING_SETTINGS = {"model.path": "minilm", "model.names": (), "engine.kind": 
 """Settings of embedding workers where their own section does not say otherwise."""
 FRONTEND_ROLES = ("frontend", "processor", "router")
 """Roles that share one process, except for router processes and a processor with `--only`."""
-Role = Literal["frontend", "processor", "router", "worker", "service"]
+Role = Literal["planner", "frontend", "processor", "router", "worker", "service"]
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
@@ -136,7 +138,7 @@ def plan_deployment(
     processes = [
         process
         for service in selected
-        if role_of(service) not in FRONTEND_ROLES
+        if role_of(service) not in (*FRONTEND_ROLES, "planner")
         for process in _plan_processes(service, base, load, options, shared)
     ]
     routers = [service for service in selected if role_of(service) == "router"]
@@ -150,6 +152,11 @@ def plan_deployment(
         processes.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
     if front and not only:
         _check_workers(settings, [part for part in processes if _generates_text(part)])
+    planners = [service for service in selected if role_of(service) == "planner"]
+    if planners or (settings.planner.enabled and front and not only):
+        planner = planners[0] if planners else Planner
+        own = load({**shared, **ready_made_settings([planner], base, options)}).settings
+        processes.insert(0, ProcessPlan("planner", (planner,), 1, own))
     return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
 
 

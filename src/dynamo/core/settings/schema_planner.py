@@ -1,0 +1,65 @@
+"""The section of the planner, which changes the number of workers."""
+
+from __future__ import annotations
+
+from dynamo.core.plugins import PLANNER_CONNECTORS, PLANNER_POLICIES, PLANNER_PREDICTORS
+from dynamo.core.settings.declare import SettingsSection, setting
+
+
+class PlannerSettings(SettingsSection, frozen=True):
+    """The planner, which keeps promised latencies with the fewest workers."""
+
+    enabled: bool = setting(False, "change the number of workers by the load", flag="--planner")
+    policy: str = setting(
+        "flow",
+        "how the wanted sizes are found; flow: forecast work with headroom that is learnt, rule: a "
+        "share of time that is busy, throughput and load: NVIDIA Dynamo's, static: `planner.sizes`",
+        choices=tuple(PLANNER_POLICIES.builtin),
+        plugins=PLANNER_POLICIES,
+    )
+    predictor: str = setting(
+        "adaptive",
+        "how work is forecast",
+        choices=tuple(PLANNER_PREDICTORS.builtin),
+        plugins=PLANNER_PREDICTORS,
+    )
+    connector: str = setting(
+        "local",
+        "what changes the workers; local: the supervisor of this host, virtual: decisions in "
+        "discovery, which another program carries out",
+        choices=tuple(PLANNER_CONNECTORS.builtin),
+        plugins=PLANNER_CONNECTORS,
+    )
+    ttft: float = setting(
+        0.0,
+        "promised time to the first token; 0: `router.ttft_slo`, else none",
+        unit="seconds",
+        ge=0,
+    )
+    itl: float = setting(
+        0.0,
+        "promised mean time between tokens; 0: `router.disaggregation.itl_slo`, else none",
+        unit="milliseconds",
+        ge=0,
+    )
+    budget: int | None = setting(
+        None,
+        "GPUs that all workers hold together at most, those that start or drain too; null: no "
+        "limit",
+        ge=1,
+        reload=True,
+    )
+    min: int = setting(1, "fewest workers of a kind", ge=0, reload=True)
+    max: int = setting(0, "most workers of a kind; 0: no limit", ge=0, reload=True)
+    sizes: tuple[str, ...] = setting(
+        (), "policy static: the size of each kind, as worker=3", entries=r"[^=]+=\d+"
+    )
+    hold_s: float = setting(
+        900.0, "how long a size that somebody else has set is left alone", unit="seconds", ge=0
+    )
+    cooldown: float = setting(
+        60.0, "time after growth in which a kind does not shrink", unit="seconds", ge=0
+    )
+    start_timeout: float = setting(
+        600.0, "workers that have not started after this time are withdrawn", unit="seconds", ge=1
+    )

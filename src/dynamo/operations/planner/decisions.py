@@ -1,0 +1,50 @@
+"""The decisions of a planner as JSON lines, which a planner reads again after a restart."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamo.operations.planner.values import Decision
+
+PLANNER_FOLDER = "planner"
+"""The name of the folder in the state folder of a deployment."""
+FILE, OLD_FILE = "decisions.jsonl", "decisions.1.jsonl"
+MAX_BYTES = 8 << 20
+"""A file that is larger becomes the old one: together they have some days."""
+
+_decode = msgspec.json.Decoder(Decision).decode
+
+
+class DecisionLog:
+    """Appends decisions to a file in `folder`. Methods block, and raise `OSError`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, decision: Decision) -> None:
+        """Append a decision."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        path = self._folder / FILE
+        if path.exists() and path.stat().st_size > MAX_BYTES:
+            path.replace(self._folder / OLD_FILE)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(decision) + b"\n")
+
+
+def read_decisions(folder: Path, last: int) -> Sequence[Decision]:
+    """Return the last decisions, oldest first. Lines that cannot be read are left out. Blocks."""
+    decisions: deque[Decision] = deque(maxlen=last)
+    for name in (OLD_FILE, FILE):
+        path = folder / name
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                decisions.append(_decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # the last line of a planner that died
+    return list(decisions)

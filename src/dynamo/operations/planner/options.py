@@ -1,0 +1,63 @@
+"""A planner by the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
+from dynamo.core.settings import Settings
+from dynamo.operations.planner.planner import Planner
+from dynamo.operations.planner.policies.policy import Policy, PolicyOptions
+from dynamo.operations.planner.rails import Rails, RailSettings
+from dynamo.operations.planner.values import Promise
+
+
+def make_planner(settings: Settings, *, eta: float = 0.0, peak: int = 0) -> Planner:
+    """Return the planner of the settings. `eta` and `peak`: see `PolicyOptions`."""
+    rails = Rails(rail_settings(settings))
+    return Planner(make_policy(settings, eta=eta, peak=peak), rails, promise_of(settings))
+
+
+def make_policy(
+    settings: Settings, *, eta: float = 0.0, peak: int = 0, eta_missing: str = ""
+) -> Policy:
+    """Return the policy of the settings."""
+    options = settings.planner
+    policy: Policy = PLANNER_POLICIES.load(options.policy)(
+        PolicyOptions(
+            PLANNER_PREDICTORS.load(options.predictor),
+            _parse_sizes(options.sizes),
+            eta,
+            eta_missing,
+            peak,
+        )
+    )
+    return policy
+
+
+def rail_settings(settings: Settings) -> RailSettings:
+    """Return the limits of the settings, which reload."""
+    options = settings.planner
+    return RailSettings(
+        options.budget,
+        options.min,
+        options.max,
+        options.hold_s,
+        options.cooldown,
+        options.start_timeout,
+    )
+
+
+def promise_of(settings: Settings) -> Promise:
+    """Return the promise of the settings: that of the planner, else that of the router."""
+    router, options = settings.router, settings.planner
+    return Promise(
+        options.ttft or router.ttft_slo or math.inf,
+        options.itl or router.disaggregation.itl_slo or math.inf,
+    )
+
+
+def _parse_sizes(sizes: tuple[str, ...]) -> Mapping[str, int]:
+    pairs = (size.rpartition("=") for size in sizes)
+    return {kind: int(count) for kind, _, count in pairs}

@@ -1,0 +1,125 @@
+"""The process of the planner."""
+
+from __future__ import annotations
+
+import logging
+
+from dynamo.core.errors import DynamoError
+from dynamo.core.plugins import PLANNER_CONNECTORS
+from dynamo.core.settings import Settings
+from dynamo.operations.planner.connectors.connector import Connector
+from dynamo.operations.planner.decisions import PLANNER_FOLDER, DecisionLog, read_decisions
+from dynamo.operations.planner.options import make_planner, rail_settings
+from dynamo.operations.planner.planner import MAX_SAMPLES, describe, plan_once
+from dynamo.operations.planner.values import Decision
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.planning.figures import DeploymentFigures
+
+log = logging.getLogger(__name__)
+
+PLANNERS_PREFIX = "/_planners/"
+"""The prefix of the keys of planners in discovery. The one that was there first acts."""
+
+
+class PlannerService:
+    """Decides at the interval of the policy, and gives orders while no older planner does."""
+
+    async def attach(self, runtime: DistributedRuntime) -> None:
+        """Start planning. Raises `ConfigError` for an unknown policy, predictor or connector."""
+        self._runtime = runtime
+        settings = runtime.settings
+        folder = deployment_of(settings).folder / PLANNER_FOLDER
+        self._log = DecisionLog(folder)
+        self._connector: Connector = PLANNER_CONNECTORS.load(settings.planner.connector)(runtime)
+        past = await runtime.clock.offload(read_decisions, folder, MAX_SAMPLES)
+        self._planner = make_planner(settings)
+        self._planner.resume(past)
+        self._figures = DeploymentFigures(runtime)
+        await self._figures.open()
+        self._declare_metrics()
+        runtime.on_settings_change(self._on_settings_change)
+        runtime.add_shutdown_hook(lambda _: self._connector.close())
+        self._key = f"{PLANNERS_PREFIX}{settings.runtime.namespace}/{runtime.instance_id}"
+        since = f"{runtime.clock.wall():017.6f}"
+        await runtime.discovery.put(self._key, since.encode())
+        runtime.tasks.start(self._run(), "planner")
+
+    def _on_settings_change(self, settings: Settings) -> None:
+        self._planner.rails.settings = rail_settings(settings)
+
+    async def _run(self) -> None:
+        clock, was_first = self._runtime.clock, True
+        while True:
+            due_s = clock.now() + self._planner.policy.interval_s
+            is_first = await self._is_first()
+            if is_first:
+                await self._decide()
+            elif was_first:
+                log.info("another planner acts; this one waits")
+            was_first = is_first
+            await clock.sleep_until(due_s)
+
+    async def _is_first(self) -> bool:
+        """Return whether no other planner of the namespace was there before."""
+        try:
+            planners = await self._runtime.discovery.get(self._key.rpartition("/")[0] + "/")
+        except DynamoError as error:
+            log.warning("planners are unknown", extra={"fields": {"error": error.message}})
+            return False
+        return min(planners, key=lambda key: (planners[key], key), default="") == self._key
+
+    async def _decide(self) -> None:
+        now = self._runtime.clock.wall()
+        figures = self._figures.measure
+        await plan_once(self._planner, self._connector, figures, self._keep, now)
+
+    def _keep(self, decision: Decision) -> None:
+        """Record a decision before its orders are given."""
+        try:
+            self._log.write(decision)
+        except OSError as error:
+            log.warning("a decision is not recorded", extra={"fields": {"error": str(error)}})
+        if decision.orders or decision.outcome:
+            for sentence in describe(decision, lambda _: ""):
+                log.info(sentence.strip())
+        self._count(decision)
+
+    def _declare_metrics(self) -> None:
+        metrics, by_kind = self._runtime.metrics, ("kind",)
+        self._desired = metrics.gauge(
+            "dynamo_planner_desired_replicas",
+            "Workers that the planner wants, for an autoscaler",
+            by_kind,
+        )
+        self._present = metrics.gauge(
+            "dynamo_planner_workers", "Workers that the planner sees", ("kind", "state")
+        )
+        self._fact = metrics.gauge(
+            "dynamo_planner_fact",
+            "What the last decision found, such as work and forecast in workers",
+            ("model", "fact"),
+        )
+        self._decisions = metrics.counter("dynamo_planner_decisions_total", "Decisions made")
+        self._orders = metrics.counter("dynamo_planner_orders_total", "Orders given", by_kind)
+        self._bound = metrics.counter(
+            "dynamo_planner_bound_total", "Decisions in which a rail bound the size", by_kind
+        )
+
+    def _count(self, decision: Decision) -> None:
+        self._decisions.inc()
+        desired = {kind: state.wanted for kind, state in decision.kinds.items()}
+        for order in decision.orders:
+            self._orders.labels(order.kind).inc()
+            if order.takes_from:
+                desired[order.takes_from] -= order.count - desired[order.kind]
+            desired[order.kind] = order.count
+        for kind, state in decision.kinds.items():
+            self._desired.labels(kind).set(desired[kind])
+            for name in ("ready", "starting", "draining"):
+                self._present.labels(kind, name).set(getattr(state, name))
+        for kind in decision.bound:
+            self._bound.labels(kind).inc()
+        for model, sample in decision.proposed.items():
+            for fact, value in sample.facts.items():
+                self._fact.labels(model, fact).set(value)
