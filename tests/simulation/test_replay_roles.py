@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -157,7 +158,12 @@ def test_workers_count_the_gaps_that_clients_see(
         slow += times if seconds > target_ms * 1e-3 else 0
         add(self, seconds, times)
 
+    def count_gaps(self: LatencyHistogram, ends: Sequence[float], times: int) -> None:
+        for before, after in pairwise(ends):
+            count(self, after - before, times)
+
     monkeypatch.setattr(LatencyHistogram, "add", count)
+    monkeypatch.setattr(LatencyHistogram, "add_gaps", count_gaps)
     result, log = replay_with_target(target_ms, chats(60, per_s=60))
     gaps = [engine.token_gaps for engine in clusters[0].engines]
 

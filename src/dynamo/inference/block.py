@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo.inference.eviction import ReleasedRun
+
 
 class Block:
     """A fixed number of token positions in KV memory. `cached` blocks are registered in the prefix
     cache; only then `block_hash` and `parent_hash` are valid. `hits` counts the sequences that
-    reused the block. `last_used` belongs to the eviction policy. `fingerprint` is the keyed hash of
+    reused the block. `run` belongs to the eviction policy. `fingerprint` is the keyed hash of
     its tokens: clients can find other tokens with the same `block_hash`."""
 
     __slots__ = (
@@ -15,9 +20,9 @@ class Block:
         "fingerprint",
         "hits",
         "id",
-        "last_used",
         "parent_hash",
         "ref_count",
+        "run",
     )
 
     def __init__(self, block_id: int) -> None:
@@ -28,4 +33,4 @@ class Block:
         self.fingerprint = 0
         self.parent_hash = 0
         self.hits = 0
-        self.last_used = 0
+        self.run: ReleasedRun | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.inference.block import Block
-from dynamo.inference.eviction import EvictionPolicy, LeastRecentlyUsed
+from dynamo.inference.eviction import EvictionPolicy
 
 if TYPE_CHECKING:
     from dynamo.inference.sequence import SequenceContent
@@ -90,7 +90,7 @@ class BlockPool:
         self._blocks = [Block(index) for index in range(num_blocks)]
         self._free_blocks = self._blocks[::-1]
         self._cached_blocks: dict[int, Block] = {}
-        self._evictable: EvictionPolicy = LeastRecentlyUsed() if eviction is None else eviction
+        self._evictable = EvictionPolicy() if eviction is None else eviction
         self._events = KvEventBuffer()
         self._generations = generations
         self.evictions = 0

@@ -1,12 +1,11 @@
-"""Eviction policies: which unreferenced block of the prefix cache is dropped first."""
+"""Eviction: which unreferenced block of the prefix cache is dropped first."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from itertools import islice
+from itertools import groupby, islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -15,118 +14,143 @@ from dynamo.core.errors import ConfigError
 if TYPE_CHECKING:
     from dynamo.inference.block import Block
 
+EVICTION_POLICIES = ("lru", "reuse")
+LIFETIME_VICTIMS = 4096
+"""The number of victims over which the lifetime is averaged."""
 
-class EvictionPolicy(ABC):
+
+class ReleasedRun:
+    """Blocks that were released together, the next victim first, and the numbers of their last
+    uses. `live` of those from `at` on are held; `Block.run` of the others is another one."""
+
+    __slots__ = ("at", "blocks", "live", "queue", "uses")
+
+    def __init__(
+        self, blocks: list[Block], uses: Sequence[int], queue: OrderedDict[ReleasedRun, None]
+    ) -> None:
+        self.blocks, self.uses, self.queue = blocks, uses, queue
+        self.at, self.live = 0, len(blocks)
+        for block in blocks:
+            block.run = self
+        queue[self] = None
+
+    def live_blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield the blocks that are held, with the numbers of their last uses."""
+        pairs = islice(zip(self.uses, self.blocks, strict=True), self.at, None)
+        return (pair for pair in pairs if pair[1].run is self)
+
+    def drop(self, count: int) -> None:
+        """Note that `count` blocks are not held any more."""
+        self.live -= count
+        if not self.live:
+            del self.queue[self]
+        elif self.live < len(self.blocks) // 2:
+            self.forget_others()
+
+    def forget_others(self) -> None:
+        """Forget the blocks that are not held."""
+        self.uses, blocks = zip(*self.live_blocks(), strict=True)
+        self.blocks, self.at = list(blocks), 0
+
+
+class EvictionPolicy:
     """Holds the cached blocks that no sequence references. The pool adds the blocks of a sequence
-    tail first. Every policy must return a block before the parent of that block."""
+    tail first, and gets a block before the parent of that block.
 
-    @abstractmethod
+    The victim is the block whose last use is longest ago. A `reuse_aware` policy gives a longer
+    life to blocks that several requests have used. Such a block may stay unused for one more
+    `_lifetime`, the mean age of the blocks that are evicted. Age is counted in released blocks, so
+    that an idle engine does not age its cache."""
+
+    def __init__(self, *, reuse_aware: bool = False) -> None:
+        self._reuse_aware = reuse_aware
+        self._unshared: OrderedDict[ReleasedRun, None] = OrderedDict()
+        self._shared: OrderedDict[ReleasedRun, None] = OrderedDict()
+        self._count = self._uses = self._victims = 0
+        self._lifetime = 0.0
+
     def __len__(self) -> int:
-        """Count the evictable blocks."""
+        return self._count
 
-    @abstractmethod
-    def add(self, blocks: Iterable[Block]) -> None:
+    def add(self, blocks: list[Block]) -> None:
         """Add blocks whose last references were released, in this order."""
+        use = self._uses + 1
+        self._uses += len(blocks)
+        self._count += len(blocks)
+        if not (self._reuse_aware and blocks and blocks[-1].hits):  # no hits below the last
+            groups: Iterable[tuple[bool, list[Block]]] = [(False, blocks)] if blocks else []
+        else:
+            groups = ((shared, list(run)) for shared, run in groupby(blocks, _is_shared))
+        for shared, run in groups:
+            queue = self._shared if shared else self._unshared
+            ReleasedRun(run, range(use, use + len(run)), queue)
+            use += len(run)
 
-    @abstractmethod
     def remove(self, block: Block) -> None:
         """Remove a block that is referenced again."""
+        run, block.run = block.run, None
+        assert run is not None  # noqa: S101 - a policy holds it
+        self._count -= 1
+        run.drop(1)
 
-    @abstractmethod
     def pop(self, count: int) -> list[Block]:
-        """Remove the next `count` victims and return them. Raises KeyError if there are fewer."""
+        """Remove the next `count` victims and return them. Raises IndexError if there are fewer."""
+        if count > self._count:
+            raise IndexError(f"{count} of {self._count} evictable blocks")
+        self._count -= count
+        victims: list[Block] = []
+        while len(victims) < count:
+            unshared, shared = _first(self._unshared), _first(self._shared)
+            spared_use = shared.uses[shared.at] if shared else inf
+            if unshared and spared_use + self._lifetime >= unshared.uses[unshared.at]:
+                self._pop_from(unshared, victims, count - len(victims), spared_use)
+            elif shared:
+                self._pop_from(shared, victims, 1, inf)
+        return victims
 
-    @abstractmethod
+    def _pop_from(
+        self, run: ReleasedRun, victims: list[Block], count: int, spared_use: float
+    ) -> None:
+        """Move up to `count` blocks of `run` to `victims`, until it is the turn of a shared block
+        whose last use was `spared_use`."""
+        first, end = run.at, min(run.at + count, len(run.blocks))
+        if self._reuse_aware:
+            lifetime, number, last_use = self._lifetime, self._victims, self._uses
+            for at, use in enumerate(run.uses[first:end], first):
+                if spared_use + lifetime < use:
+                    end = at
+                    break
+                if number < LIFETIME_VICTIMS:
+                    number += 1
+                lifetime += (last_use - use - lifetime) / number
+            self._lifetime, self._victims = lifetime, number
+        victims += run.blocks[first:end]
+        run.at = end
+        run.drop(end - first)
+
     def peek(self, count: int) -> Iterator[Block]:
         """Yield up to `count` next victims, as `pop` would return them now."""
+        lives = (
+            ((use + extra, block) for run in queue for use, block in run.live_blocks())
+            for queue, extra in ((self._unshared, 0.0), (self._shared, self._lifetime))
+        )
+        return (block for _, block in islice(merge(*lives, key=_end_of_life), count))
 
 
-class LeastRecentlyUsed(EvictionPolicy):
-    """Evicts the block whose last use is longest ago, and the tail of a chain first."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[Block, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def add(self, blocks: Iterable[Block]) -> None:
-        self._blocks.update(dict.fromkeys(blocks))
-
-    def remove(self, block: Block) -> None:
-        del self._blocks[block]
-
-    def pop(self, count: int) -> list[Block]:
-        pop = self._blocks.popitem
-        return [pop(last=False)[0] for _ in range(count)]
-
-    def peek(self, count: int) -> Iterator[Block]:
-        return islice(self._blocks, count)
+def _first(queue: OrderedDict[ReleasedRun, None]) -> ReleasedRun | None:
+    """Return the first run of `queue`, all of whose blocks from `at` on are held."""
+    run = next(iter(queue), None)
+    if run is not None and run.live < len(run.blocks) - run.at:
+        run.forget_others()
+    return run
 
 
-class ReuseAware(EvictionPolicy):
-    """Least recently used, with a longer life for blocks that several requests have used. Such a
-    block may stay unused for one more `_lifetime`, the mean age of the blocks that are evicted. Age
-    is counted in released blocks, so that an idle engine does not age its cache."""
-
-    def __init__(self, window: int = 4096) -> None:
-        """`window`: the number of victims over which the lifetime is averaged."""
-        self._unshared: OrderedDict[Block, None] = OrderedDict()
-        self._shared: OrderedDict[Block, None] = OrderedDict()
-        self._blocks_released = 0
-        self._lifetime = 0.0
-        self._victims = 0
-        self._window = window
-
-    def __len__(self) -> int:
-        return len(self._unshared) + len(self._shared)
-
-    def add(self, blocks: Iterable[Block]) -> None:
-        released, unshared, shared = self._blocks_released, self._unshared, self._shared
-        for block in blocks:
-            block.last_used = released = released + 1
-            if block.hits:
-                shared[block] = None
-            else:
-                unshared[block] = None
-        self._blocks_released = released
-
-    def remove(self, block: Block) -> None:
-        if block in self._unshared:
-            del self._unshared[block]
-        else:
-            del self._shared[block]
-
-    def pop(self, count: int) -> list[Block]:
-        unshared, shared = self._unshared, self._shared
-        released, lifetime, victims = self._blocks_released, self._lifetime, self._victims
-        oldest_shared = next(iter(shared)).last_used if shared else inf
-        popped: list[Block] = []
-        for _ in range(count):
-            block = unshared.popitem(last=False)[0] if unshared else None
-            if block is None or oldest_shared + lifetime < block.last_used:
-                if block is not None:
-                    unshared[block] = None
-                    unshared.move_to_end(block, last=False)
-                block = shared.popitem(last=False)[0]
-                oldest_shared = next(iter(shared)).last_used if shared else inf
-            popped.append(block)
-            if victims < self._window:
-                victims += 1
-            lifetime += (released - block.last_used - lifetime) / victims
-        self._lifetime, self._victims = lifetime, victims
-        return popped
-
-    def peek(self, count: int) -> Iterator[Block]:
-        lifetime = self._lifetime
-
-        def end_of_life(block: Block) -> float:
-            return block.last_used + lifetime if block.hits else block.last_used
-
-        return islice(merge(self._unshared, self._shared, key=end_of_life), count)
+def _is_shared(block: Block) -> bool:
+    return block.hits > 0
 
 
-EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}
+def _end_of_life(pair: tuple[float, Block]) -> float:
+    return pair[0]
 
 
 def make_eviction_policy(name: str) -> EvictionPolicy:
@@ -135,4 +159,4 @@ def make_eviction_policy(name: str) -> EvictionPolicy:
         raise ConfigError(
             f"unknown eviction policy {name!r}", hint=f"choose from: {', '.join(EVICTION_POLICIES)}"
         )
-    return EVICTION_POLICIES[name]()
+    return EvictionPolicy(reuse_aware=name == "reuse")

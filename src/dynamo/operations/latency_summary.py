@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice, repeat
+from operator import sub
 
 import msgspec
 
 CURVE_POINTS = 100
 BINS_PER_E_FOLD = 1000.0
 """Logarithmic bins of a LatencyHistogram: neighbours differ by 0.1 %."""
+ZERO_BIN = -(1 << 30)
+COUNTED_TOGETHER = 1 << 15
 
 
 class LatencySummary(msgspec.Struct, frozen=True):
@@ -31,22 +36,47 @@ class LatencySummary(msgspec.Struct, frozen=True):
 
 
 class LatencyHistogram:
-    """Counts latencies in logarithmic bins, in constant memory."""
+    """Counts latencies in logarithmic bins, in constant memory. New ones are counted together."""
 
     def __init__(self) -> None:
-        self._bins: dict[int, int] = {}
+        self._bins = Counter[int]()
         self._sum = 0.0
         self._count = 0
+        self._seconds, self._times = array("d"), array("q")
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count `times` latencies of `seconds`."""
-        bin_number = round(math.log(seconds) * BINS_PER_E_FOLD) if seconds > 0 else -(1 << 30)
-        self._bins[bin_number] = self._bins.get(bin_number, 0) + times
-        self._sum += seconds * times
-        self._count += times
+        self._seconds.append(seconds)
+        self._times.append(times)
+        if len(self._times) >= COUNTED_TOGETHER:
+            self._count_new()
+
+    def add_gaps(self, ends: Sequence[float], times: int) -> None:
+        """Count `times` latencies between each of `ends` and the one before, in seconds."""
+        self._seconds.extend(map(sub, islice(ends, 1, None), ends))
+        self._times.extend(repeat(times, len(self._seconds) - len(self._times)))
+        if len(self._times) >= COUNTED_TOGETHER:
+            self._count_new()
+
+    def _count_new(self) -> None:
+        import numpy as np
+
+        seconds, times = np.array(self._seconds), np.array(self._times)
+        self._seconds, self._times = array("d"), array("q")
+        self._sum += float(seconds @ times)
+        self._count += int(times.sum())
+        positive = seconds > 0
+        bins = np.rint(np.log(seconds[positive]) * BINS_PER_E_FOLD).astype(np.int64)
+        lowest = int(bins.min(initial=0))
+        counts = np.bincount(bins - lowest, times[positive])
+        found = np.flatnonzero(counts)
+        new = Counter(dict(zip((found + lowest).tolist(), map(int, counts[found]), strict=True)))
+        new[ZERO_BIN] = int(times[~positive].sum())
+        self._bins += new
 
     def summarize(self) -> LatencySummary:
         """Return the distribution. The mean is exact, percentiles and maximum within 0.1 %."""
+        self._count_new()
         bins = sorted(self._bins)
         counts = list(accumulate(self._bins[bin_number] for bin_number in bins))
         return _summary(

@@ -11,7 +11,6 @@ from dynamo.inference.block import Block
 from dynamo.inference.eviction import (
     EVICTION_POLICIES,
     EvictionPolicy,
-    LeastRecentlyUsed,
     make_eviction_policy,
 )
 
@@ -24,7 +23,7 @@ def make_blocks(number: int, hits: int = 0) -> list[Block]:
 
 
 def release(eviction: EvictionPolicy, chain: list[Block]) -> None:
-    eviction.add(reversed(chain))
+    eviction.add(chain[::-1])
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
@@ -71,7 +70,6 @@ def test_a_shared_block_stays_one_lifetime_longer():
 
 
 def test_an_unknown_policy_is_refused():
-    assert isinstance(make_eviction_policy("lru"), LeastRecentlyUsed)
     with pytest.raises(ConfigError, match="fifo"):
         make_eviction_policy("fifo")
 

@@ -103,6 +103,20 @@ def test_a_histogram_agrees_with_the_exact_distribution_within_a_thousandth() ->
     assert LatencyHistogram().summarize() == summarize_latencies([])
 
 
+def test_gaps_between_times_are_counted_like_single_ones() -> None:
+    ends = [0.0, 0.0, *(0.5 + number * number * 1e-5 for number in range(40_000))]
+    together, singly = LatencyHistogram(), LatencyHistogram()
+    together.add_gaps(ends, 3)
+    together.add(2.0)
+    for before, after in itertools.pairwise(ends):
+        singly.add(after - before, 3)
+    singly.add(2.0)
+
+    assert together.summarize() == singly.summarize()
+    assert together.summarize().n == 3 * (len(ends) - 1) + 1
+    assert together.summarize().curve[0] == 0.0
+
+
 def test_a_run_without_responses_has_a_result() -> None:
     assert result_of().ttft_ms.n == 0
 

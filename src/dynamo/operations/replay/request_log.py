@@ -6,7 +6,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import msgspec
@@ -209,9 +208,8 @@ class ReplayLog:
 
     def flush_token_times(self) -> None:
         """Count the token times that are still pending. Call at the end."""
-        add, times = self.inter_token.add, self._requests_sharing_token_times
-        for before, after in pairwise(self._token_times):
-            add(after - before, times)
+        if self._token_times:
+            self.inter_token.add_gaps(self._token_times, self._requests_sharing_token_times)
         self._token_times, self._requests_sharing_token_times = (), 0
 
     def on_finished(self, request: FinishedRequest, now: float) -> None:
