@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -11,10 +12,11 @@ from tests.property.test_fast_replay import make_workers, with_roles
 from tests.simulation.conftest import BLOCK, chats
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.operations.replay.events import FleetEvent
 from dynamo.operations.replay.fast.choosers import SolverChooser
 from dynamo.operations.replay.fast.replay import FastReplay
-from dynamo.operations.replay.fleet import FleetEvent, Startup
-from dynamo.operations.replay.replay import ReplayPlan
+from dynamo.operations.replay.fleet import Startup
+from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.workers import ReplayWorkers
 
@@ -94,7 +96,7 @@ def test_no_request_is_lost(
             FleetEvent,
             times,
             st.just("role"),
-            worker=st.integers(0, 7),
+            worker=st.integers(0, 1),
             role=st.sampled_from(["prefill", "decode", "both"]),
         ),
         max_size=4,
@@ -107,3 +109,38 @@ def test_no_prompt_of_another_worker_is_lost(
     workers = replace(with_roles(prefill, decode, 300), transfer=rate)
     router = RouterSettings(mode="kv", disaggregation=DisaggregationSettings(mode="predicted"))
     check(workers, router, seed, [*events, *roles])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    workers=st.integers(2, 4),
+    mode=st.sampled_from(["round_robin", "least_loaded", "kv"]),
+    prefill=st.booleans(),
+    events=changes("worker", "prefill-worker", "decode-worker"),
+)
+def test_both_replays_change_their_workers_alike(
+    seed: int, workers: int, mode: str, prefill: bool, events: Sequence[FleetEvent]
+) -> None:
+    """The first worker of a kind stays: without any worker, random pauses decide much."""
+    router, cluster = RouterSettings(mode=mode), make_workers(workers, 4_000, 8, "lru")
+    if prefill:
+        router = RouterSettings(mode="kv", disaggregation=DisaggregationSettings(mode="always"))
+        cluster = replace(with_roles(workers, workers, 4_000), transfer=6.4e10)
+    kinds = [group.kind for group in cluster.groups]
+    leaving = dict.fromkeys(kinds, 0)
+    script = []
+    for event in sorted(events, key=lambda event: event.time):
+        if event.kind in kinds:
+            leaving[event.kind] += event.action != "start"
+            if event.action == "start" or leaving[event.kind] < workers:
+                script.append(event)
+    plan = ReplayPlan("synthetic", cluster, router, BLOCK, seed, events=script)
+    exact, _ = Replay(plan).run(chats(25, seed=seed, per_s=2.0, answer=100))
+    fast, _ = FastReplay(plan).run(chats(25, seed=seed, per_s=2.0, answer=100))
+    assert fast.completed == exact.completed == fast.requests
+    near = 0.1 if mode == "kv" or prefill else 0.02
+    assert fast.moved_requests == pytest.approx(exact.moved_requests, abs=2)
+    assert fast.gpu_hours == pytest.approx(exact.gpu_hours, rel=near)
+    assert fast.e2e_ms.mean == pytest.approx(exact.e2e_ms.mean, rel=near)
+    assert fast.itl_ms.mean == pytest.approx(exact.itl_ms.mean, rel=near)

@@ -18,7 +18,7 @@ from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
-from dynamo.core.reply import Reply
+from dynamo.core.reply import Operator, Reply
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, Load
@@ -45,6 +45,7 @@ from dynamo.runtime.calls.instances import (
     instances_prefix,
 )
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import (
     Stage,
     StagedPipeline,
@@ -70,7 +71,7 @@ _plane_numbers = count()
 class ReplayCluster(StagedPipeline):
     """A cluster that runs inside `async with`. `send` passes requests through the router, and
     through `admission` if wanted. `engines` holds the ranks of the first worker, then
-    those of the second, and so on."""
+    those of the next one to serve, and so on. `migrates`: requests of workers that die go on at others."""
 
     def __init__(
         self,
@@ -81,12 +82,13 @@ class ReplayCluster(StagedPipeline):
         rng: Random,
         *,
         admission: bool = False,
+        migrates: bool = False,
     ) -> None:
         super().__init__(router_settings, clock, Registry())
         self.admits = admission
         self._workers = workers
         self._log = log
-        self._rng = rng
+        self.rng = rng
         self._fast_forwards: list[FastForward] = []
         self._workers_by_id: dict[str, ReplayWorker] = {}
         self._tiers = SimulatedTiers(workers.tiers, clock)
@@ -94,6 +96,8 @@ class ReplayCluster(StagedPipeline):
         self._wait_until_idle = clock.wait_until_idle
         self.dispatch_to = self._dispatch
         self.engines: list[BatchedEngine] = []
+        self._publishes_loads = False
+        self.migrates = migrates
 
     async def __aenter__(self) -> Self:
         url = f"memory:replay-{next(_plane_numbers)}"
@@ -106,9 +110,6 @@ class ReplayCluster(StagedPipeline):
         await self.resources.enter_async_context(self._tasks)
         for number, group in enumerate(self._workers):
             await self._add_worker(number, group)
-        if self._workers.transfer is not None:
-            for worker in self._workers_by_id.values():
-                await worker.open_links(self._workers.transfer, self._workers_by_id)
         await self.open([row for row in STAGES if row.name != "admission" or self.admits])
         return self
 
@@ -125,22 +126,53 @@ class ReplayCluster(StagedPipeline):
         for fast_forward in self._fast_forwards:
             fast_forward.catch_up()
 
-    async def _add_worker(self, number: int, group: ReplayGroup) -> None:
+    async def _add_worker(self, number: int, group: ReplayGroup) -> ReplayWorker:
         names = self._workers.names_of(number)
-        engines = [self._make_engine(name, group) for name in names]
+        first = number * self._workers.ranks
+        engines = [self._make_engine(*each, group) for each in enumerate(names, first)]
         worker = ReplayWorker(str(number), names, engines, self.clock)
-        info = await worker.engine.start()
+        worker.info = await worker.engine.start()
         self.resources.push_async_callback(worker.stop)
         self._workers_by_id[worker.id] = worker
+        if self._workers.transfer is not None:
+            await worker.open_links(self._workers.transfer, self._workers_by_id)
+        await self.announce(worker, group)
+        return worker
+
+    async def start_worker(self, number: int, group: ReplayGroup) -> None:
+        """Add a worker to the cluster that runs."""
+        worker = await self._add_worker(number, group)
+        self._follow_events(worker)
+        await self._wait_until_idle()  # the router knows the worker then
+        self._report_link(worker)
+        if self._publishes_loads:
+            await self._publish_load(worker)
+
+    def worker(self, number: int) -> ReplayWorker | None:
+        """Return the worker of that number, also one that is gone; None if it has not started."""
+        return self._workers_by_id.get(str(number))
+
+    async def announce(self, worker: ReplayWorker, group: ReplayGroup) -> None:
+        """Write the record of a worker, with the present roles of `group`."""
+        info = replace(worker.info, roles=group.engine.roles)
         instance = Instance(
             id=worker.id,
-            address=f"memory://{number}",
+            address=f"memory://{worker.id}",
             namespace=NAMESPACE,
             component=COMPONENT,
             endpoint=ENDPOINT,
             capabilities={"engine": msgspec.to_builtins(info), **self._transfer_capability()},
         )
-        await self._discovery.put(instance_key(instance), encode_instance(instance))
+        worker.record_key = instance_key(instance)
+        await self._discovery.put(worker.record_key, encode_instance(instance))
+
+    async def withdraw(self, worker: ReplayWorker) -> None:
+        """Let the router see a worker no more."""
+        await self._discovery.delete(worker.record_key)
+        await self._wait_until_idle()
+        if self.cache_view is not None:
+            for name in worker.names:
+                self.cache_view.remove_worker(name)
 
     def _transfer_capability(self) -> Mapping[str, Any]:
         """Return the part of an instance record that describes the exposed KV memory."""
@@ -149,10 +181,10 @@ class ReplayCluster(StagedPipeline):
         slot_bytes = self._workers.block_tokens * self._workers.kv_bytes_per_token
         return {"transfer": [{"slot_bytes": slot_bytes}]}
 
-    def _make_engine(self, worker: str, group: ReplayGroup) -> BatchedEngine:
+    def _make_engine(self, engine_number: int, worker: str, group: ReplayGroup) -> BatchedEngine:
         """Create and register the engine of the worker or rank of that name, which logs its
         requests."""
-        workers, engine_number = self._workers, len(self.engines)
+        workers = self._workers
 
         def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
             if request.prefill == worker:
@@ -178,7 +210,7 @@ class ReplayCluster(StagedPipeline):
         prefix = instances_prefix(NAMESPACE, COMPONENT, ENDPOINT)
         view = InstanceView(self._discovery, self._requests, prefix, self.clock, accepts=accepts)
         await view.start()
-        client = Client(f"{NAMESPACE}.{COMPONENT}.{ENDPOINT}", view, self._requests, self._rng)
+        client = Client(f"{NAMESPACE}.{COMPONENT}.{ENDPOINT}", view, self._requests, self.rng)
         self.resources.push_async_callback(client.close)
         return client
 
@@ -188,9 +220,7 @@ class ReplayCluster(StagedPipeline):
         if self.settings.mode == KV:
             self.cache_view = CacheView(self.clock, block_tokens=block_tokens)
             for worker in self._workers_by_id.values():
-                for name, engine in zip(worker.names, worker.ranks, strict=True):
-                    self.cache_view.apply(name, ())
-                    engine.on_kv_events(partial(self.cache_view.apply, name))
+                self._follow_events(worker)
         return await open_policy(
             PolicyInputs(
                 self.settings,
@@ -205,6 +235,12 @@ class ReplayCluster(StagedPipeline):
             )
         )
 
+    def _follow_events(self, worker: ReplayWorker) -> None:
+        if self.cache_view is not None:
+            for name, engine in zip(worker.names, worker.ranks, strict=True):
+                self.cache_view.apply(name, ())
+                engine.on_kv_events(partial(self.cache_view.apply, name))
+
     def _read_prompt(self, request: GenerateRequest) -> Prompt:
         """Return the prompt for the router, which then reads what the workers have computed."""
         self.deliver_computed_tokens()
@@ -212,11 +248,14 @@ class ReplayCluster(StagedPipeline):
 
     def report_links(self) -> None:
         """Report the rate of each link as learnt, because a trace is no test of learning it."""
+        for worker in self._workers_by_id.values():
+            self._report_link(worker)
+
+    def _report_link(self, worker: ReplayWorker) -> None:
         if self._workers.transfer is not None:
             load = Load(transfer_bytes_per_s=self._workers.transfer)
-            for worker in self._workers_by_id.values():
-                report = replace(load, ranks=(load,) * len(worker.ranks))
-                self.policy.on_load_report(worker.id, report, self.clock.now())
+            report = replace(load, ranks=(load,) * len(worker.ranks))
+            self.policy.on_load_report(worker.id, report, self.clock.now())
 
     def uses_load_reports(self) -> bool:
         """Whether the policy reads load reports."""
@@ -228,12 +267,16 @@ class ReplayCluster(StagedPipeline):
 
     async def publish_loads(self) -> None:
         """Publish the workers' loads on the event plane, as workers of a deployment do."""
-        subject = f"{NAMESPACE}.{COMPONENT}{LOAD_METRICS_SUFFIX}"
+        self._publishes_loads = True
         for worker in self._workers_by_id.values():
-            source = await self.events.open_source(subject, worker.id, latest=True)
-            self.resources.push_async_callback(source.close)
-            worker.load_publisher = LoadPublisher(worker.engine, source, self.clock)
-            self._tasks.start(worker.load_publisher.run(), "load report")
+            await self._publish_load(worker)
+
+    async def _publish_load(self, worker: ReplayWorker) -> None:
+        subject = f"{NAMESPACE}.{COMPONENT}{LOAD_METRICS_SUFFIX}"
+        source = await self.events.open_source(subject, worker.id, latest=True)
+        self.resources.push_async_callback(source.close)
+        worker.load_publisher = LoadPublisher(worker.engine, source, self.clock)
+        self._tasks.start(worker.load_publisher.run(), "load report")
 
     async def _dispatch(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
@@ -265,7 +308,10 @@ async def _open_loads(cluster: ReplayCluster) -> None:
 
 async def _open_router(cluster: ReplayCluster) -> None:
     await open_router(cluster)
-    operators = [cluster.admission] if cluster.admits else []
+    operators: list[Operator] = [cluster.admission] if cluster.admits else []
+    if cluster.migrates:
+        limit = cluster.settings.migration_limit
+        operators.append(Migration(cluster.clock, cluster.rng, cluster.metrics, limit=limit))
     cluster.send = chain(operators, cluster.router.send)
 
 

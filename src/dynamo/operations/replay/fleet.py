@@ -94,7 +94,7 @@ class ReplayFleet(ABC):
     """The workers of a replay, which scripts and planners change at virtual times: those of
     `clock`, which calls them back with `call_at`. `workers` holds all workers, numbered in order of
     their orders, also those that are gone, `draining` those that drain. The workers of the plan are
-    ready from the start."""
+    ready from the start. `moved` counts requests that lost a worker."""
 
     def __init__(
         self, workers: ReplayWorkers, clock: Clock, rng: Random, startup: Startup | None = None
@@ -106,6 +106,7 @@ class ReplayFleet(ABC):
         self._kinds = {group.kind: group for group in workers.groups}
         self._dead = Counter[str]()
         self.draining: dict[FleetWorker, None] = {}
+        self.moved = 0
         for number, group in enumerate(workers):
             self.workers.append(FleetWorker(number, group.kind, group, 0.0, "ready"))
         for kind in self._kinds:
@@ -126,6 +127,11 @@ class ReplayFleet(ABC):
     @abstractmethod
     def _on_died(self, worker: FleetWorker) -> None:
         """Move the requests of a worker that has died. The router does not see it any more."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether any worker starts."""
+        return any(worker.state == "starting" for worker in self.workers)
 
     def observe(self) -> Mapping[str, KindCounts]:
         """Return the workers of each kind."""
@@ -198,6 +204,16 @@ class ReplayFleet(ABC):
         if worker.state == "draining" and not self.count_requests(worker):
             self._leave(worker)
 
+    def check_draining(self) -> None:
+        """Let the draining workers go whose last requests have ended."""
+        for worker in [*self.draining]:
+            self.leave_if_drained(worker)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there were other workers than those of the plan."""
+        return len(self.timeline) > len(self._kinds)
+
     def lifetimes_s(self, end_s: float) -> Iterator[float]:
         """Yield how long each worker held its GPUs until `end_s`: starting and draining count."""
         for worker in self.workers:
@@ -219,14 +235,12 @@ class ReplayFleet(ABC):
         self._set_state(worker, "gone")
 
     def _set_state(self, worker: FleetWorker, state: Lifetime) -> None:
-        shown = worker.state != "starting" or state == "ready"
         self.draining.pop(worker, None)
         worker.state = state
         if state == "draining":
             self.draining[worker] = None
         self._note(worker.kind)
-        if shown:
-            self._on_changed(worker)
+        self._on_changed(worker)
 
     def _count(self, kind: str) -> KindCounts:
         states = Counter(each.state for each in self.workers if each.kind == kind)
@@ -243,51 +257,3 @@ class ReplayFleet(ABC):
             self.timeline[-1] = change
         else:
             self.timeline.append(change)
-
-
-class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of a script: at `time` seconds, `count` workers of a `kind` start, drain, die or get a
-    `role`. The least busy workers drain, the busiest ones die. `worker` names one by its number
-    instead. `startup` is the time of these starts. Workers that die start again unless `restart` is
-    false."""
-
-    time: float
-    action: Literal["start", "drain", "die", "role"]
-    kind: str = "worker"
-    count: int = 1
-    worker: int | None = None
-    role: str = ""
-    startup: float | None = None
-    restart: bool = True
-
-    def apply(self, fleet: ReplayFleet) -> None:
-        """Do it. Raises `NotFound` for an unknown kind."""
-        if self.action == "start":
-            for _ in range(self.count):
-                fleet.start(self.kind, self.startup)
-            return
-        for worker in self._workers(fleet):
-            if self.action == "drain":
-                fleet.drain(worker)
-            elif self.action == "die":
-                fleet.kill(worker, restart=self.restart)
-            else:
-                fleet.set_role(worker, self.role)
-
-    def _workers(self, fleet: ReplayFleet) -> Sequence[FleetWorker]:
-        if self.worker is not None:
-            return fleet.workers[self.worker : self.worker + 1]
-        ready = fleet.of_kind(self.kind)
-        if self.action == "die":
-            ready = ready[::-1]
-        elif self.action == "drain":  # a worker that starts is the least busy
-            ready = [*fleet.of_kind(self.kind, "starting"), *ready]
-        return ready[: self.count]
-
-
-def schedule_events(fleet: ReplayFleet, events: Sequence[FleetEvent]) -> None:
-    """Apply each event at its time. Raises `NotFound` for an unknown kind."""
-    for event in events:
-        if event.worker is None:
-            fleet.of_kind(event.kind)
-        fleet.clock.call_at(event.time, partial(event.apply, fleet))

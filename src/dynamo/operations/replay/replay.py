@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
@@ -19,13 +20,16 @@ from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster
-from dynamo.operations.replay.fleet import FleetEvent, Startup
+from dynamo.operations.replay.cluster_fleet import ClusterFleet
+from dynamo.operations.replay.events import FleetEvent, schedule_events
+from dynamo.operations.replay.fleet import ReplayFleet, Startup
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import PrefillCounts, ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.operations.replay.workers import ReplayWorkers
 
 SAMPLING = SamplingParams()
+SECONDS_PER_HOUR = 3600.0
 SIMULTANEOUS_S = 1e-9
 """Arrivals this close to each other happen at the same instant of virtual time."""
 DEADLOCK_AFTER_S = 3600.0
@@ -53,11 +57,26 @@ class ReplayPlan(msgspec.Struct, frozen=True):
 
 
 class Replay:
-    """A replay. Call `run` once."""
+    """A replay. Call `run` once. `fleet` has its workers from then on."""
 
-    def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
+    fleet: ReplayFleet
+    _send_request: SendRequest
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        progress: ReplayProgressCallback | None = None,
+        drive: Callable[[ReplayFleet], None] | None = None,
+    ) -> None:
+        """`drive` gets the workers before the first request, to observe and change them later."""
         self._plan = plan
         self._report_progress = progress or (lambda _: None)
+        self._drive = drive
+
+    def _schedule_changes(self) -> None:
+        schedule_events(self.fleet, self._plan.events)
+        if self._drive is not None:
+            self._drive(self.fleet)
 
     def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
         """Replay `conversations`, which are ordered by start. Raises `Deadlock`."""
@@ -75,16 +94,28 @@ class Replay:
         log = ReplayLog(clock, blocks, block_tokens, plan.objectives)
         rng = Random(plan.seed)
         async with (
+            BackgroundTasks() as changes,
             ReplayCluster(
-                plan.workers, plan.router_settings, log, clock, rng, admission=plan.admission
+                plan.workers,
+                plan.router_settings,
+                log,
+                clock,
+                rng,
+                admission=plan.admission,
+                migrates=bool(plan.events or self._drive),
             ) as cluster,
             BackgroundTasks() as tasks,
         ):
+            self.fleet = fleet = ClusterFleet(
+                cluster, plan.workers, log, rng, plan.startup, changes
+            )
+            self._send_request = fleet.send if cluster.migrates else cluster.send
+            self._schedule_changes()
             clock.on_time_advanced(lambda: self._on_clock_jump(cluster, log))
             for conversation in conversations:
                 if conversation.start_s > clock.now() + SIMULTANEOUS_S:
                     await clock.sleep_until(conversation.start_s)
-                tasks.start(self._run_conversation(conversation, cluster, log, clock))
+                tasks.start(self._run_conversation(conversation, log, clock))
                 self._report_progress(log)
             await tasks.join()
             log.flush_token_times()
@@ -124,7 +155,6 @@ class Replay:
     async def _run_conversation(
         self,
         conversation: TraceConversation,
-        cluster: ReplayCluster,
         log: ReplayLog,
         clock: VirtualClock,
     ) -> None:
@@ -137,7 +167,7 @@ class Replay:
             request = GenerateRequest(request_id, self._plan.trace, token_ids, SAMPLING, STOPS)
             error = ""
             try:
-                await cluster.send(request, Context(request_id), reply)
+                await self._send_request(request, Context(request_id), reply)
             except DynamoError as failure:
                 error = failure.code
             log.on_ended(turn, error)
@@ -153,8 +183,10 @@ class Replay:
             )
 
     def _make_result(self, log: ReplayLog, wall_s: float, cpu_s: float) -> ReplayResult:
-        plan = self._plan
-        engines = plan.workers.count * plan.workers.ranks
+        plan, fleet = self._plan, self.fleet
+        engines = len(fleet.workers) * plan.workers.ranks
+        gpus = plan.worker_gpus or plan.workers.ranks
+        promised = plan.objectives.any_set
         counts = log.count_requests()
         return ReplayResult(
             trace=plan.trace,
@@ -179,5 +211,9 @@ class Replay:
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),
-            good_share=log.good / max(1, log.requests) if plan.objectives.any_set else None,
+            good_share=log.good / max(1, log.requests) if promised else None,
+            broken_promises=log.requests - log.good if promised else None,
+            gpu_hours=gpus * sum(fleet.lifetimes_s(self._duration_s)) / SECONDS_PER_HOUR,
+            moved_requests=fleet.moved,
+            timeline=fleet.timeline if fleet.has_changed else (),
         )

@@ -108,7 +108,7 @@ class ReplayLog:
         self.last_progress_s = 0.0
         """Virtual time of the last arrival or token."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.requests = 0
+        self.requests = self.arrived_tokens = 0
         self.completed = 0
         self.good = 0
         """Completed requests that met the objectives."""
@@ -136,6 +136,7 @@ class ReplayLog:
         request = ReplayRequest(self, turn, hashes, self.clock.now())
         self.in_flight[str(turn.row)] = request
         self.requests += 1
+        self.arrived_tokens += turn.prompt_tokens
         self.last_progress_s = request.arrived_s
         return request
 
@@ -153,7 +154,8 @@ class ReplayLog:
     def prompt_of(self, request: GenerateRequest) -> Prompt:
         """Return the prompt for the router (a `ReadPrompt`)."""
         replayed = self.in_flight[request.request_id]
-        return Prompt(replayed.trace_request.prompt_tokens, replayed.block_hashes)
+        tokens = replayed.trace_request.prompt_tokens + request.resumed
+        return Prompt(tokens, replayed.block_hashes)
 
     def on_placed(
         self, request: GenerateRequest, worker: int, fast_forward: FastForward
@@ -163,7 +165,7 @@ class ReplayLog:
         replayed = self.in_flight[request.request_id]
         replayed.fast_forward = fast_forward
         self.record_placement(replayed.trace_request.row, worker)
-        return self._engine_inputs(replayed)
+        return self._engine_inputs(replayed, request.resumed)
 
     def record_placement(self, row: int, worker: int) -> None:
         """Record that the request of this line was sent to the engine of that number now."""
@@ -177,16 +179,18 @@ class ReplayLog:
         """Record that a prompt was sent to the engine of that number for another worker. Returns
         the same as `on_placed`."""
         self.record_prefill(worker)
-        return self._engine_inputs(self.in_flight[request.request_id])
+        return self._engine_inputs(self.in_flight[request.request_id], request.resumed)
 
     def record_prefill(self, worker: int) -> None:
         """Count a prompt that was sent to the engine of that number for another worker."""
         self._prefills[worker] += 1
 
-    def _engine_inputs(self, replayed: ReplayRequest) -> tuple[SequenceContent, int, int]:
+    def _engine_inputs(
+        self, replayed: ReplayRequest, resumed: int
+    ) -> tuple[SequenceContent, int, int]:
         turn = replayed.trace_request
         content = HashContent(replayed.block_hashes.copy(), self.new_unique_block)
-        return content, turn.prompt_tokens, turn.output_tokens
+        return content, turn.prompt_tokens + resumed, turn.output_tokens - resumed
 
     @property
     def placements(self) -> Iterator[PlacementRecord]:

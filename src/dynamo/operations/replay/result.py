@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.operations.latency_summary import LatencySummary
+from dynamo.operations.replay.fleet import FleetChange
 
 
 class PrefillCounts(msgspec.Struct, frozen=True):
@@ -56,8 +57,10 @@ class ReplayResult(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens, `itl_ms` every single one. `duration_s` is virtual time; `wall_s` and `cpu_s` are what
     the replay took. `requests_per_worker` has an entry for each data-parallel rank of each
     worker. `good_share` is the share of all requests that were completed within the objectives of
-    the plan. `prefill_fallbacks` counts prompts whose KV did not arrive, by reason. Empty fields
-    from there on are not written."""
+    the plan, `broken_promises` the number of the others. `gpu_hours` counts each worker from its
+    order until it is gone. `moved_requests` lost a worker and went on at another one. `timeline`
+    tells when workers started and left. `prefill_fallbacks` counts prompts whose KV did not arrive,
+    by reason. Empty fields from there on are not written."""
 
     trace: str
     settings: Mapping[str, object]
@@ -82,6 +85,10 @@ class ReplayResult(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_fallbacks: Mapping[str, int] = {}
     tiers: Mapping[str, TierResult] = {}
     good_share: float | None = None
+    broken_promises: int | None = None
+    gpu_hours: float = 0.0
+    moved_requests: int = 0
+    timeline: Sequence[FleetChange] = ()
     capacity: ReplayCapacity | None = None
     pareto: Sequence[LoadPoint] = ()
 

@@ -102,12 +102,14 @@ class ReplayWorker:
     def __init__(
         self, worker_id: str, names: Sequence[str], ranks: Sequence[BatchedEngine], clock: Clock
     ) -> None:
-        """`names`: those of the `ranks`."""
+        """`names`: those of the `ranks`. `info`, `record_key`: set when it is announced."""
         self.id = worker_id
         self.names = names
         self.ranks = ranks
         self.engine: Engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
         self.load_publisher: LoadPublisher | None = None
+        self.info: EngineInfo
+        self.record_key = ""
         self.regions: list[RegionDescriptor] = []
         self._clock = clock
         self._planes: list[TransferPlane] = []
@@ -117,6 +119,7 @@ class ReplayWorker:
         await self.engine.stop()
         for plane in self._planes:
             await plane.close()
+        self._planes.clear()
 
     async def open_links(self, bytes_per_s: float, workers: Mapping[str, ReplayWorker]) -> None:
         """Let the engines read the memory of those of the other `workers`, which call each other
@@ -126,8 +129,7 @@ class ReplayWorker:
             self._planes.append(plane)
             assert engine.runner.region is not None  # noqa: S101 - made with links
             self.regions.append(await plane.expose(engine.runner.region, layout="replay"))
-            peers = {other: ReplayPeer(plane, worker) for other, worker in workers.items()}
-            engine.kv_source = PeerPrefill(_finder(peers), self._clock, name)
+            engine.kv_source = PeerPrefill(_finder(plane, workers), self._clock, name)
 
     def on_load_changed(self) -> None:
         """Publish the load soon, because a request has arrived."""
@@ -135,9 +137,14 @@ class ReplayWorker:
             self.load_publisher.on_load_changed()
 
 
-def _finder(peers: Mapping[str, ReplayPeer]) -> FindPeer:
+def _finder(plane: TransferPlane, workers: Mapping[str, ReplayWorker]) -> FindPeer:
+    peers: dict[str, ReplayPeer] = {}
+
     async def find(worker_id: str) -> ReplayPeer | None:
-        return peers.get(worker_id)
+        worker = workers.get(worker_id)
+        if worker is not None and worker_id not in peers:
+            peers[worker_id] = ReplayPeer(plane, worker)
+        return peers[worker_id] if worker is not None else None
 
     return find
 

@@ -17,7 +17,7 @@ from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.operations.replay.fast.worker import FastWorker
-from dynamo.operations.replay.fleet import ReplayFleet, FleetDemand, FleetWorker
+from dynamo.operations.replay.fleet import FleetDemand, FleetWorker, ReplayFleet
 from dynamo.operations.replay.replay import ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.workers import ReplayGroup
@@ -66,7 +66,6 @@ class FastFleet(ReplayFleet):
         self._plan, self._heap, self._log, self._requests = plan, heap, log, requests
         self.pulled: dict[PulledPrompt, None] = {}
         self.fallbacks = Counter[str]()
-        self.moved = self.arrived_tokens = 0
         self._held: dict[FastRequest, None] = {}
         rate, size = plan.workers.transfer, self.run_tokens * plan.workers.kv_bytes_per_token
         self._transfer = {} if rate is None else {"transfer": [{"slot_bytes": size}]}
@@ -86,7 +85,7 @@ class FastFleet(ReplayFleet):
         machines = [self.machines[each.number] for each in self.workers if each.serves]
         return FleetDemand(
             log.requests,
-            self.arrived_tokens,
+            log.arrived_tokens,
             log.completed,
             log.cached_tokens,
             log.output_tokens,
@@ -114,7 +113,7 @@ class FastFleet(ReplayFleet):
         limit_s = settings.ttft_slo or settings.max_queue_wait
         if request.moves:
             limit_s = REPLACEMENT_TIMEOUT_S
-        elif not any(each.state == "starting" for each in self.workers):
+        elif not self.is_starting:
             limit_s = 0.0
         self._held[request] = None
         if limit_s < math.inf:
@@ -130,11 +129,6 @@ class FastFleet(ReplayFleet):
         del self.pulled[pulled]
         if self.draining:
             self.check_draining()
-
-    def check_draining(self) -> None:
-        """Let the draining workers go whose last requests have ended."""
-        for worker in [*self.draining]:
-            self.leave_if_drained(worker)
 
     def _announce(self, worker: FleetWorker) -> Instance:
         """Return the record of a worker whose blocks are runs, as the router sees them."""

@@ -20,7 +20,7 @@ from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import StepTime
 from dynamo.operations.replay.fast.worker import FastWorker
-from dynamo.operations.replay.fleet import ReplayFleet, schedule_events
+from dynamo.operations.replay.fleet import ReplayFleet
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.result import ReplayResult
@@ -42,10 +42,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         progress: ReplayProgressCallback | None = None,
         drive: Callable[[ReplayFleet], None] | None = None,
     ) -> None:
-        """`drive` gets the workers before the first request, to observe and change them later.
-        Raises `ConfigError` for what only the exact replay simulates."""
-        super().__init__(plan, progress)
-        self._drive = drive or (lambda _: None)
+        """Raise `ConfigError` for what only the exact replay simulates."""
+        super().__init__(plan, progress, drive)
         workers, routing = plan.workers, plan.router_settings
         mode = resolve_mode_alias(routing.mode)
         missing = {
@@ -74,11 +72,11 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
         rng = Random(plan.seed)
+        self.fleet: FastFleet
         self.fleet = fleet = FastFleet(plan, self._heap, self._log, self, rng)
         self._workers = fleet.machines
         self._chooser = fleet.chooser = self._make_chooser(rng)
-        schedule_events(fleet, plan.events)
-        self._drive(fleet)
+        self._schedule_changes()
         self._conversations, self._open = iter(conversations), 1
         self._start_next()
         gc.freeze()  # else each collection visits the whole trace
@@ -175,7 +173,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         request = FastRequest(turn, size, self._run_tokens // size, self._heap.time_s)
         request.turns = turns
         self._log.requests += 1
-        self.fleet.arrived_tokens += turn.prompt_tokens
+        self._log.arrived_tokens += turn.prompt_tokens
         self.fleet.choose(request)
 
     def _send(self, request: FastRequest, name: str) -> None:
