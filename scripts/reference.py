@@ -203,12 +203,11 @@ def metrics_page() -> str:
     parts.append(
         "`/metrics` of the HTTP port has the metrics of all frontends that share the port. Every "
         "process has a status port with its own metrics; `dynamo ps` and `/metrics/targets` list "
-        "these ports. Histograms have `_bucket`, `_sum` and `_count`.\n"
+        "these ports. Histograms have `_bucket`, `_sum` and `_count`. In frontends and routers, "
+        "metrics of admission, router, migrations, workers and index have the label `model`, too.\n"
     )
-    rows = [
-        (f"`{metric.name}`", metric.kind, metric.labels, metric.help)
-        for metric in sorted(declared_metrics(ROOT / "src"))
-    ]
+    metrics = sorted(declared_metrics(ROOT / "src"))
+    rows = [(f"`{metric.name}`", metric.kind, metric.labels, metric.help) for metric in metrics]
     parts.append(_table(("metric", "kind", "labels", "meaning"), rows))
     return "\n".join(parts)
 

@@ -49,4 +49,4 @@ def test_some_requests_are_answered_and_the_others_get_retry_after(
     assert {json.loads(text)["error"]["code"] for _, text in refused} == {"overloaded"}
     metrics = running.get("/metrics")[1]
     assert "dynamo_admission_rejected_total{" in metrics
-    assert "dynamo_admission_waiting_requests 0" in metrics
+    assert 'dynamo_admission_waiting_requests{model="tiny"} 0' in metrics

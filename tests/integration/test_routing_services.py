@@ -259,7 +259,7 @@ async def test_a_separate_router_excludes_incompatible_workers(cluster: Cluster)
         request = chat(f"{number} {WORDS * 4}")
         assert (await ask(frontend.public_address, "/v1/chat/completions", request))[0] == 200
     _, _, metrics = await ask(router.public_address, "/metrics")
-    assert "dynamo_router_decisions_total 4" in metrics
+    assert 'dynamo_router_decisions_total{model="tiny"} 4' in metrics
 
 
 async def test_a_frozen_router_delays_only_one_request(
@@ -281,7 +281,7 @@ async def test_a_frozen_router_delays_only_one_request(
         assert (await ask(frontend.public_address, "/v1/chat/completions", chat()))[0] == 200
     assert len(queries) == 1
     _, _, metrics = await ask(frontend.public_address, "/metrics")
-    assert "dynamo_router_unasked_total 3" in metrics
+    assert 'dynamo_router_unasked_total{model="tiny"} 3' in metrics
     _, _, health = await ask(frontend.public_address, "/health")
     assert health["routers"] == {"tiny": {runtime.instance_id: "away"}}
 

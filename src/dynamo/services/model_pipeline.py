@@ -72,7 +72,7 @@ class ModelPipeline(StagedPipeline):
         card: ModelCard,
         failure_detector: FailureDetector | None = None,
     ) -> None:
-        super().__init__(runtime.settings.router, runtime.clock, runtime.metrics)
+        super().__init__(runtime.settings.router, runtime.clock, routing.metrics_of(card.name))
         self.runtime = runtime
         self.events = runtime.events
         self.routing = routing
@@ -113,14 +113,15 @@ async def _open_health(pipeline: ModelPipeline) -> None:
     runtime, client = pipeline.runtime, pipeline.client
     if pipeline.failure_detector is not None:
         watch = pipeline.failure_detector.watch
-        pipeline.resources.callback(watch(client))
-        pipeline.resources.callback(watch(pipeline.prefill_client, spares_last=False))
+        metrics = pipeline.metrics
+        pipeline.resources.callback(watch(client, metrics))
+        pipeline.resources.callback(watch(pipeline.prefill_client, metrics, spares_last=False))
     pipeline.health = WorkerHealth(
         client,
         pipeline.ledger,
         runtime.clock,
         runtime.rng,
-        runtime.metrics,
+        pipeline.metrics,
         interval_s=pipeline.settings.load_balancing.health_check_interval,
         threshold=pipeline.settings.load_balancing.unhealthy_threshold,
     )
@@ -174,7 +175,7 @@ async def _remote_policy(pipeline: ModelPipeline) -> Policy:
         make_prompt_reader(block_tokens),
         runtime.clock,
         block_tokens=block_tokens,
-        metrics=runtime.metrics,
+        metrics=pipeline.metrics,
         prefill_client=pipeline.prefill_client,
     )
 
@@ -208,7 +209,9 @@ async def _open_admission(pipeline: ModelPipeline) -> None:
 
 async def _open_migration(pipeline: ModelPipeline) -> None:
     runtime, limit = pipeline.runtime, pipeline.settings.migration_limit
-    pipeline.migration = Migration(runtime.clock, pipeline.client.rng, runtime.metrics, limit=limit)
+    pipeline.migration = Migration(
+        runtime.clock, pipeline.client.rng, pipeline.metrics, limit=limit
+    )
 
 
 async def _open_dispatch(pipeline: ModelPipeline) -> None:
@@ -218,7 +221,8 @@ async def _open_dispatch(pipeline: ModelPipeline) -> None:
 
 async def _open_router(pipeline: ModelPipeline) -> None:
     routing = pipeline.routing
-    pipeline.observers = [routing.observer] if routing.records_decisions else []
+    records = routing.records_decisions
+    pipeline.observers = [routing.recorder_of(pipeline.model)] if records else []
     await open_router(pipeline)
     operators = [
         getattr(pipeline, name) if name in OPERATORS.builtin else await _open_own(pipeline, name)
@@ -237,7 +241,7 @@ async def _open_own(pipeline: ModelPipeline, name: str) -> Operator:
     """Open the operator of an entry point. Raises `ConfigError`."""
     runtime = pipeline.runtime
     inputs = OperatorInputs(
-        runtime.settings, pipeline.card, runtime.clock, runtime.metrics, pipeline.resources
+        runtime.settings, pipeline.card, runtime.clock, pipeline.metrics, pipeline.resources
     )
     operator = await OPERATORS.load(name)(inputs)
     if not isinstance(operator, Operator):

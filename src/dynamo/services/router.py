@@ -35,6 +35,7 @@ from dynamo.services.catalogue import Catalogue
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.routing_queries import RoutingQueries
+from dynamo.telemetry.metrics import Counter
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,7 @@ class RouterService:
                 "frontends use router processes in mode kv only", extra={"fields": {"mode": mode}}
             )
         self._models: dict[str, ModelPipeline] = {}
-        self._decisions = runtime.metrics.counter(
-            "dynamo_router_decisions_total",
-            "Choices of workers that this router made for frontends",
-        )
+        self._decisions: dict[str, Counter] = {}
         runtime.health.set_unhealthy(MODELS_HEALTH_KEY, "no worker has announced a model yet")
         queries = RoutingQueries(runtime, self._routing)
         await queries.start()
@@ -112,13 +110,17 @@ class RouterService:
         decision = await model.policy.choose(request, out.context, frozenset(query.excluded))
         decided = replace(decision, placement=None, prompt=None)
         self._routing.observer.decision_log.add(request, decided)
-        self._decisions.inc()
+        self._decisions[query.model].inc()
         out.send(encode_reply(decision))
 
     async def _open_model(self, card: ModelCard) -> None:
         model = await open_router_process_pipeline(self._runtime, self._routing, card)
         previous = self._models.get(card.name)
         self._models[card.name] = model
+        self._decisions[card.name] = model.metrics.counter(
+            "dynamo_router_decisions_total",
+            "Choices of workers that this router made for frontends",
+        )
         self._runtime.health.set_healthy(MODELS_HEALTH_KEY)
         if previous is not None:
             await previous.close()

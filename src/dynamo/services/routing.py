@@ -15,11 +15,12 @@ from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metric
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
 from dynamo.scheduling.router.factory import KV
-from dynamo.scheduling.router.harm_steering import HarmSteering, declare_harm_metrics
+from dynamo.scheduling.router.harm_steering import declare_harm_metrics
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.selectors import make_selector
 from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.telemetry.model_metrics import ModelRegistry
 
 EXPLAINABLE_MODES = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
@@ -53,8 +54,15 @@ class ProcessRouting:
         settings = runtime.settings.router
         self._runtime = runtime
         self._models: dict[str, ModelRouting] = {}
-        self.observer = RoutingRecorder(
-            runtime.clock, runtime.metrics, runtime.name, waiting=self.count_waiting
+        self._metrics: dict[str, ModelRegistry] = {}
+        self._recorders: dict[str, RoutingRecorder] = {}
+        self.observer = RoutingRecorder(runtime.clock, None, runtime.name)
+        runtime.metrics.gauge(
+            "dynamo_router_alert_ratio",
+            "Value of a broken routing rule over its threshold; 0 while the rule holds",
+            ("alert",),
+            callback=self.observer.collector.alert_ratios,
+            merge="max",
         )
         self.timeline = RoutingTimeline(self.observer)
         self.records_decisions = settings.mode in EXPLAINABLE_MODES
@@ -62,15 +70,44 @@ class ProcessRouting:
         self._supervisors: SupervisorView | None = None
         if settings.mode == KV:
             make_selector(settings.selector, settings.temperature, runtime.rng)
-            declare_cache_view_metrics(runtime.metrics, self._cache_views)
-            declare_harm_metrics(runtime.metrics, self._harm_steerings)
+
+    def metrics_of(self, model: str) -> ModelRegistry:
+        """Return the registry of a model's metrics, which `remove_model` closes."""
+        if model not in self._metrics:
+            self._metrics[model] = ModelRegistry(self._runtime.metrics, model)
+        return self._metrics[model]
+
+    def recorder_of(self, model: str) -> RoutingRecorder:
+        """Return the observer of a model's routing decisions."""
+        if model not in self._recorders:
+            clock, metrics = self._runtime.clock, self.metrics_of(model)
+
+            def waiting() -> int:
+                return self._models[model].policy.waiting
+
+            self._recorders[model] = RoutingRecorder(
+                clock, metrics, waiting=waiting, process=self.observer
+            )
+        return self._recorders[model]
 
     def add_model(self, name: str, model: ModelRouting) -> None:
         """Observe a model, instead of an earlier one of that name."""
         self._models[name] = model
+        metrics = self.metrics_of(name)
+        if (view := model.cache_view) is not None:
+            declare_cache_view_metrics(metrics, lambda: (view,))
+        if model.policy.harm_steering is not None:
+            declare_harm_metrics(metrics, model.policy.harm_steering)
         if not self._sampling_started:
             self._sampling_started = True
             self._runtime.tasks.start(self._sample_every_second(), "routing samples")
+
+    def remove_model(self, name: str) -> None:
+        """Forget a model and its metrics."""
+        self._models.pop(name, None)
+        self._recorders.pop(name, None)
+        if (metrics := self._metrics.pop(name, None)) is not None:
+            metrics.close()
 
     def follow_supervisors(self) -> SupervisorView:
         """Return the view of all supervisors that the models of this process share."""
@@ -96,14 +133,6 @@ class ProcessRouting:
         for model in self._models.values():  # this runs once a request
             waiting += model.policy.waiting
         return waiting
-
-    def _harm_steerings(self) -> dict[str, HarmSteering]:
-        steered = {name: model.policy.harm_steering for name, model in self._models.items()}
-        return {name: steering for name, steering in steered.items() if steering is not None}
-
-    def _cache_views(self) -> list[CacheView]:
-        views = (model.cache_view for model in self._models.values())
-        return [view for view in views if view is not None]
 
     async def _sample_every_second(self) -> None:
         """Sample on every whole second, so that samples of several processes can be merged.

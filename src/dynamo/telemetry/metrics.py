@@ -103,7 +103,7 @@ class MetricFamily(Generic[M]):
 
     def __init__(self, names: Sequence[str], make: Callable[[], M]) -> None:
         self.label_names = tuple(names)
-        self._new_child = make
+        self.new_child = make
         self.children: dict[tuple[str, ...], M] = {}
 
     def labels(self, *values: str) -> M:
@@ -112,7 +112,7 @@ class MetricFamily(Generic[M]):
         if child is None:
             if len(values) != len(self.label_names):
                 raise ValueError(f"expected values of labels {self.label_names}, got {values}")
-            child = self.children[values] = self._new_child()
+            child = self.children[values] = self.new_child()
         return child
 
     def remove(self, *values: str) -> None:
@@ -128,6 +128,7 @@ class _RegisteredMetric(msgspec.Struct):
     labels: tuple[str, ...]
     callback: ScrapeCallback | None
     merge: MergeMode
+    callbacks_by_model: dict[str, ScrapeCallback] = {}
 
 
 class _Options(TypedDict, total=False):
@@ -163,7 +164,7 @@ class Registry:
         self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
     ) -> Any:
         """Declare a counter. `name` should end in `_total`, as Prometheus recommends."""
-        return self._register(name, help, Counter, labels, "counter", **options)
+        return self.register(name, help, Counter, labels, "counter", **options)
 
     @overload
     def gauge(self, name: str, help: str, **options: Unpack[_Options]) -> Gauge: ...
@@ -175,7 +176,7 @@ class Registry:
         self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
     ) -> Any:
         """Declare a gauge."""
-        return self._register(name, help, Gauge, labels, "gauge", **options)
+        return self.register(name, help, Gauge, labels, "gauge", **options)
 
     @overload
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram: ...
@@ -189,9 +190,9 @@ class Registry:
         """Declare a histogram. `buckets` are ascending upper bounds without +Inf."""
         if list(buckets) != sorted(set(buckets)):
             raise ValueError(f"{name}: bounds must ascend")
-        return self._register(name, help, lambda: Histogram(buckets), labels, "histogram")
+        return self.register(name, help, lambda: Histogram(buckets), labels, "histogram")
 
-    def _register(
+    def register(
         self,
         name: str,
         text: str,
@@ -201,6 +202,8 @@ class Registry:
         callback: ScrapeCallback | None = None,
         merge: MergeMode = "sum",
     ) -> Any:
+        """Declare a metric that `make` returns, or a family of them. Raises `ValueError` for a name
+        that has another kind or other labels."""
         names = tuple(labels)
         entry = self._metrics.get(name)
         if entry is not None:
@@ -213,6 +216,13 @@ class Registry:
         metric = MetricFamily(names, make) if names else make()
         self._metrics[name] = _RegisteredMetric(name, text, metric, kind, names, callback, merge)
         return metric
+
+    def set_model_callback(self, name: str, model: str, callback: ScrapeCallback | None) -> None:
+        """Set the callback for the values of a metric whose first label is `model`, or None."""
+        callbacks = self._metrics[name].callbacks_by_model
+        callbacks.pop(model, None)
+        if callback is not None:
+            callbacks[model] = callback
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format 0.0.4."""
@@ -251,11 +261,21 @@ def format_number(value: float) -> str:
 
 def _label_values(entry: _RegisteredMetric) -> list[tuple[tuple[str, ...], Metric | float]]:
     if entry.callback is not None:
-        values = entry.callback()
-        return list(values.items()) if isinstance(values, Mapping) else [((), values)]
+        return _callback_values(entry.callback)
+    if entry.callbacks_by_model:
+        return [
+            ((model, *values), value)
+            for model, callback in entry.callbacks_by_model.items()
+            for values, value in _callback_values(callback)
+        ]
     if entry.labels:
         return list(entry.metric.children.items())
     return [((), entry.metric)]
+
+
+def _callback_values(callback: ScrapeCallback) -> list[tuple[tuple[str, ...], Metric | float]]:
+    values = callback()
+    return list(values.items()) if isinstance(values, Mapping) else [((), values)]
 
 
 def _sample_lines(

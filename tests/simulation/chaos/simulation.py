@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import time
 from collections import Counter
@@ -68,9 +69,9 @@ def resident_mb() -> float:
 
 
 def parse_counters(rendered: str, names: Sequence[str]) -> dict[str, float]:
-    """Return the non-zero samples of the counters `names` from a metrics page."""
+    """Return the non-zero samples of the counters `names` from a metrics page of one model."""
     samples = {}
-    for line in rendered.splitlines():
+    for line in re.sub(r'\{model="[^"]*"(\}|,)', "{", rendered).replace("{ ", " ").splitlines():
         name, _, value = line.rpartition(" ")
         if name.partition("{")[0] in names and float(value):
             samples[name] = float(value)

@@ -76,6 +76,19 @@ class PingState:
             self.direct_ping_task = None
 
 
+class WatchedClient:
+    """A client whose workers are watched, with the counters of its model."""
+
+    def __init__(self, metrics: Registry, *, spares_last: bool) -> None:
+        self.spares_last = spares_last
+        self.failed_workers = metrics.counter(
+            "dynamo_workers_frozen_total", "Workers declared failed because they did not answer"
+        )
+        self.moved_requests = metrics.counter(
+            "dynamo_requests_moved_total", "Requests moved away from a draining worker"
+        )
+
+
 class FailureDetector:
     """Watches the workers of several clients with one timer, which runs while a worker has calls.
     Calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
@@ -91,24 +104,22 @@ class FailureDetector:
         self._requests = requests
         self._clock = clock
         self._tasks = tasks
-        self._clients: dict[Client, bool] = {}
+        self._metrics = metrics
+        self._clients: dict[Client, WatchedClient] = {}
         self._ping_states: dict[str, PingState] = {}
         self._has_work = asyncio.Event()
         self._running = False
-        self._failed_workers = metrics.counter(
-            "dynamo_workers_frozen_total", "Workers declared failed because they did not answer"
-        )
-        self._moved_requests = metrics.counter(
-            "dynamo_requests_moved_total", "Requests moved away from a draining worker"
-        )
 
-    def watch(self, client: Client, *, spares_last: bool = True) -> Callable[[], None]:
+    def watch(
+        self, client: Client, metrics: Registry | None = None, *, spares_last: bool = True
+    ) -> Callable[[], None]:
         """Watch the workers of `client`. Calls of its last live worker are not interrupted if it
-        `spares_last`. Returns a function that ends the watch."""
+        `spares_last`. `metrics`: those of the client's model, else the detector's. Returns a
+        function that ends the watch."""
         if not self._running:
             self._running = True
             self._tasks.start(self._run(), "watch workers")
-        self._clients[client] = spares_last
+        self._clients[client] = WatchedClient(metrics or self._metrics, spares_last=spares_last)
         client.on_instance_busy = self._has_work.set
 
         def move(instance: Instance) -> None:
@@ -193,21 +204,25 @@ class FailureDetector:
             self._ping_states.pop(instance.address).cancel_pings()
             self._requests.bypass(instance.address)
         elif self._has_other(client, instance):
-            self._declare_failed(instance, fields)
+            self._declare_failed(client, instance, fields)
         # The last worker keeps its calls: it may answer again.
 
     def _has_other(self, client: Client, instance: Instance) -> bool:
         """Whether interrupted calls of the instance have another place to go."""
-        return not self._clients.get(client, True) or bool(client.instances.keys() - {instance.id})
+        watched = self._clients.get(client)
+        spares_last = watched is None or watched.spares_last
+        return not spares_last or bool(client.instances.keys() - {instance.id})
 
-    def _declare_failed(self, instance: Instance, fields: dict[str, object]) -> None:
+    def _declare_failed(
+        self, client: Client, instance: Instance, fields: dict[str, object]
+    ) -> None:
         log.warning("worker does not answer; its requests move", extra={"fields": fields})
-        self._failed_workers.inc()
+        self._clients[client].failed_workers.inc()
         error = WorkerFailed(f"instance {instance.id} does not answer")
         self._ping_states.pop(instance.address).cancel_pings()
-        for client in self._clients:
-            client.view.mark_unreachable(instance.address)
-            client.interrupt(instance.id, error)
+        for each in self._clients:
+            each.view.mark_unreachable(instance.address)
+            each.interrupt(instance.id, error)
         self._requests.disconnect(instance.address)
 
     async def _move_requests(self, client: Client, instance: Instance) -> None:
@@ -215,7 +230,8 @@ class FailureDetector:
         if not self._has_other(client, instance) or instance.id in client.instances:
             return
         error = WorkerDraining(f"instance {instance.id} was taken out of service")
-        if moved := client.interrupt(instance.id, error):
-            self._moved_requests.inc(moved)
+        watched = self._clients.get(client)
+        if watched is not None and (moved := client.interrupt(instance.id, error)):
+            watched.moved_requests.inc(moved)
             fields = {"worker": instance.id, "requests": moved}
             log.info("worker drains; its requests move", extra={"fields": fields})

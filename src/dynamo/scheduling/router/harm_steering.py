@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from math import exp, inf, log
 
 from dynamo.core.values import Load
@@ -116,19 +116,15 @@ class HarmSteering:
         self._begin_trial(rising=rising, share=share)
 
 
-def declare_harm_metrics(
-    registry: Registry, steerings: Callable[[], Mapping[str, HarmSteering]]
-) -> None:
-    """Declare gauges over the steerings of all models, which `steerings` returns by name."""
+def declare_harm_metrics(registry: Registry, steering: HarmSteering) -> None:
+    """Declare gauges of a model's steering."""
     registry.gauge(
         "dynamo_router_harm_weight_ratio",
         "Price of a pause for answers, steered by router.disaggregation.itl_slo.",
-        ("model",),
-        callback=lambda: {(name,): each.weight for name, each in steerings().items()},
+        callback=lambda: steering.weight,
     )
     registry.gauge(
         "dynamo_router_slow_gap_ratio",
         "Share of times between tokens above router.disaggregation.itl_slo in the last 8 s.",
-        ("model",),
-        callback=lambda: {(name,): each.slow_share for name, each in steerings().items()},
+        callback=lambda: steering.slow_share,
     )

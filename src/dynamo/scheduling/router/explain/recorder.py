@@ -64,25 +64,30 @@ FALLBACK_BLOCK_TOKENS = 16
 
 
 class RoutingRecorder(Observer):
-    """Record the decisions of one process. `waiting` returns the number of requests held in the
-    router. An open decision is found by (request id, choice): the attempts of one choice follow
-    each other."""
+    """Record the decisions of one model, in the log and report of the recorder of the `process` if
+    there is one. `waiting` returns the number of requests held in the router. An open decision is
+    found by (request id, choice): the attempts of one choice follow each other."""
 
     def __init__(
         self,
         clock: Clock,
-        registry: Registry,
+        registry: Registry | None,
         name: str = "",
         *,
         waiting: Callable[[], int] = lambda: 0,
+        process: RoutingRecorder | None = None,
     ) -> None:
         self._clock = clock
         self._prefix_history = PrefixHistory()
         self._in_flight: dict[tuple[str, int], tuple[DecisionEntry, int]] = {}
-        self.decision_log = DecisionLog(clock, name)
-        self.collector = DecisionCollector(wall=clock.wall)
-        self.routed_requests: Counter[str] = Counter()
-        self._declare_metrics(registry, waiting)
+        self.decision_log: DecisionLog = (
+            process.decision_log if process else DecisionLog(clock, name)
+        )
+        self.collector: DecisionCollector = (
+            process.collector if process else DecisionCollector(wall=clock.wall)
+        )
+        self.routed_requests: Counter[str] = process.routed_requests if process else Counter()
+        self._declare_metrics(registry or Registry(), waiting)
 
     def _declare_metrics(self, registry: Registry, waiting: Callable[[], int]) -> None:
         counter = registry.counter
@@ -108,13 +113,6 @@ class RoutingRecorder(Observer):
             "dynamo_router_waiting_requests",
             "Requests held in the router for a worker",
             callback=waiting,
-        )
-        registry.gauge(
-            "dynamo_router_alert_ratio",
-            "Value of a broken routing rule over its threshold; 0 while the rule holds",
-            ("alert",),
-            callback=self.collector.alert_ratios,
-            merge="max",
         )
 
     def retain_workers(self, workers: Collection[str]) -> None:
