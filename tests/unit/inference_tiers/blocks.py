@@ -7,7 +7,6 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import TransferFailed
@@ -17,6 +16,8 @@ from dynamo.inference.tiers.disk import DiskTier
 from dynamo.inference.tiers.remote import RemoteTier
 from dynamo.inference.tiers.tier import KvTier, TierBlock
 from dynamo.inference.tiers.tier_source import find_runs
+from dynamo_conformance import transfer
+from dynamo_conformance.transfer import read_slot, write_slot
 
 BLOCK_TOKENS = 4
 OpenDisk = Callable[..., Awaitable[DiskTier]]
@@ -64,7 +65,7 @@ class Memory:
     """A region whose slots a test fills with blocks and compares with them."""
 
     def __init__(self, slots: int = 64, block_bytes: int = 8192) -> None:
-        self.region = MemoryRegion.allocate(slots, block_bytes)
+        self.region = transfer.allocate_region(slots, block_bytes)
         self.block_bytes = block_bytes
         self._next_slot = 0
 
@@ -76,7 +77,7 @@ class Memory:
         blocks = []
         for index in range(first, len(chain.hashes) if end is None else end):
             slot = self._take_slot()
-            self.region.slot(slot)[:] = chain.content(index)
+            write_slot(self.region, slot, chain.content(index))
             blocks.append(chain.block(index, slot, self.region.generations[slot]))
         return blocks
 
@@ -85,14 +86,14 @@ class Memory:
         blocks = []
         for index in range(first, len(chain.hashes) if end is None else end):
             slot = self._take_slot()
-            self.region.slot(slot)[:] = b"\xee" * self.block_bytes
+            write_slot(self.region, slot, b"\xee" * self.block_bytes)
             blocks.append(chain.block(index, slot))
         return blocks
 
     def right(self, chain: Chain, blocks: Sequence[TierBlock], first: int = 0) -> bool:
         """Whether the slots of `blocks` contain the blocks of the chain from `first` on."""
         return all(
-            bytes(self.region.slot(block.slot)) == chain.content(first + index)
+            read_slot(self.region, block.slot) == chain.content(first + index)
             for index, block in enumerate(blocks)
         )
 

@@ -22,6 +22,7 @@ from tests.unit.inference_tiers.blocks import (
 from dynamo.inference.tiers.codecs import open_codec
 from dynamo.inference.tiers.disk_part import DiskPart
 from dynamo.inference.tiers.slot_file import SlotFile
+from dynamo_conformance.transfer import read_slot, write_slot
 
 
 @pytest.mark.parametrize("block_bytes", [64, 8192, 10_000])
@@ -304,9 +305,9 @@ async def test_a_cancelled_load_writes_nothing_more(
         await task
 
     for block in blocks:
-        memory.region.slot(block.slot)[:] = bytes(memory.block_bytes)
+        write_slot(memory.region, block.slot, bytes(memory.block_bytes))
     await asyncio.sleep(0.01)
-    assert not any(any(memory.region.slot(block.slot)) for block in blocks)
+    assert not any(any(read_slot(memory.region, block.slot)) for block in blocks)
     assert not tier.slots._reading
     monkeypatch.undo()
     assert await load(tier, memory, chain) == 24

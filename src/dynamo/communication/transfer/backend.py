@@ -57,8 +57,9 @@ class TransferBackend(TransferPlane):
         region.keep()
         self._keeps_region = True
         endpoint = await self._listen()
+        size = region.peer_slots, region.slot_bytes
         self.descriptor = RegionDescriptor(
-            region.slots, region.slot_bytes, layout, (endpoint,), self.incarnation, region.kv_layout
+            *size, layout, (endpoint,), self.incarnation, region.kv_layout
         )
         return self.descriptor
 

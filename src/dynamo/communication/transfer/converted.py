@@ -105,8 +105,10 @@ class ConvertedPeer(RegionPeer):
 
     def _convert(self, pieces: Sequence[Sequence[SlotRead]], slots: Sequence[int]) -> None:
         source, target = self._layouts
+        keeps = source.block_tokens != target.block_tokens
         for reads, slot in zip(pieces, slots, strict=True):
             block = self._pool.region.slot(slot)
-            for read in reads:
-                into = self._region.slot(read.target)
-                convert_piece(source, block, target, into, read.source_token, read.target_token)
+            with self._region.writing([read.target for read in reads], keeps=keeps) as views:
+                for read, into in zip(reads, views, strict=True):
+                    tokens = read.source_token, read.target_token
+                    convert_piece(source, block, target, into, *tokens)

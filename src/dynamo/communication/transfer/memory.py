@@ -126,8 +126,12 @@ class MemoryPeer(BackendPeer):
         self._check_generations(reads)
         region = source.region
         if region is not None and region.has_memory and self._region.has_memory:
-            for read in reads:
-                self._region.slot(read.target)[:] = region.slot(read.source)
+            with (
+                region.reading([read.source for read in reads]) as slots,
+                self._region.writing([read.target for read in reads]) as views,
+            ):
+                for view, slot in zip(views, slots, strict=True):
+                    view[:] = slot
 
     def _check_generations(self, reads: Sequence[SlotRead]) -> None:
         region = self._source.region

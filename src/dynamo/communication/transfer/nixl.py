@@ -208,6 +208,7 @@ class NixlSource:
         """Copy the slots in transfers of `limit` bytes, then check their generations."""
         self._pulls += 1
         try:
+            self.agent.region.settle()
             sizes = [self._descriptor.slot_bytes] * len(reads)
             for group in group_pieces(sizes, limit, MAX_PIECES):
                 part = reads[group]

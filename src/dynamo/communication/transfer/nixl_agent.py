@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.communication.transfer.region import GENERATION_BYTES, MemoryRegion, memory_offset
+from dynamo.communication.transfer.region import GENERATION_BYTES, MemoryRegion
 from dynamo.core.clock import Backoff
 from dynamo.core.errors import TransferFailed
 
@@ -31,6 +31,8 @@ from nixl_cu12._api import nixl_agent, nixl_agent_config
 HOST_TRANSPORTS: Final = "self,sm"
 """Shared memory and process_vm_readv, without TCP. UCX supports no handling of a dead peer's errors
 over these; the plane's own connection notices the death."""
+DEVICE_TRANSPORTS: Final = f"{HOST_TRANSPORTS},cuda"
+"""The same between processes of which one has its slots on a card."""
 MIN_PAUSE_S: Final = 0.0001
 MAX_PAUSE_S: Final = 0.001
 """Pauses between two looks at transfers in flight, or at the requests of peers."""
@@ -58,14 +60,19 @@ _lifecycle = Lock()
 class AgentThread:
     """Runs work on a NIXL agent in one thread, and answers the network while peers read from it."""
 
-    def __init__(self, name: str, *, rdma: bool, host_only: bool = False) -> None:
+    def __init__(
+        self, name: str, *, rdma: bool, host_only: bool = False, on_device: bool = False
+    ) -> None:
         """Start the thread, which creates the agent. With `rdma` UCX may use network cards that
         read memory by themselves. With `host_only` all peers are on this host: UCX then opens no
-        port, since its ports give memory to every user who reaches them."""
+        port, since its ports give memory to every user who reaches them. With `on_device` it reads
+        and writes the memory of a card, too."""
         host_only = host_only and not rdma
         if not rdma:  # UCX reads its transports from the environment alone
-            os.environ.setdefault("UCX_TLS", HOST_TRANSPORTS if host_only else "^ib")
-        in_memory = os.environ.get("UCX_TLS") == HOST_TRANSPORTS  # of the first agent here
+            transports = DEVICE_TRANSPORTS if on_device else HOST_TRANSPORTS
+            os.environ.setdefault("UCX_TLS", transports if host_only else "^ib")
+        present = os.environ.get("UCX_TLS")  # of the first agent here
+        in_memory = present in {HOST_TRANSPORTS, DEVICE_TRANSPORTS}
         self._options = {"ucx_error_handling_mode": "none"} if in_memory else {}
         self._name = name
         self._queue: SimpleQueue[tuple[Callable[[Agent], Steps], Future[None]] | None]
@@ -201,8 +208,9 @@ class RegionAgent(AgentThread):
     """An agent that has registered the region of this process."""
 
     def __init__(self, name: str, region: MemoryRegion, *, rdma: bool, host_only: bool) -> None:
-        super().__init__(name, rdma=rdma, host_only=host_only)
-        self._region = region
+        on_device = region.memory_type == "VRAM"
+        super().__init__(name, rdma=rdma, host_only=host_only, on_device=on_device)
+        self.region = region
         self._stages = np.zeros(STAGES * STAGE_SLOTS, np.uint64)
         self.free_stages = list(range(STAGES))
         self.memory = NixlMemory(b"", 0, 0)
@@ -211,8 +219,7 @@ class RegionAgent(AgentThread):
 
     def register(self, agent: Agent) -> Steps:
         """Register the region and the stages, and prepare lists of them."""
-        region = self._region
-        generations = region.address - memory_offset(region.slots)
+        region, generations = self.region, self.region.generations_address
         kind, device = region.memory_type, region.device
         numbers = region.slots * GENERATION_BYTES
         stages = self._stages.ctypes.data
@@ -233,9 +240,10 @@ class RegionAgent(AgentThread):
 
 def register_slots(agent: Agent, region: MemoryRegion) -> tuple[Handle, Handle]:
     """Register the slots of a region. Returns the registration and a list of the slots."""
-    size, kind, device = region.slots * region.slot_bytes, region.memory_type, region.device
+    count, kind, device = region.peer_slots, region.memory_type, region.device
+    size = count * region.slot_bytes
     registration = agent.register_memory([(region.address, size, device, "")], kind)
-    slots = descriptors(region.address, region.slot_bytes, region.slots, device)
+    slots = descriptors(region.address, region.slot_bytes, count, device)
     try:
         return registration, agent.prep_xfer_dlist("", slots, kind)
     except NIXL_ERRORS:

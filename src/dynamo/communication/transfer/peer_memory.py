@@ -11,12 +11,14 @@ from functools import cache
 from threading import Event
 from typing import Final
 
-from dynamo.communication.transfer.region import MemoryRegion, SlotRead, memory_offset
-from dynamo.communication.transfer.runs import merge_pairs
+from dynamo.communication.transfer.region import (
+    CopyShared,
+    MemoryRegion,
+    SlotRead,
+    memory_offset,
+)
 from dynamo.core.errors import TransferFailed
 
-PIECE_BYTES: Final = 4 << 20
-"""Largest copy at once. A cancelled pull waits for the present one, under a millisecond or two."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -40,10 +42,14 @@ class PeerMemory:
     The mapping keeps the memory of a dead process. `close` gives it back when the last copy ends.
     """
 
-    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, fd: int, slots: int, slot_bytes: int, copy_shared: CopyShared | None = None
+    ) -> None:
         """Map `fd`, which stays open. Raises `OSError`, and `TransferFailed` if its size may change
-        or is wrong: a copy would end this process."""
-        self._size = memory_offset(slots) + slots * slot_bytes
+        or is wrong: a copy would end this process. `copy_shared`: the slots are not in `fd`, only
+        their generations."""
+        self._size = memory_offset(slots) + (0 if copy_shared else slots * slot_bytes)
+        self._copy_shared = copy_shared
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < self._size:
             raise TransferFailed.of("refused", "the peer's memory is unsealed or too small")
@@ -75,31 +81,24 @@ class PeerMemory:
     def _unmap_if_unused(self) -> None:
         if self._closed and not self._copies and self._address:
             _libc().munmap(self._address, self._size)
-            self._address = 0
+            self._address, self._copy_shared = 0, None
 
     def copy(self, region: MemoryRegion, reads: Sequence[SlotRead], stop: Event) -> None:
         """Copy slots into `region`, in a thread. Returns early when `stop` is set.
 
-        Raises `TransferFailed` if a generation is not as expected before or after its copy.
+        Raises `TransferFailed` if a generation is not as expected before or after the copies.
         """
-        size = region.slot_bytes
         sources = [read.source for read in reads]
         targets = [read.target for read in reads]
-        position = 0
-        for source, target, count in merge_pairs(sources, targets, max(1, PIECE_BYTES // size)):
-            run = reads[position : position + count]
-            position += count
-            self._check(run)
-            start, end = self._slots_address + source * size, region.address + target * size
-            for offset in range(0, count * size, PIECE_BYTES):
-                if stop.is_set():
-                    return
-                piece = min(PIECE_BYTES, count * size - offset)
-                ctypes.memmove(end + offset, start + offset, piece)  # releases the GIL
-            self._check(run)
+        self._check(reads)
+        if self._copy_shared is None:
+            region.copy_from(self._slots_address, sources, targets, stop)
+        elif not stop.is_set():
+            self._copy_shared(region, sources, targets)
+        self._check(reads)
 
-    def _check(self, run: Sequence[SlotRead]) -> None:
-        for read in run:
+    def _check(self, reads: Sequence[SlotRead]) -> None:
+        for read in reads:
             if self._generations[read.source] != read.generation:
                 text = f"the peer uses block {read.source} for something else now"
                 raise TransferFailed.of("stale", text)

@@ -1,8 +1,9 @@
 """The transfer plane between processes of one host: the reader maps the owner's memory.
 
-The owner passes its memfd, read-only, over an abstract Unix socket after the handshake. A pull is
-one copy by the reader; the owner takes no part in it. The kernel frees sockets and memory with the
-processes, however they end.
+The owner passes its memfd, read-only, over an abstract Unix socket after the handshake. If its
+slots lie in the memory of a device, only their generations are in the memfd, and a description of
+that memory comes with it (CUDA IPC). A pull is one copy by the reader; the owner takes no part in
+it. The kernel frees sockets and memory with the processes, however they end.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ COPY_THREADS: Final = max(1, min(4, os.cpu_count() or 1))
 MIN_PART_BYTES: Final = 8 << 20
 INITIAL_LATENCY_S: Final = 0.0002
 INITIAL_BYTES_PER_S: Final = 3e9
+SHARED: Final = 1
+"""The first byte that comes with the memfd, if a description of a device's memory follows."""
+MAX_MESSAGE_BYTES: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")
 """pid, uid, gid of SO_PEERCRED."""
 
@@ -89,7 +93,8 @@ class ShmTransfer(SocketTransfer):
             return
         fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
         try:
-            await when_ready(sock, lambda: socket.send_fds(sock, [b"\0"], [fd]))
+            message = bytes((SHARED,)) + shared if (shared := region.share()) else b"\0"
+            await when_ready(sock, lambda: socket.send_fds(sock, [message], [fd]))
         finally:
             os.close(fd)
         await readable(sock)
@@ -99,14 +104,19 @@ class ShmTransfer(SocketTransfer):
     ) -> PeerMemory:
         try:
             async with asyncio.timeout(2.0):
-                _, fds, _, _ = await when_ready(sock, lambda: socket.recv_fds(sock, 1, 1))
+                message, fds, _, _ = await when_ready(
+                    sock, lambda: socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
+                )
         except (OSError, TimeoutError):
-            fds = []
+            message, fds = b"", []
         if not fds:
             text = f"the peer {descriptor.incarnation} passed no memory"
             raise TransferFailed.of("gone", text)
         try:
-            return PeerMemory(fds[0], descriptor.slots, descriptor.slot_bytes)
+            copy_shared = None
+            if message[0] == SHARED and self.region is not None:
+                copy_shared = self.region.open_shared(message[1:], descriptor.slots)
+            return PeerMemory(fds[0], descriptor.slots, descriptor.slot_bytes, copy_shared)
         except OSError as error:
             text = f"the memory of the peer {descriptor.incarnation} cannot be mapped: {error}"
             raise TransferFailed.of("refused", text) from None

@@ -154,12 +154,13 @@ def receive_slots(
     for start in range(0, len(reads), batch):
         if stop.is_set():
             raise EOFError
-        slots = [region.slot(read.target) for read in reads[start : start + batch]]
-        checksums, size = receive(channel, slots)
-        received += size
-        if checksums != [checksum(slot) for slot in slots]:
-            text = f"the bytes of blocks {reads[start : start + batch]} were altered on their way"
-            raise TransferFailed.of("checksum", text)
+        part = reads[start : start + batch]
+        with region.writing([read.target for read in part]) as slots:
+            checksums, size = receive(channel, slots)
+            received += size
+            if checksums != [checksum(slot) for slot in slots]:
+                text = f"the bytes of blocks {part} were altered on their way"
+                raise TransferFailed.of("checksum", text)
     _receive_batch(channel, [])
     return received
 
@@ -181,7 +182,7 @@ def serve_read(channel: SlotChannel, region: MemoryRegion) -> bool:
     order, *pairs = numbers or [0]
     encoding, batch = order >> ENCODING_SHIFT, order & MAX_BATCH
     sources, generations = pairs[::2], pairs[1::2]
-    known = len(sources) == len(generations) and all(slot < region.slots for slot in sources)
+    known = len(sources) == len(generations) and all(slot < region.peer_slots for slot in sources)
     readable = encoding == 0 or (encoding == ZSTD and find_spec("zstandard") is not None)
     if not (known and readable and sources and 0 < batch <= MAX_BATCH_SLOTS):
         channel.send([_bytes_of(array("Q", [REFUSED]))])
@@ -202,19 +203,19 @@ def _send_slots(
     present = region.generations
     end = len(sources)
     for start in range(0, end + batch, batch):  # the last one is a status alone
-        slots = [region.slot(slot) for slot in sources[start : start + batch]]
-        words = array("Q", [GOOD, *map(checksum, slots)])
-        parts: list[memoryview] = slots
-        if encoding:
-            parts = [memoryview(compress(slot)) for slot in slots]
-            words.extend(map(len, parts))
-        checked = slice(max(0, start - batch), start + batch)
-        expected = generations[checked]
-        is_same = [present[slot] for slot in sources[checked]] == expected
-        if not is_same and ANY_GENERATION not in expected:
-            channel.send([_bytes_of(array("Q", [STALE]))])
-            return False
-        channel.send([_bytes_of(words), *parts])
+        with region.reading(sources[start : start + batch]) as slots:
+            words = array("Q", [GOOD, *map(checksum, slots)])
+            parts: list[memoryview] = slots
+            if encoding:
+                parts = [memoryview(compress(slot)) for slot in slots]
+                words.extend(map(len, parts))
+            checked = slice(max(0, start - batch), start + batch)
+            expected = generations[checked]
+            is_same = [present[slot] for slot in sources[checked]] == expected
+            if not is_same and ANY_GENERATION not in expected:
+                channel.send([_bytes_of(array("Q", [STALE]))])
+                return False
+            channel.send([_bytes_of(words), *parts])
     return True
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Event
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.communication.transfer.estimate import LoadEstimate
-from dynamo.communication.transfer.runs import merge_pairs
 from dynamo.communication.transfer.threads import CopyThreads
 from dynamo.core.clock import Clock
 from dynamo.inference.tiers.tier import MeasuredLoad
 
-COPY_BYTES = 32 << 20
-"""A thread copies so many bytes, or one block, before the progress is reported."""
 INITIAL_BYTES_PER_S = 4e9
 INITIAL_LATENCY_S = 1e-4
 
@@ -57,7 +54,7 @@ class RegionCopies(BlockCopies):
         self._clock = clock
         self._threads = CopyThreads("kv-tier", 2)
         self._estimate = LoadEstimate(INITIAL_LATENCY_S, INITIAL_BYTES_PER_S)
-        self._blocks_per_copy = max(1, COPY_BYTES // region.slot_bytes)
+        self._blocks_per_copy = max(1, region.copy_bytes // region.slot_bytes)
         region.keep()
 
     async def store(self, pairs: Sequence[Pair]) -> None:
@@ -82,19 +79,8 @@ class RegionCopies(BlockCopies):
         self._region.release()
 
     async def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        stopped: list[bool] = []
-        work = partial(self._copy_slots, sources, targets, stopped)
-        await self._threads.run(work, partial(stopped.append, True))
-
-    def _copy_slots(
-        self, sources: Sequence[int], targets: Sequence[int], stopped: Sequence[bool]
-    ) -> None:
-        size, address = self._region.slot_bytes, self._region.address
-        limit = max(1, COPY_BYTES // 8 // size)
-        for source, target, count in merge_pairs(sources, targets, limit):
-            if stopped:
-                return
-            ctypes.memmove(address + target * size, address + source * size, count * size)
+        stop = Event()
+        await self._threads.run(partial(self._region.copy, sources, targets, stop), stop.set)
 
 
 class CopyLink:

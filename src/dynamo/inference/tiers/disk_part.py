@@ -93,11 +93,12 @@ class DiskPart:
     def write_block(self, slot: int, generation: int, block: TierBlock) -> bool:
         """Write a block out of its region slot. False if that got another owner meanwhile. Raises
         OSError."""
-        generations, source = self._region.generations, self._region.slot(block.slot)
+        generations = self._region.generations
         if generations[block.slot] != block.generation:
             return False
-        kind, length = RAW, len(source)
         with ExitStack() as lent:
+            (source,) = lent.enter_context(self._region.reading((block.slot,)))
+            kind, length = RAW, len(source)
             if self._is_direct:
                 payload = source
             else:
@@ -118,14 +119,15 @@ class DiskPart:
     def read_block(self, slot: int, block: TierBlock) -> None:
         """Read a block into its region slot. Raises `CorruptBlock` or OSError; what is in the
         region slot then is void."""
-        file, target = self.file, self._region.slot(block.slot)
-        if self._is_direct:
-            self._verify(block, file.read(slot, target), target)
-            return
-        with file.buffer() as buffer:
-            payload = buffer[PAGE_BYTES:]
-            header = self._verify(block, file.read(slot, payload), payload)
-            self._codec.decode(header.codec, payload[: header.length], target)
+        file = self.file
+        with self._region.writing((block.slot,)) as (target,):
+            if self._is_direct:
+                self._verify(block, file.read(slot, target), target)
+                return
+            with file.buffer() as buffer:
+                payload = buffer[PAGE_BYTES:]
+                header = self._verify(block, file.read(slot, payload), payload)
+                self._codec.decode(header.codec, payload[: header.length], target)
 
     def _verify(self, block: TierBlock, page: bytes, payload: memoryview) -> SlotHeader:
         header = SlotHeader.decode(page, self._seed)

@@ -232,7 +232,8 @@ class RemoteTier(MeasuredTier):
 
         def copy(number: int) -> None:
             block = blocks[piece.start + number]
-            run.load(data, block, self._codec, self._seed, self._region.slot(block.slot))
+            with self._region.writing((block.slot,)) as (target,):
+                run.load(data, block, self._codec, self._seed, target)
 
         await self._load_pool.run(
             piece.end - piece.start, copy, lambda done: on_progress(piece.start + done)

@@ -118,8 +118,9 @@ def encode_slots(
     for block in blocks:
         if generations[block.slot] != block.generation:
             break
-        kind, data = codec.encode(region.slot(block.slot))
-        payload = bytes(data)
+        with region.reading((block.slot,)) as (source,):
+            kind, data = codec.encode(source)
+            payload = bytes(data)
         if generations[block.slot] != block.generation:
             break
         identity = block.tokens.ljust(IDENTITY_BYTES, b"\0")
