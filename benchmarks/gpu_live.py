@@ -119,7 +119,6 @@ def part_live(bench: Bench) -> None:
     flags = ("--prefill-workers", "1", "--decode-workers", "1", "--workers", "0")
     with (
         bench.step("live: roles apart on one device"),
-        bench.allowed(role="decode"),
         Deployment(bench, "roles", *flags, "--disagg", "always") as roles,
     ):
         check_text(roles.chat(prompt, 32), text)
@@ -133,7 +132,6 @@ def part_live(bench: Bench) -> None:
     flags = ("--kv-host-size", bench.size("2GB", "64MB"), "--kv-offload-policy", "lru")
     with (
         bench.step("live: tiers"),
-        bench.allowed(tier_bytes=1 << 26),
         Deployment(bench, "tiers", *flags, blocks=160) as tiers,
     ):
         check_text(tiers.chat(prompt, 32), text)

@@ -12,7 +12,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +116,6 @@ class Bench:
             folder.mkdir(exist_ok=True)
             write_model(self, folder, shape)
         return folder
-
-    @contextmanager
-    def allowed(self, role: str = "both", tier_bytes: int = 0) -> Iterator[None]:
-        """Skip the step if this version refuses the role or tiers on this device."""
-        from dynamo.core.errors import ConfigError
-        from dynamo.core.settings.schema_cache import CacheSettings
-        from dynamo.core.settings.schema_engine import EngineSettings
-        from dynamo.inference.torch.device import choose_device
-
-        arguments = (
-            EngineSettings(device=self.device.type, role=role),
-            CacheSettings(cpu_size=tier_bytes),
-        )
-        try:
-            choose_device(*arguments[: len(signature(choose_device).parameters)])
-        except ConfigError as error:
-            raise Skipped(str(error)) from None
-        yield
 
     async def engine(self, folder: Path, cache: Any = None, **settings: Any) -> Any:
         """Return a started engine over the weights in a folder."""

@@ -10,7 +10,6 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema import EngineSettings
-from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.inference.torch import device
 from dynamo.inference.torch.device import TorchDevice, choose_device
 
@@ -75,30 +74,25 @@ def test_the_default_format_suits_the_device(machine: Any) -> None:
     assert choose_device(settings) == TorchDevice("cpu", "bfloat16")
 
 
-HOST = CacheSettings(cpu_size=1 << 30)
-
-
 @pytest.mark.parametrize(
-    ("fields", "settings", "cache", "message"),
+    ("fields", "settings", "message"),
     [
-        ({"installed": False}, {"device": "cuda"}, NO_TIERS, "PyTorch is not installed"),
-        ({"installed": False}, {"device": "cpu"}, NO_TIERS, "PyTorch is not installed"),
-        ({"build": None}, {"device": "cuda"}, NO_TIERS, "this build has no CUDA"),
-        ({"cards": 0}, {"device": "cuda"}, NO_TIERS, "no card is visible"),
-        ({"failure": TOO_OLD}, {"device": "cuda"}, NO_TIERS, "driver on your system is too old"),
-        ({"has_bfloat16": False}, {"dtype": "bfloat16"}, NO_TIERS, "Tesla V100 lacks"),
-        ({"driver": False}, {"dtype": "float16"}, NO_TIERS, "NumPy computes in float32"),
-        ({"cards": 0}, {"dtype": "bfloat16"}, NO_TIERS, "no card is visible"),
-        ({}, {"role": "prefill"}, NO_TIERS, "exchange no KV blocks of a card"),
-        ({}, {"device": "cuda"}, HOST, "no tier takes those of a card"),
+        ({"installed": False}, {"device": "cuda"}, "PyTorch is not installed"),
+        ({"installed": False}, {"device": "cpu"}, "PyTorch is not installed"),
+        ({"build": None}, {"device": "cuda"}, "this build has no CUDA"),
+        ({"cards": 0}, {"device": "cuda"}, "no card is visible"),
+        ({"failure": TOO_OLD}, {"device": "cuda"}, "driver on your system is too old"),
+        ({"has_bfloat16": False}, {"dtype": "bfloat16"}, "Tesla V100 lacks"),
+        ({"driver": False}, {"dtype": "float16"}, "NumPy computes in float32"),
+        ({"cards": 0}, {"dtype": "bfloat16"}, "no card is visible"),
     ],
     ids=str,
 )
 def test_what_a_machine_lacks_is_one_line(
-    machine: Any, fields: Any, settings: Any, cache: CacheSettings, message: str
+    machine: Any, fields: Any, settings: Any, message: str
 ) -> None:
     machine(**fields)
     with pytest.raises(ConfigError, match=message) as caught:
-        choose_device(EngineSettings(**settings), cache)
+        choose_device(EngineSettings(**settings))
     assert "\n" not in caught.value.message
     assert caught.value.hint

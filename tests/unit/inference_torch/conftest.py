@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,41 @@ if find_spec("torch"):
 
 __all__ = ["make_request", "reference_llama", "tiny_llama"]
 
+SHARED: dict[bytes, Any] = {}
+"""Tensors that regions of this process share."""
+
+
+def stand_in_region(slots: int, slot_bytes: int, host_slots: int = 0) -> Any:
+    """Return a region whose slots lie in a tensor, which only the region's copies can reach."""
+    return stand_in_class().over(torch.zeros(slots, slot_bytes, dtype=torch.uint8), host_slots)
+
+
+def stand_in_class() -> Any:
+    """Return `DeviceRegion` without CUDA IPC: processes of a test are objects of this one."""
+    from dynamo.inference.torch.device_region import DeviceRegion
+
+    class StandInRegion(DeviceRegion):
+        def share(self) -> bytes:
+            key = b"%d" % id(self)
+            SHARED[key] = self._blocks
+            return key
+
+        def open_shared(self, description: bytes, slots: int) -> Any:
+            blocks = SHARED[description]
+            assert slots == len(blocks)
+            return partial(self._copy_slots, blocks)
+
+    return StandInRegion
+
+
 MakeEngine = Callable[..., BatchedEngine]
 
 
 def open_engine(
     folder: Path, dtype: Any = "float32", cache: CacheSettings = NO_TIERS, **settings: Any
 ) -> BatchedEngine:
-    """Return an engine over the weights in `folder`; `dtype` "numpy": that of NumPy."""
+    """Return an engine over the weights in `folder`. `dtype` "numpy": that of NumPy, "apart": in
+    float32, with its blocks apart from host memory as on a card."""
     from dynamo.inference.torch.runner import TorchRunner
 
     engine_settings = EngineSettings(
@@ -47,8 +76,9 @@ def open_engine(
     if dtype == "numpy":
         runner: Any = NativeRunner(lambda: open_weights(folder), engine_settings, cache=cache)
     else:
-        device = TorchDevice("cpu", dtype)
+        device = TorchDevice("cpu", "float32" if dtype == "apart" else dtype)
         runner = TorchRunner(lambda: open_weights(folder), engine_settings, device, cache=cache)
+        runner._is_apart = dtype == "apart"
     return BatchedEngine(
         runner,
         prefix_caching=engine_settings.prefix_caching,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,12 @@ def fill_unused_blocks(engine: Any) -> None:
 
 
 class RandomOperations:
-    """Sends random prompts with common beginnings to an engine and checks each answer's logits."""
+    """Sends random prompts with common beginnings to the engines of a pair, mostly to `d`, and
+    checks each answer's logits."""
 
-    def __init__(self, engine: Any, seed: int, make_request: Any, reference: Any) -> None:
+    def __init__(self, pair: NativePair, seed: int, make_request: Any, reference: Any) -> None:
         self.random = random.Random(seed)
-        self.engine = engine
+        self.pair = pair
         self.make_request = make_request
         self.reference = reference
         self.beginnings = [self.ids(size) for size in (8, 30, 47)]
@@ -69,7 +71,7 @@ class RandomOperations:
             elif choice < 0.8 and running:
                 self.random.choice(running).cancel()
             elif choice < 0.85:
-                self.engine.clear_prefix_cache()
+                self.random.choice((self.pair.p, self.pair.d)).clear_prefix_cache()
             for _ in range(self.random.choice((0, 1, 5, 40))):
                 await asyncio.sleep(0)
         results = await asyncio.gather(*running, return_exceptions=True)
@@ -83,16 +85,17 @@ class RandomOperations:
         sampling = self.random.choice((
             SamplingParams(temperature=0), SamplingParams(temperature=1.0, seed=len(prompt)),
         ))  # fmt: skip
+        engine = self.random.choice((self.pair.p, *[self.pair.d] * 4))
         request = self.make_request(
             prompt,
             self.random.randrange(1, 24),
             sampling=sampling,
             top_logprobs=0,
             priority=self.random.randrange(2),
-            prefill=self.random.choice(("", "p")) if self.engine.kv_source else "",
+            prefill=self.random.choice(("", "p")) if engine.kv_source else "",
         )
         reply = RecordingReply()
-        await self.engine.generate(request, Context("r"), reply)
+        await engine.generate(request, Context("r"), reply)
         logits = self.reference.logits(prompt + reply.ids)[len(prompt) - 1 : -1]
         expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for row, token, extra in zip(expected, reply.ids, reply.extras, strict=True):
@@ -100,35 +103,50 @@ class RandomOperations:
         self.answers += 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "apart"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_random_operations(
-    make_engine: Any, make_request: Any, reference_llama: Any, seed: int
+    make_engine: Any,
+    make_request: Any,
+    reference_llama: Any,
+    tmp_path: Path,
+    dtype: str,
+    seed: int,
 ) -> None:
-    """Prompts are admitted, preempted, hit, cancelled; two seeds take some from another engine, and
-    two compute steps ahead, as on a card."""
+    """Prompts are admitted, preempted, hit, cancelled, come from tiers; two seeds take some from
+    another engine, and two compute steps ahead, as on a card."""
     sizes: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 24}
-    pair = NativePair(make_engine(**sizes), make_engine(**sizes))
+    cache = CacheSettings(
+        cpu_size=40 * BLOCK_BYTES, ssd_size=1 << 20, ssd_path=tmp_path, offload_policy="lru"
+    )
+    pair = NativePair(make_engine(dtype, **sizes), make_engine(dtype, cache, **sizes))
     pair.d.runner.runs_ahead = seed > 1
     await pair.start()
     for engine in (pair.p, pair.d):
         fill_unused_blocks(engine)
+        engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
+        engine.prefill_speed.token_s = 0.1
     if seed % 2:
         pair.d.kv_source = None
-    operations = RandomOperations(pair.d, seed, make_request, reference_llama)
-    await operations.run(60)
-    assert operations.answers > 15
+    operations = RandomOperations(pair, seed, make_request, reference_llama)
+    await operations.run(80)
+    assert operations.answers > 20
     runner: Any = pair.d.runner
     assert (runner._run_ahead.used_rows > 0) == runner.runs_ahead
     assert pair.d.scheduler.preemptions > 0
     assert pair.d.kv_source is None or pair.d.arrivals.counters.blocks_arrived > 0
-    await asyncio.sleep(0)
+    assert all(tier.counters.loaded_blocks for tier in pair.d.tiers.tiers)
+    while pair.d.tiers.storing:
+        await asyncio.sleep(0.001)
     pair.check_idle()
     await pair.p.stop()
     await pair.d.stop()
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("numpy", "float32"), ("float32", "numpy"), ("float32", "float32")], ids=str
+    "dtypes",
+    [("numpy", "float32"), ("apart", "numpy"), ("numpy", "apart"), ("apart", "apart")],
+    ids=str,
 )
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 async def test_prompts_of_another_kind_of_worker(
@@ -168,13 +186,16 @@ async def test_an_answer_goes_on_at_a_worker_of_the_other_kind(
     assert replies[1].ids == whole
 
 
-async def test_blocks_come_back_from_host_memory(make_engine: Any, make_request: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "apart"])
+async def test_blocks_come_back_from_host_memory(
+    make_engine: Any, make_request: Any, dtype: str
+) -> None:
     requests = [make_request(prompt, 10, sampling=SEEDED) for prompt in TIER_PROMPTS]
     alone = make_engine("numpy")
     await alone.start()
     expected = [await answer(alone, request) for request in requests]
     await alone.stop()
-    engine = make_engine(cache=CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=24)
+    engine = make_engine(dtype, CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=24)
     await engine.start()
     fill_unused_blocks(engine)
     engine.prefill_speed.token_s = 1.0

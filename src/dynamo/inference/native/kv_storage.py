@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -138,16 +138,19 @@ class KvStorage:
         self._free_slot_tokens = 0
 
 
-def allocate_region(num_blocks: int, block_bytes: int) -> MemoryRegion | None:
-    """Return memory for blocks that peers may read; None where the system has none. Raises
-    `ConfigError` if it is too much."""
+def allocate_region(
+    num_blocks: int, block_bytes: int, allocate: Callable[[], MemoryRegion] | None = None
+) -> MemoryRegion | None:
+    """Return memory for blocks that peers may read; None where the system has none. `allocate`
+    makes another kind of region with so many blocks in host memory. Raises `ConfigError` if it is
+    too much."""
     size = num_blocks * block_bytes
     if size > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise _memory_error("memory for KV blocks", size, "num-blocks")
     if not hasattr(os, "memfd_create"):
         return None
     try:
-        return MemoryRegion.allocate(num_blocks, block_bytes)
+        return allocate() if allocate else MemoryRegion.allocate(num_blocks, block_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise _memory_error("memory for KV blocks", size, "num-blocks") from error
 

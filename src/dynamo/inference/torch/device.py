@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.inference.engines.packages import has_nvidia_driver
 
@@ -21,10 +20,9 @@ class TorchDevice(NamedTuple):
     dtype: ElementType
 
 
-def choose_device(settings: EngineSettings, cache: CacheSettings = NO_TIERS) -> TorchDevice | None:
+def choose_device(settings: EngineSettings) -> TorchDevice | None:
     """Return where the native engine computes; None: on the CPU by NumPy. With `auto` that is a
-    card that torch can use. Raises `ConfigError` for a device or format that this machine lacks,
-    and for what a card does not do."""
+    card that torch can use. Raises `ConfigError` for a device or format that this machine lacks."""
     if settings.device == "auto" and not wants_card(settings):
         if settings.dtype not in {"auto", "float32"}:
             raise _error(
@@ -50,7 +48,6 @@ def choose_device(settings: EngineSettings, cache: CacheSettings = NO_TIERS) -> 
             f"here: {reason}",
             "install a driver and a build of PyTorch that suit each other, or use --device cpu",
         )
-    _check_uses_of_card(settings, cache)
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = _choose_dtype(settings, "bfloat16" if has_bfloat16 else "float16")
     if dtype == "bfloat16" and not has_bfloat16:
@@ -67,22 +64,6 @@ def wants_card(settings: EngineSettings) -> bool:
     if settings.device == "auto":
         return has_nvidia_driver() and find_spec("torch") is not None
     return settings.device == "cuda"
-
-
-def _check_uses_of_card(settings: EngineSettings, cache: CacheSettings) -> None:
-    """Raise `ConfigError` for what needs blocks in host memory."""
-    if settings.role != "both":
-        raise _error(
-            f"engine.role is {settings.role}, and workers exchange no KV blocks of a card",
-            "use --device cpu, leave engine.role at both, or serve by --engine.kind vllm",
-            "role",
-        )
-    if cache.tiers:
-        raise _error(
-            f"KV blocks shall be kept in: {', '.join(cache.tiers)}, and no tier takes those of a "
-            "card",
-            "leave out --kv-host-size, --kv-disk-size and --kv-remote-url, or use --device cpu",
-        )
 
 
 def _choose_dtype(settings: EngineSettings, default: ElementType) -> ElementType:

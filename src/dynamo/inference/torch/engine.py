@@ -24,7 +24,7 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     settings, cache = inputs.settings.engine, inputs.settings.cache
     os.environ.update(engine_environment(inputs.settings))  # before torch looks for cards
     return BatchedEngine(
-        _make_runner(inputs, choose_device(settings, cache)),
+        _make_runner(inputs, choose_device(settings)),
         eos_token_ids=inputs.card.eos_token_ids,
         prefix_caching=settings.prefix_caching,
         eviction=make_eviction_policy(settings.eviction),

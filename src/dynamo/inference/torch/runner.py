@@ -27,6 +27,7 @@ from dynamo.inference.torch.backend import TorchBackend
 from dynamo.inference.torch.batch import make_paged_batch, make_spare_batch, row_order
 from dynamo.inference.torch.card_memory import card_budget, check_weights, measure_kv_bytes
 from dynamo.inference.torch.device import TorchDevice
+from dynamo.inference.torch.device_region import DeviceRegion
 from dynamo.inference.torch.graphs import DecodeGraphs
 from dynamo.inference.torch.run_ahead import RunAhead
 from dynamo.inference.torch.sampling import sample
@@ -59,6 +60,8 @@ class TorchRunner(WeightsRunner):
         super().__init__("torch", open_weights, settings, context_tokens, memory_bytes, cache)
         self._device = torch.device(device.name)
         self._dtype = device.dtype
+        self._is_apart = device.name != "cpu"
+        """The blocks lie in memory of their own, from which peers and tiers copy."""
         self._graphs: DecodeGraphs | None = None
         self.runs_ahead = device.name == "cuda"
 
@@ -133,25 +136,24 @@ class TorchRunner(WeightsRunner):
         return torch.empty(count, *dims, dtype=dtype, device=self._device)
 
     def _allocate_blocks(self, info: EngineInfo, shape: KvShape) -> torch.Tensor:
-        """Return the memory of the blocks. In host memory it lies in the region of the runner; on a
+        """Return the memory of the blocks, and make the region of the runner over it or in it. On a
         card one more block follows, which pads steps."""
-        if self._device.type == "cuda":
-            return self._empty_blocks(info.num_blocks + 1, shape)
-        block_bytes = shape.token_bytes * info.block_tokens
-        host_blocks = plan_host_blocks(
-            self._cache,
-            self._settings.data_parallel_size,
-            info.num_blocks,
-            block_bytes,
-            self._memory_bytes,
-        )
-        self.region = allocate_region(info.num_blocks + host_blocks, block_bytes)
+        block_bytes, count = shape.token_bytes * info.block_tokens, info.num_blocks
+        ranks, free_bytes = self._settings.data_parallel_size, self._memory_bytes
+        host_blocks = plan_host_blocks(self._cache, ranks, count, block_bytes, free_bytes)
+        if self._is_apart:
+            blocks = self._empty_blocks(count + 1, shape)
+            self.region = allocate_region(
+                host_blocks, block_bytes, lambda: DeviceRegion.over(blocks[:count], host_blocks)
+            )
+            return blocks
+        self.region = allocate_region(count + host_blocks, block_bytes)
         if self.region is None:
-            return self._empty_blocks(info.num_blocks, shape)
-        memory = self.region.memory[: info.num_blocks * block_bytes]
-        blocks = torch.frombuffer(memory, dtype=getattr(torch, self._dtype))
+            return self._empty_blocks(count, shape)
+        memory = self.region.memory[: count * block_bytes]
+        flat = torch.frombuffer(memory, dtype=getattr(torch, self._dtype))
         dims = shape.num_layers, 2, shape.num_kv_heads, info.block_tokens, shape.head_dim
-        return blocks.view(info.num_blocks, *dims)
+        return flat.view(count, *dims)
 
     def _forward(
         self, batch: PagedBatch, read_rows: Callable[[Any], None] | None = None
@@ -174,7 +176,10 @@ class TorchRunner(WeightsRunner):
             logits = self._run_ahead.join(ahead, plan.chunks, logits)
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         on_tokens = partial(self._run_ahead.start, plan) if self.runs_ahead else None
-        return StepResult(*sample(logits, sequences, on_tokens))
+        result = StepResult(*sample(logits, sequences, on_tokens))
+        if not sequences and self.region is not None:
+            self.region.settle()  # peers and tiers may read the blocks now
+        return result
 
     def _prompt_reader(
         self, chunks: Sequence[StepChunk], batch: PagedBatch

@@ -242,9 +242,7 @@ class TensorParallelRunner(TorchRunner):
         os._exit(1)
 
     def _allocate_blocks(self, info: EngineInfo, shape: KvShape) -> torch.Tensor:
-        blocks = super()._allocate_blocks(info, shape)
-        self.region = None  # the tensor keeps its memory
-        return blocks
+        return self._empty_blocks(info.num_blocks, shape)
 
     def _compute_step(self, plan: StepPlan) -> StepResult:
         try:
