@@ -23,6 +23,8 @@ from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import GenerateRequest, SamplingParams
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.native.engine_sizing import plan_engine_info
+from dynamo.inference.native.kv_storage import KvShape
 from dynamo.inference.torch.device import TorchDevice
 from dynamo.inference.torch.ranks import check_ranks
 from dynamo.models.checkpoint.weights import open_weights
@@ -37,9 +39,8 @@ def open_ranks(folder: Path, size: int, **settings: Any) -> BatchedEngine:
     from dynamo.inference.torch.runner import TorchRunner
     from dynamo.inference.torch.tensor_parallel import TensorParallelRunner
 
-    chosen = EngineSettings(
-        threads=1, num_blocks=64, block_size=4, tensor_parallel_size=size, **settings
-    )
+    sizes = {"threads": 1, "num_blocks": 64, "block_size": 4, "tensor_parallel_size": size}
+    chosen = EngineSettings(**(sizes | settings))
     runner = TorchRunner if size == 1 else TensorParallelRunner
     return BatchedEngine(
         runner(partial(open_weights, folder), chosen, TorchDevice("cpu", "float32"))
@@ -70,6 +71,32 @@ async def test_other_shapes(tmp_path: Path, make_request: Any, name: str) -> Non
     requests = [make_request(prompt, 16) for prompt in random_prompts(name)]
     alone, shared = [await answer(open_ranks(folder, size), requests) for size in (1, 2)]
     assert shared == alone
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+async def test_the_rank_with_the_least_room_decides(
+    tiny_llama: Path, make_request: Any, largest: int
+) -> None:
+    from dynamo.inference.torch.tensor_parallel import RankWeights
+
+    request, least, most = make_request(PROMPTS[3], COUNT), 2_000_000, 3_000_000
+    alone = (await answer(open_ranks(tiny_llama, 1), [request]))[0]
+    engine = open_ranks(tiny_llama, 2, num_blocks=0)
+    runner: Any = engine.runner
+    runner._memory_bytes = least if largest else most
+    runner._plan = runner._plan._replace(memory_bytes=most if largest else least)
+
+    info = await engine.start()
+
+    config = RankWeights(open_weights(tiny_llama), 0, 2).config
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
+    planned = [
+        plan_engine_info(runner._settings, config, shape, 0, size).num_blocks
+        for size in (least, most)
+    ]
+    assert info.num_blocks == planned[0] < planned[1]
+    assert (await generate_all(engine, [request]))[0].ids == alone
+    await engine.stop()
 
 
 KILLED = """

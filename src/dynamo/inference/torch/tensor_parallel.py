@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dynamo.inference.model_runner import StepPlan, StepResult
     from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.kv_storage import KvShape
+    from dynamo.models.checkpoint.decoder_config import DecoderConfig
 
 log = logging.getLogger(__name__)
 
@@ -183,29 +184,46 @@ class TensorParallelRunner(TorchRunner):
             memory_bytes=plan.memory_bytes,
         )
         self._children: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        """To the other ranks, or, on one of these, to rank 0."""
         self._stops = False
 
     def _load_model(self) -> EngineInfo:
         self._plan = self._plan._replace(folder=tempfile.mkdtemp(prefix="dynamo-ranks-"))
-        connections = [self._start_rank(rank) for rank in range(1, self._size)]
+        self._connections = [self._start_rank(rank) for rank in range(1, self._size)]
         try:
             self._join_ranks()
             info = super()._load_model()
-            answers = [connection.recv() for connection in connections]
+            self._receive()
         except BaseException:
             self._stops = True
             raise
-        if errors := [answer for answer in answers if isinstance(answer, str)]:
-            self._stops = True
-            raise ModelUnavailable(errors[0])
-        counts = {info.num_blocks, *answers}
-        if len(counts) > 1:
-            raise ModelUnavailable(
-                f"the ranks have room for {sorted(counts)} KV blocks",
-                hint="set --num-blocks to what the smallest of them holds",
-            )
-        self._backend.followers = connections
+        self._backend.followers = self._connections
         return info
+
+    def _receive(self) -> list[int]:
+        """Return what each of the other ranks has sent. Raises `ModelUnavailable` for the error of
+        one."""
+        answers = [connection.recv() for connection in self._connections]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise ModelUnavailable(answer)
+        return answers
+
+    def _plan_engine(
+        self, config: DecoderConfig, shape: KvShape, memory_bytes: int, kv_bytes: int = 0
+    ) -> EngineInfo:
+        """Return the sizes of the engine. All ranks have as many blocks as the one with the least
+        room."""
+        info = super()._plan_engine(config, shape, memory_bytes, kv_bytes)
+        rank_0 = self._plan.rank == 0
+        if not rank_0:
+            self._connections[0].send(info.num_blocks)
+        count = min(info.num_blocks, *self._receive())
+        for connection in self._connections if rank_0 else ():
+            connection.send(count)
+        context = min(info.context_tokens, count * info.block_tokens)
+        return replace(info, num_blocks=count, context_tokens=context)
 
     def _join_ranks(self) -> None:
         """Wait for all ranks."""
@@ -267,6 +285,7 @@ class TensorParallelRunner(TorchRunner):
     def serve(self, connection: Connection) -> None:
         """Compute the steps that rank 0 sends, until it closes the connection."""
         self._join_ranks()
+        self._connections = [connection]
         try:
             connection.send(super()._load_model().num_blocks)
         except DynamoError as error:  # rank 0 has the same one, or tells this one
