@@ -27,8 +27,8 @@ LONG_FILE_LINES = 600
 LONG_FILES = {
     "src/dynamo/application/responses/store.py": "states of a stored response, with the tables, "
     "lock and queries that change them",
-    "src/dynamo/operations/replay/fast/worker.py": "states of a simulated worker's requests, all of "
-    "which change the same sums",
+    "src/dynamo/operations/replay/fast/worker.py": "states of a simulated worker's requests, all "
+    "of which change the same sums",
 }
 """Files that are one state machine, which would be cut by length alone, with the reason."""
 FUNCTION_LINES = 50

@@ -70,8 +70,8 @@ _plane_numbers = count()
 
 class ReplayCluster(StagedPipeline):
     """A cluster that runs inside `async with`. `send` passes requests through the router, and
-    through `admission` if wanted. `engines` holds the ranks of the first worker, then
-    those of the next one to serve, and so on. `migrates`: requests of workers that die go on at others."""
+    through `admission` if wanted. `engines` holds the ranks of the first worker, then those of
+    the next one to serve, and so on. `migrates`: requests of workers that die go on at others."""
 
     def __init__(
         self,
