@@ -44,7 +44,7 @@ class ReleasedRun:
         self.live -= count
         if not self.live:
             del self.queue[self]
-        elif self.live < len(self.blocks) // 2:
+        elif self.live < (len(self.blocks) - self.at) // 2:
             self.forget_others()
 
     def forget_others(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from dynamo.core.clock import Clock
 from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
@@ -19,8 +20,9 @@ MIN_STEPS = 2
 """Fewer steady steps than this are computed one by one."""
 WaitUntilQuiescent = Callable[[], Awaitable[None]]
 """Returns when no other task can run at this instant of virtual time."""
-DeliverSteps = Callable[[Sequence[float], Sequence[Sequence[int]]], None]
-"""Receives when the steps ended and, for each running sequence, the sampled tokens."""
+DeliverSteps = Callable[[Any, Sequence[Sequence[int]]], None]
+"""Receives an array of the times when the steps ended and, for each running sequence, the tokens.
+"""
 
 
 class RealTime:
@@ -70,11 +72,11 @@ class FastForward(RealTime):
         self._active = set() if active is None else active
         self._completion: asyncio.Future[None] | None = None
         self._cancel_timer: Callable[[], None] = lambda: None
-        self._step_ends: list[float] = []
+        self._step_ends: Any = ()
         self._last_step = 0
         self._delivered_steps = 0
-        self.delivered_step_ends: Sequence[float] = ()
-        """End times of the steps whose tokens are being delivered now, else empty."""
+        self.delivered_step_ends: Any = ()
+        """End times of the steps whose tokens are being delivered now, an array, else empty."""
 
     def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
         self._scheduler = scheduler
@@ -87,8 +89,9 @@ class FastForward(RealTime):
         steps = self._scheduler.steady_steps(plan)
         if steps < MIN_STEPS:
             return
-        seqs = plan.decode_seqs
-        self._step_ends = self._runner.decode_end_times(seqs, plan.decode_context + seqs, steps)
+        running = self._scheduler.running
+        context = sum(sequence.length for sequence in running)
+        self._step_ends = self._runner.decode_end_times(len(running), context, steps)
         self._last_step, self._delivered_steps = steps, 0
         self._plan_next()
         self._completion = asyncio.get_running_loop().create_future()
@@ -101,7 +104,7 @@ class FastForward(RealTime):
             self._cancel_timer()
             self._completion = None
         self._deliver_up_to(self._last_step)
-        self._runner.skip_to(self._step_ends[self._last_step - 1])
+        self._runner.skip_to(float(self._step_ends[self._last_step - 1]))
 
     def interrupt(self) -> None:
         if self._completion is None or self._completion.done():
@@ -123,7 +126,7 @@ class FastForward(RealTime):
 
     def _set_timer(self) -> None:
         self._cancel_timer = self._clock.call_at(
-            self._step_ends[self._last_step - 1], self._complete
+            float(self._step_ends[self._last_step - 1]), self._complete
         )
 
     def _complete(self) -> None:

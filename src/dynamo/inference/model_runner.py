@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -129,9 +129,10 @@ class PredictableModelRunner(ModelRunner):
     """A runner that knows step times in advance, so that a simulation can skip steps."""
 
     @abstractmethod
-    def decode_end_times(self, seqs: int, context: int, steps: int) -> list[float]:
-        """Return the end time of each of the next `steps` steps, on the engine's clock. The steps
-        only decode `seqs` sequences. `context` is the sum of their lengths in the first step."""
+    def decode_end_times(self, seqs: int, context: int, steps: int) -> Any:
+        """Return the end time of each of the next `steps` steps, on the engine's clock, as a NumPy
+        array. The steps only decode `seqs` sequences. `context` is the sum of their lengths in the
+        first step."""
 
     @abstractmethod
     def decode_tokens(

@@ -33,7 +33,7 @@ class TokenGaps:
         now = get_running_loop().time()
         if self._first_token_s:
             decode_seqs -= self._count_second_tokens(now)
-        self.on_steps([now], decode_seqs)
+        self.on_steps((now,), decode_seqs)
 
     def on_steps(self, ends: Sequence[float], decode_seqs: int) -> None:
         """Count the tokens of steps, also of skipped ones, by the times when they ended."""

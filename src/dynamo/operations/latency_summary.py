@@ -7,8 +7,8 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice, repeat
-from operator import sub
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -51,10 +51,11 @@ class LatencyHistogram:
         if len(self._times) >= COUNTED_TOGETHER:
             self._count_new()
 
-    def add_gaps(self, ends: Sequence[float], times: int) -> None:
-        """Count `times` latencies between each of `ends` and the one before, in seconds."""
-        self._seconds.extend(map(sub, islice(ends, 1, None), ends))
-        self._times.extend(repeat(times, len(self._seconds) - len(self._times)))
+    def add_gaps(self, ends: Any, times: int) -> None:
+        """Count `times` latencies between each of the array `ends` and the one before, in
+        seconds."""
+        self._seconds.frombytes((ends[1:] - ends[:-1]).tobytes())
+        self._times.extend(array("q", (times,)) * (len(ends) - 1))
         if len(self._times) >= COUNTED_TOGETHER:
             self._count_new()
 

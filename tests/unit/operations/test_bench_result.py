@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -106,7 +107,7 @@ def test_a_histogram_agrees_with_the_exact_distribution_within_a_thousandth() ->
 def test_gaps_between_times_are_counted_like_single_ones() -> None:
     ends = [0.0, 0.0, *(0.5 + number * number * 1e-5 for number in range(40_000))]
     together, singly = LatencyHistogram(), LatencyHistogram()
-    together.add_gaps(ends, 3)
+    together.add_gaps(np.array(ends), 3)
     together.add(2.0)
     for before, after in itertools.pairwise(ends):
         singly.add(after - before, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -64,20 +64,11 @@ class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             step_ms += evaluate_polynomial(self.decode, counts.decode_context / capacity_tokens)
         return max(step_ms, self.floor_ms)
 
-    def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
-        """Return the times of `steps` steps that only decode `seqs` sequences. `context` is the sum
-        of their lengths in the first step; it grows by `seqs` a step."""
-        lengths = range(context, context + seqs * steps, seqs)
-        floor, coefficients = self.floor_ms, self.decode
-        if len(coefficients) == QUADRATIC_COEFFICIENTS:
-            c0, c1, c2 = coefficients
-            shares = [length / capacity_tokens for length in lengths]
-            times = [(c2 * share + c1) * share + c0 for share in shares]
-        else:
-            times = [
-                evaluate_polynomial(coefficients, length / capacity_tokens) for length in lengths
-            ]
-        return times if min(times) >= floor else [max(time, floor) for time in times]
+    def decode_ms(self, seqs: int, contexts: Any, capacity_tokens: int) -> Any:
+        """Return the times of steps that only decode `seqs` sequences, an array like `contexts`,
+        the sums of their lengths in each of the steps."""
+        del seqs
+        return evaluate_polynomial(self.decode, contexts / capacity_tokens).clip(self.floor_ms)
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
@@ -97,11 +88,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linea
         step_ms = self.c0 + self.c1 * counts.new_tokens + batch
         return step_ms + self.c4 * counts.attention if self.c4 else step_ms
 
-    def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
-        """Return the times of `steps` steps that only decode; see `PolynomialTiming.decode_ms`."""
+    def decode_ms(self, seqs: int, contexts: Any, capacity_tokens: int) -> Any:
+        """Return the times of steps that only decode; see `PolynomialTiming.decode_ms`."""
         del capacity_tokens
-        base = self.c0 + self.c2 * seqs
-        return [base + self.c3 * (context + step * seqs) for step in range(steps)]
+        return self.c0 + self.c2 * seqs + self.c3 * contexts
 
 
 StepTiming = PolynomialTiming | Timing
@@ -113,9 +103,10 @@ DYNAMO_TIMING = PolynomialTiming(
 """The defaults of the mock engine of NVIDIA Dynamo 1.6.1."""
 
 
-def evaluate_polynomial(coefficients: Sequence[float], x: float) -> float:
-    """Evaluate a polynomial whose coefficients start with the lowest degree."""
-    value = 0.0
+def evaluate_polynomial(coefficients: Sequence[float], x: Any) -> Any:
+    """Evaluate a polynomial whose coefficients start with the lowest degree, at a number or for
+    each number of an array."""
+    value = 0.0 * x
     for coefficient in reversed(coefficients):
         value = value * x + coefficient
     return value

@@ -7,8 +7,8 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from struct import Struct
+from typing import Any
 
 from xxhash import xxh3_64_digest
 
@@ -84,12 +84,14 @@ class MockRunner(PredictableModelRunner):
             return StepResult([0 for chunk in plan.chunks if chunk.samples])
         return self._sample_chunks(plan.chunks)
 
-    def decode_end_times(self, seqs: int, context: int, steps: int) -> list[float]:
-        times = self._timing.decode_ms(seqs, context, steps, self._capacity_tokens)
-        scale = self._seconds_per_ms
-        ends = list(accumulate([time * scale for time in times], initial=self._step_end_s))
-        del ends[0]
-        return ends
+    def decode_end_times(self, seqs: int, context: int, steps: int) -> Any:
+        import numpy as np
+
+        contexts = np.arange(context, context + seqs * steps, seqs)
+        times = self._timing.decode_ms(seqs, contexts, self._capacity_tokens)
+        times *= self._seconds_per_ms
+        times[0] += self._step_end_s
+        return times.cumsum()
 
     def decode_tokens(
         self, sequences: Sequence[EngineSequence], steps: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dynamo.core.errors import Unsupported
 from dynamo.core.reply import Engine, KvEventListener, Reply
@@ -102,11 +103,9 @@ class EngineCore(Engine):
             index += 1
         self.counters.generated_tokens += index
 
-    def _deliver_skipped_steps(
-        self, ends: Sequence[float], sampled: Sequence[Sequence[int]]
-    ) -> None:
-        """Deliver the tokens of skipped steps, which ended at these times: a list for each running
-        sequence."""
+    def _deliver_skipped_steps(self, ends: Any, sampled: Sequence[Sequence[int]]) -> None:
+        """Deliver the tokens of skipped steps, which ended at the times in the array `ends`: a list
+        for each running sequence."""
         running = self.scheduler.running.copy()
         for sequence, ids in zip(running, sampled, strict=True):
             if not sequence.request_state.reply.tokens(ids):
@@ -114,7 +113,7 @@ class EngineCore(Engine):
         self.counters.steps += len(ends)
         self.counters.generated_tokens += len(ends) * len(running)
         if self.token_gaps.target_s:
-            self.token_gaps.on_steps(ends, len(running))
+            self.token_gaps.on_steps(ends.tolist(), len(running))
         self.publish_kv_events()
 
     def _deliver_token(

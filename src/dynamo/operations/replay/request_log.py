@@ -6,7 +6,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -64,11 +64,11 @@ class ReplayRequest(Reply):
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         del logprobs
         log = self._log
-        ends = self.fast_forward.delivered_step_ends if self.fast_forward is not None else ()
-        if ends:
+        skipping = self.fast_forward
+        if skipping is not None and len(ends := skipping.delivered_step_ends):
             log.inter_token.add(ends[0] - self._last_token_s)
             log.on_fast_forward(ends)
-            self._last_token_s = ends[-1]
+            self._last_token_s = float(ends[-1])
         else:
             now = log.clock.now()
             if self.output_tokens:
@@ -120,7 +120,7 @@ class ReplayLog:
         self._block_converter = blocks
         self._block_tokens = block_tokens
         self._last_unique_block = FIRST_UNIQUE_BLOCK
-        self._token_times: Sequence[float] = ()
+        self._token_times: Any = ()
         self._requests_sharing_token_times = 0
 
     def new_unique_block(self) -> int:
@@ -201,7 +201,7 @@ class ReplayLog:
         """Return how many prompts and requests the engine of each number got."""
         return Counter(self._workers) + self._prefills
 
-    def on_fast_forward(self, ends: Sequence[float]) -> None:
+    def on_fast_forward(self, ends: Any) -> None:
         """Record a token at each time of `ends` for one request. Requests of one batch pass the
         same object one after the other and are counted together."""
         if ends is self._token_times:
@@ -212,7 +212,7 @@ class ReplayLog:
 
     def flush_token_times(self) -> None:
         """Count the token times that are still pending. Call at the end."""
-        if self._token_times:
+        if len(self._token_times):
             self.inter_token.add_gaps(self._token_times, self._requests_sharing_token_times)
         self._token_times, self._requests_sharing_token_times = (), 0
 

@@ -108,7 +108,8 @@ def _polynomial_leap(timing: PolynomialTiming, sequences: int, context: int, cap
             return Leap(first_ms * 1e-3, slope_ms * 1e-3, c2 * growth * growth * 1e-3)
     far = max(1, capacity // (8 * sequences))
     times = [
-        timing.decode_ms(sequences, context + number * sequences, 1, capacity)[0] * 1e-3
+        timing.step_ms(Counts(0, sequences, sequences, context + number * sequences, 0.0), capacity)
+        * 1e-3
         for number in (0, far, 2 * far)
     ]
     curve = (times[2] - 2 * times[1] + times[0]) / (2 * far * far)
