@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dynamo.inference.eviction import ReleasedRun
+from typing import Any
 
 
 class Block:
@@ -33,4 +30,4 @@ class Block:
         self.fingerprint = 0
         self.parent_hash = 0
         self.hits = 0
-        self.run: ReleasedRun | None = None
+        self.run: Any = None

@@ -88,8 +88,8 @@ class EvictionPolicy:
 
     def remove(self, block: Block) -> None:
         """Remove a block that is referenced again."""
-        run, block.run = block.run, None
-        assert run is not None  # noqa: S101 - a policy holds it
+        run: ReleasedRun = block.run
+        block.run = None
         self._count -= 1
         run.drop(1)
 
