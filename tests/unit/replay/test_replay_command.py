@@ -63,6 +63,73 @@ def test_the_plot_is_a_png_file(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def write_script(folder: Path, *lines: str) -> list[str]:
+    path = folder / "events.jsonl"
+    path.write_text("\n".join(lines))
+    return ["--events", str(path)]
+
+
+@pytest.mark.parametrize("fast", [[], ["--fast"]])
+def test_a_script_changes_the_workers(fast, tmp_path, capsys):
+    script = write_script(
+        tmp_path,
+        '{"time": "1s", "action": "start", "count": 2, "startup": 2}',
+        '{"time": 5, "action": "die", "worker": 0, "restart": false}',
+        '{"time": 6, "action": "drain"}',
+    )
+    picture = tmp_path / "timeline.png"
+    flags = [*script, "--startup", "5s", "--gpus", "6", "--good", "ttft=1ms", *fast]
+    assert run([*FLAGS, *flags, "--plot", str(picture), "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] == result["requests"] == 64
+    assert result["broken_promises"] == 64
+    assert len(result["requests_per_worker"]) == 5
+    changes = [(each["time_s"], each["starting"], each["ready"]) for each in result["timeline"]]
+    assert changes[:5] == [(0.0, 0, 3), (1.0, 2, 3), (3.0, 0, 5), (5.0, 0, 4), (6.0, 0, 3)]
+    seconds = 3 * result["duration_s"] + 2 * (result["duration_s"] - 1) - (result["duration_s"] - 5)
+    assert result["gpu_hours"] * 3600 / 2 < seconds
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_request_waits_while_the_only_worker_starts(tmp_path, capsys):
+    script = write_script(tmp_path, '{"time": 0, "action": "die", "count": 3}')
+    for fast in ([], ["--fast"]):
+        assert run([*FLAGS, *script, "--startup", "30s", *fast, "--json", "-"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["completed"] == 64
+        assert result["ttft_ms"]["max"] > 20_000
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"time": 1, "action": "start", "kind": "wroker"}', "no kind of workers 'wroker'"),
+        ('{"time": -1, "action": "start"}', "not negative"),
+        ('{"time": NaN, "action": "start"}', "line 1"),
+        ('{"time": "soon", "action": "start"}', "duration"),
+        ('{"time": 1, "action": "explode"}', "explode"),
+        ('{"time": 1, "action": "role"}', "names a role"),
+        ('{"time": 1, "action": "die", "count": 0}', "at least 1"),
+        ('{"time": 1, "action": "die", "cuont": 2}', "cuont"),
+        ("[1]", "line 1"),
+        ('{"time": 1', "line 1"),
+    ],
+)
+def test_a_wrong_script_is_refused_in_one_line(line, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run([*FLAGS, *write_script(tmp_path, line)])
+
+
+def test_the_time_of_a_start_needs_a_script(tmp_path):
+    with pytest.raises(ConfigError, match="no effect without --events"):
+        run([*FLAGS, "--startup", "3s"])
+    script = write_script(tmp_path, '{"time": 1, "action": "start"}')
+    with pytest.raises(ConfigError, match="above the second"):
+        run([*FLAGS, *script, "--startup", "30s-3s"])
+    with pytest.raises(ConfigError, match="No such file"):
+        run([*FLAGS, "--events", str(tmp_path / "none")])
+
+
 def test_roles_and_transfers_are_set_by_flags(tmp_path, capsys):
     timing = tmp_path / "fast.json"
     timing.write_text('{"type": "linear", "c0": 1, "c1": 0.001}')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import parser
+from dynamo.cli.benchmark.replay_settings import summarize_router, summarize_settings
 from dynamo.cli.benchmark.report import (
     ReplayProgress,
     format_capacity_step,
@@ -29,6 +29,7 @@ from dynamo.core.values import BOTH_ROLES, Tier
 if TYPE_CHECKING:
     from dynamo.core.settings.schema_engine import EngineSettings
     from dynamo.core.settings.schema_router import RouterSettings
+    from dynamo.operations.replay.events import FleetEvent
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.replay.request_log import ReplayLog
     from dynamo.operations.replay.result import LoadPoint, ReplayResult
@@ -197,11 +198,16 @@ def _trace_name(args: argparse.Namespace) -> str:
 def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     """Return the plan of a replay by its flags and settings. Raises `ConfigError`."""
     from dynamo.operations.bench.workload import LatencyObjectives
+    from dynamo.operations.replay.events import check_kinds
+    from dynamo.operations.replay.fleet import Startup
     from dynamo.operations.replay.replay import ReplayPlan
 
     _check_flags(loaded)
     settings = replace(loaded.settings, engine=_engine_settings(loaded))
-    workers = _make_workers(args, settings)
+    events = _read_events(args)
+    changes_roles = any(event.action == "role" for event in events)
+    workers = _make_workers(args, settings, changes_roles=changes_roles)
+    check_kinds(events, [group.kind for group in workers.groups])
     routing = _router_settings(loaded)
     return ReplayPlan(
         trace=_trace_name(args),
@@ -211,11 +217,25 @@ def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
         seed=args.seed,
         admission=_has_limits(routing),
         objectives=args.good or LatencyObjectives(),
-        settings=_settings_summary(args, settings, workers) | _router_summary(routing),
+        settings=summarize_settings(args, settings, workers) | summarize_router(routing),
+        startup=args.startup or Startup(),
+        events=events,
+        worker_gpus=(args.gpus or 0) / workers.count,
     )
 
 
-def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers:
+def _read_events(args: argparse.Namespace) -> Sequence[FleetEvent]:
+    """Return the script of --events. Raises `ConfigError`."""
+    from dynamo.operations.replay.events import read_events
+
+    if args.startup is not None and not args.events:
+        raise ConfigError("--startup has no effect without --events", hint="add --events FILE")
+    return read_events(args.events) if args.events else ()
+
+
+def _make_workers(
+    args: argparse.Namespace, settings: Settings, *, changes_roles: bool
+) -> ReplayWorkers:
     """Return the groups of workers that the settings name. Raises `ConfigError`."""
     from dynamo.core.timing.model import parse_timing
     from dynamo.inference.mock.engine import make_mock_engine_info
@@ -234,7 +254,10 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
         roles = BOTH_ROLES if engine.role == "both" else (engine.role,)
         groups.append(
             ReplayGroup(
-                group.replicas, replace(info, roles=roles), parse_timing(timing or engine.timing)
+                group.replicas,
+                replace(info, roles=roles),
+                parse_timing(timing or engine.timing),
+                group.name,
             )
         )
     if not groups:
@@ -245,18 +268,22 @@ def _make_workers(args: argparse.Namespace, settings: Settings) -> ReplayWorkers
         engine.eviction,
         ranks=engine.data_parallel_size,
         prefix_caching=engine.prefix_caching,
-        transfer=_kv_transfer(args, settings, groups),
+        transfer=_kv_transfer(args, settings, groups, changes_roles=changes_roles),
         tiers=_tiers(args),
         kv_bytes_per_token=args.kv_bytes_per_token,
     )
 
 
 def _kv_transfer(
-    args: argparse.Namespace, settings: Settings, groups: Sequence[ReplayGroup]
+    args: argparse.Namespace,
+    settings: Settings,
+    groups: Sequence[ReplayGroup],
+    *,
+    changes_roles: bool,
 ) -> float | None:
     """Return the speed of links in bytes/s; None if no worker computes prompts for others."""
     flexible = settings.router.disaggregation.mode == "flexible"
-    if flexible or any(group.engine.roles == ("prefill",) for group in groups):
+    if flexible or changes_roles or any(group.engine.roles == ("prefill",) for group in groups):
         return float(args.transfer_gbps * 1e9 or math.inf)
     return None
 
@@ -286,79 +313,6 @@ def _has_limits(routing: RouterSettings) -> bool:
     """Whether a setting asks for admission."""
     wait_s = routing.max_queue_wait
     return bool(wait_s < math.inf or routing.ttft_slo or routing.max_worker_requests)
-
-
-def _settings_summary(
-    args: argparse.Namespace, settings: Settings, workers: ReplayWorkers
-) -> dict[str, object]:
-    engine, info = settings.engine, workers.groups[-1].engine
-    return {
-        "workers": workers.count,
-        "data_parallel_size": engine.data_parallel_size,
-        "eviction": engine.eviction,
-        "prefix_caching": engine.prefix_caching,
-        "timing": engine.timing,
-        **_roles_summary(args, settings, workers),
-        **_tiers_summary(args, workers),
-        "speed": args.speed,
-        "smear_s": args.smear,
-        "rows": args.rows or None,
-        "trace_block_size": args.trace_block_size,
-        "seed": args.seed,
-        "num_blocks": info.num_blocks,
-        "block_size": info.block_tokens,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "context_tokens": settings.model.context_tokens or None,
-    }
-
-
-def _roles_summary(
-    args: argparse.Namespace, settings: Settings, workers: ReplayWorkers
-) -> dict[str, object]:
-    """Return the settings of workers that compute prompts for others; empty without such."""
-    if workers.transfer is None:
-        return {}
-    counts = Counter({"prefill_workers": 0, "decode_workers": 0, "flexible_workers": 0})
-    for group in workers:
-        roles = group.engine.roles
-        counts[f"{roles[0] if len(roles) == 1 else 'flexible'}_workers"] += 1
-    return {
-        **counts,
-        "disagg": settings.router.disaggregation.mode,
-        "itl_slo_ms": settings.router.disaggregation.itl_slo or None,
-        "prefill_timing": args.prefill_timing or settings.engine.timing,
-        "kv_bytes_per_token": args.kv_bytes_per_token,
-        "transfer_gbps": args.transfer_gbps,
-    }
-
-
-def _tiers_summary(args: argparse.Namespace, workers: ReplayWorkers) -> dict[str, object]:
-    """Return the settings of the tiers; empty without any."""
-    summary: dict[str, object] = {}
-    for tier in workers.tiers:
-        summary |= {f"{tier.name}_blocks": tier.blocks, f"{tier.name}_gbps": tier.bytes_per_s / 1e9}
-    return summary | {"kv_bytes_per_token": args.kv_bytes_per_token} if summary else {}
-
-
-def _router_summary(routing: RouterSettings) -> dict[str, object]:
-    """Return the router settings for the result; None stands for a limit that is not set."""
-    bounded = routing.queue_bound != sys.maxsize
-    wait_s = routing.max_queue_wait
-    return {
-        "router_mode": routing.mode,
-        "router_policy": routing.policy if routing.mode == "kv" else "",
-        "router_selector": routing.selector,
-        "router_temperature": routing.temperature,
-        "router_queue_threshold": routing.queue_threshold,
-        "router_queue_order": routing.queue_order,
-        "router_queue_bound": routing.queue_bound if bounded else None,
-        "routing_strategy": msgspec.to_builtins(routing.routing_strategy),
-        "load_balancing_algorithm": routing.load_balancing.algorithm,
-        "ttft_slo": routing.ttft_slo or None,
-        "max_queue_wait": wait_s if wait_s < math.inf else None,
-        "max_worker_requests": routing.max_worker_requests or None,
-    }
 
 
 def _engine_settings(loaded: LoadedSettings) -> EngineSettings:

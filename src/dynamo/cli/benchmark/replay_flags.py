@@ -14,6 +14,7 @@ from dynamo.core.settings.units import parse_seconds
 if TYPE_CHECKING:
     from dynamo.operations.arrivals import SyntheticLoad
     from dynamo.operations.bench.workload import LatencyObjectives
+    from dynamo.operations.replay.fleet import Startup
     from dynamo.operations.replay.result import LatencyLimit
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
@@ -128,6 +129,19 @@ def _parse_objectives(text: str) -> LatencyObjectives:
     return LatencyObjectives(limits.get("ttft", 0.0), limits.get("tpot", 0.0))
 
 
+def _parse_startup(text: str) -> Startup:
+    from dynamo.operations.replay.fleet import Startup
+
+    low, _, high = text.partition("-")
+    try:
+        startup = Startup(parse_seconds(low), parse_seconds(high or low))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not startup.low_s <= startup.high_s < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: the first time must not be above the second")
+    return startup
+
+
 def _parse_limits(text: str) -> Sequence[LatencyLimit]:
     from dynamo.operations.replay.result import LatencyLimit
 
@@ -209,6 +223,20 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         *_tier_flags("disk", "disk of each engine", 6.0),
         *_tier_flags("shared", "one store that all engines share", 10.0),
     ),
+    "workers that start and leave": (
+        Flag(
+            "--events",
+            'lines such as {"time": 60, "action": "start", "kind": "worker", "count": 2}; '
+            "others drain, die, or get a role",
+            metavar="FILE",
+        ),
+        Flag(
+            "--startup",
+            "time from a worker's order until it serves: 30s, or 20s-40s for a spread (default: 0)",
+            metavar="TIME",
+            parse=_parse_startup,
+        ),
+    ),
     "several loads": (
         Flag(
             "--capacity",
@@ -239,12 +267,13 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
     "output": (
         Flag(
             "--good",
-            "report the share of requests within limits such as ttft=2s,tpot=25ms",
+            "report the share of requests within limits such as ttft=2s,tpot=25ms; the others "
+            "are broken promises, rejected ones too",
             metavar="LIMITS",
             parse=_parse_objectives,
         ),
         Flag("--json", "write the result as JSON (- prints it)", metavar="OUT"),
         Flag("--decisions", "write {request, worker, placed_ms} of each request", metavar="FILE"),
-        Flag("--plot", "plot the result", metavar="PNG"),
+        Flag("--plot", "plot the result, and a timeline of the workers", metavar="PNG"),
     ),
 }

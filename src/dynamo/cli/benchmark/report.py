@@ -71,6 +71,10 @@ def format_replay_result(result: ReplayResult) -> str:
     ]
     if result.good_share is not None:
         lines.append(f"{'good':<10}{result.good_share:>8.1%}")
+        lines.append(f"{'broken':<10}{result.broken_promises:>8}")
+    if result.timeline:
+        lines.append(f"{'moved':<10}{result.moved_requests:>8}")
+    lines.append(f"{'GPU-hours':<10}{result.gpu_hours:>8.3g}")
     others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
     lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
     lines += _load_lines(result)

@@ -16,17 +16,23 @@ from dynamo.operations.replay.result import LoadPoint, ReplayResult
 
 MEAN_REQUESTS = 100
 PARETO_INCHES = (8.0, 5.0)
+TIMELINE_INCHES = (12.0, 12.0)
+TIMELINE_BINS = 120
 
 
 def draw_replay(result: ReplayResult, log: ReplayLog, path: str) -> None:
     """Draw TTFT over the trace, the distributions of TTFT and end-to-end latency, and the requests
-    of each worker into one PNG file. Raises `Unsupported` without matplotlib. Blocks."""
+    of each worker into one PNG file. If workers started or left, a timeline shows them above
+    arrivals and broken promises. Raises `Unsupported` without matplotlib. Blocks."""
     check_matplotlib()
-    figure, panels = make_panels()
+    figure, panels = make_panels(*((3, 2, TIMELINE_INCHES) if result.timeline else (2, 2)))
     _plot_ttft_over_time(panels[0], log)
     plot_distribution(panels[1], "time to first token", [("", result.ttft_ms)], xscale="log")
     plot_distribution(panels[2], "end-to-end latency", [("", result.e2e_ms)], xscale="log")
     _plot_requests_per_worker(panels[3], result.requests_per_worker)
+    if result.timeline:
+        _plot_workers(panels[4], result)
+        _plot_arrivals(panels[5], result, log)
     figure.suptitle(_headline(result), fontsize=10)
     figure.savefig(path, format="png")
 
@@ -66,6 +72,42 @@ def _plot_requests_per_worker(panel: Any, counts: Sequence[int]) -> None:
     panel.bar(range(len(counts)), counts)
     panel.set(title="requests per worker", xlabel="worker")
     panel.grid(visible=True, alpha=0.3, axis="y")
+
+
+def _plot_workers(panel: Any, result: ReplayResult) -> None:
+    """Plot the workers of each kind: a line for those that serve, and areas for those that start
+    or drain, which hold GPUs, too."""
+    timeline, end_s = result.timeline, result.duration_s
+    for kind in dict.fromkeys(change.kind for change in timeline):
+        changes = [each for each in timeline if each.kind == kind and each.time_s <= end_s]
+        times = [each.time_s for each in changes] + [end_s]
+        changes.append(changes[-1])
+        ready = [each.ready for each in changes]
+        draining = [each.ready + each.draining for each in changes]
+        held = [each.ready + each.draining + each.starting for each in changes]
+        (line,) = panel.step(times, ready, where="post", label=f"{kind}: ready")
+        style = {"step": "post", "color": line.get_color(), "linewidth": 0}
+        panel.fill_between(times, ready, draining, alpha=0.6, label="draining", **style)
+        panel.fill_between(times, draining, held, alpha=0.25, label="starting", **style)
+    title = f"workers, {result.gpu_hours:.3g} GPU-hours"
+    panel.set(title=title, xlabel="s", xlim=(0, end_s), ylim=(0, None))
+    panel.legend(fontsize=8)
+    panel.grid(visible=True, alpha=0.3)
+
+
+def _plot_arrivals(panel: Any, result: ReplayResult, log: ReplayLog) -> None:
+    """Plot the rate of all requests, and of those whose promise was broken, by their arrival."""
+    bins, end_s = TIMELINE_BINS, max(1e-9, result.duration_s)
+    answered, failed = list(log.arrived_s), list(log.failed_s)
+    broken = list(log.broken_s) if result.broken_promises is not None else failed
+    name = "broken promises" if result.broken_promises is not None else "rejected or failed"
+    for label, arrivals in (("arrivals", answered + failed), (name, broken)):
+        weights = [bins / end_s] * len(arrivals)
+        style = {"bins": bins, "range": (0.0, end_s), "weights": weights}
+        panel.hist(arrivals, histtype="stepfilled", alpha=0.5, label=label, **style)
+    panel.set(title="requests by arrival", xlabel="s", ylabel="requests/s", xlim=(0, end_s))
+    panel.legend(fontsize=8)
+    panel.grid(visible=True, alpha=0.3)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

@@ -112,8 +112,8 @@ class ReplayLog:
         self.completed = 0
         self.good = 0
         """Completed requests that met the objectives."""
-        self.broken_s = array("d")
-        """The arrivals of the other requests that have ended."""
+        self.broken_s, self.failed_s = array("d"), array("d")
+        """The arrivals of the other requests that have ended, and of those with an error."""
         self.errors: dict[str, int] = {}
         self._max_ttft_s = objectives.ttft_ms / 1e3 or math.inf
         self._max_tpot_s = objectives.itl_ms / 1e3 or math.inf
@@ -149,6 +149,7 @@ class ReplayLog:
     def on_failed(self, error: str, arrived_s: float) -> None:
         """Record the error of a request that arrived at a time: a broken promise."""
         self.errors[error] = self.errors.get(error, 0) + 1
+        self.failed_s.append(arrived_s)
         self.broken_s.append(arrived_s)
 
     def prompt_of(self, request: GenerateRequest) -> Prompt:
