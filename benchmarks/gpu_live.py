@@ -117,6 +117,7 @@ def part_live(bench: Bench) -> None:
     with bench.step("live: two workers"), Deployment(bench, "two", "--workers", "2") as two:
         text = ask_two(bench, two, prompt)
     flags = ("--prefill-workers", "1", "--decode-workers", "1", "--workers", "0")
+    flags += ("--max-num-batched-tokens", bench.size("8192", "512"))  # a prompt is one hand-over
     with (
         bench.step("live: roles apart on one device"),
         Deployment(bench, "roles", *flags, "--disagg", "always") as roles,

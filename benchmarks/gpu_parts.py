@@ -284,7 +284,40 @@ async def measure_tiers(bench: Bench, plain: Any) -> None:
     assert loaded, f"nothing came from the tier, which has {stored} blocks"
     speed = loaded * tiered.runner.region.slot_bytes / load_s / 1e9
     bench.figure("loads from host memory", speed, "GB/s", least=0.8 * bench.speeds["to the card"])
+    await measure_stores(bench, tiered, batch, tokens)
     await tiered.stop()
+
+
+async def measure_stores(bench: Bench, engine: Any, batch: int, tokens: int) -> None:
+    """Measure copies of blocks to host memory, and decode while they follow each other. The
+    content of the tier is lost."""
+    from native_engine import decode
+
+    from dynamo.core.clock import SystemClock
+    from dynamo.inference.tiers.copies import RegionCopies
+
+    region, blocks = engine.runner.region, engine.scheduler.pool.num_blocks
+    copies, copied = RegionCopies(region, blocks, SystemClock()), 0
+    pairs = [(slot, slot) for slot in range(blocks)]
+
+    async def store() -> None:
+        nonlocal copied
+        while True:
+            await copies.store(pairs)
+            copied += len(pairs)
+
+    alone = beside = speed = 0.0
+    for _ in range(bench.size(3, 1)):
+        alone = max(alone, await decode(engine, batch, bench.size(256, 32), tokens))
+        stores, began, copied = asyncio.ensure_future(store()), time.perf_counter(), 0
+        beside = max(beside, await decode(engine, batch, bench.size(256, 32), tokens))
+        speed = copied * region.slot_bytes / (time.perf_counter() - began) / 1e9
+        stores.cancel()
+        await asyncio.wait([stores])
+    copies.close()
+    least = 0.8 * bench.speeds["from the card"]
+    bench.figure("stores to host memory beside decode", speed, "GB/s", least=least)
+    bench.figure("decode beside them, of that without", beside / alone, "share", least=0.97)
 
 
 async def part_llama(bench: Bench) -> None:

@@ -19,6 +19,9 @@ from dynamo.communication.transfer.region import (
 )
 from dynamo.core.errors import TransferFailed
 
+COPY_THREADS: Final = max(1, min(4, os.cpu_count() or 1))
+"""Threads of a pull: one core copies a tenth of what the memory of a server can deliver. A device
+copies by itself."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -50,6 +53,7 @@ class PeerMemory:
         their generations."""
         self._size = memory_offset(slots) + (0 if copy_shared else slots * slot_bytes)
         self._copy_shared = copy_shared
+        self.copy_threads = 1 if copy_shared else COPY_THREADS
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < self._size:
             raise TransferFailed.of("refused", "the peer's memory is unsealed or too small")

@@ -28,8 +28,6 @@ from dynamo.communication.transfer.sockets import SocketLink, attach_to, dial, r
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.tasks import run_all
 
-COPY_THREADS: Final = max(1, min(4, os.cpu_count() or 1))
-"""Threads of a pull: one core copies a tenth of what the memory of a server can deliver."""
 MIN_PART_BYTES: Final = 8 << 20
 INITIAL_LATENCY_S: Final = 0.0002
 INITIAL_BYTES_PER_S: Final = 3e9
@@ -152,7 +150,7 @@ class ShmPeer(BackendPeer):
         memory.begin()
         self._stops.add(stop)
         try:
-            parts = self._divide(reads, COPY_THREADS, MIN_PART_BYTES)
+            parts = self._divide(reads, memory.copy_threads, MIN_PART_BYTES)
             copies = (partial(memory.copy, self._region, part, stop) for part in parts)
             await run_all(*(self._threads.run(copy, stop.set) for copy in copies))
             if stop.is_set():
