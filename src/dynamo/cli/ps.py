@@ -47,19 +47,24 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def format_processes_json(records: Sequence[ProcessRecord]) -> str:
-    """Return a JSON array of objects with the keys `COLUMNS` and `reason`."""
-    keys = (*COLUMNS, "reason")
+    """Return a JSON array of objects with the keys `COLUMNS`, `reason` and `shared_bytes`."""
+    keys = (*COLUMNS, "reason", "shared_bytes")
     rows = [{key: getattr(record, key) for key in keys} for record in records]
     return msgspec.json.encode(rows).decode()
 
 
 def format_processes_table(records: Sequence[ProcessRecord]) -> str:
-    """Return a table with a row for each process, and lines that say why some do not serve.
-    Addresses lack the incarnation of the process."""
+    """Return a table with a row for each process, and lines that say why some do not serve, and
+    what the workers of a deployment share. Addresses lack the incarnation of the process."""
     shown = (replace(record, address=_without_incarnation(record.address)) for record in records)
     cells = (tuple(str(getattr(record, key)) for key in COLUMNS) for record in shown)
     lines = format_table([tuple(key.upper() for key in COLUMNS), *cells])
     reasons = [f"{record.name}: {record.reason}" for record in records if record.reason]
+    reasons += [
+        f"{record.deployment}: its workers share {record.shared_bytes / 1e6:.0f} MB of weights"
+        for record in records
+        if record.shared_bytes
+    ]
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
 

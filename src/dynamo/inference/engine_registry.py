@@ -18,17 +18,19 @@ from dynamo.models.grammar.matcher import GrammarCompiler
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.models.resolve import ModelFiles
+    from dynamo.runtime.shared_memory import SharedMemoryClient
 
 
 class EngineInputs(msgspec.Struct, frozen=True):
     """The arguments of every engine factory. `memory_bytes` is what the engine may use, 0 where
-    nobody has measured it."""
+    nobody has measured it. `shared_memory` is what processes of a supervisor share."""
 
     settings: Settings
     card: ModelCard
     files: ModelFiles
     clock: Clock
     memory_bytes: int = 0
+    shared_memory: SharedMemoryClient | None = None
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return what enforces structured outputs for the model's tokenizer."""

@@ -69,7 +69,8 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     same pid. `children` are the unusual children of a supervisor by pid, `waiting` those without a
     process by name. `restarts` is added by readers from there. `cards_by_name`: the accelerators of
     a supervisor's workers, which readers add to these as `cards`. `reason` says why the process is
-    not healthy, or is empty."""
+    not healthy, or is empty. `shared_bytes` is the memory that the children of a supervisor share,
+    such as weights."""
 
     deployment: str
     role: str
@@ -88,6 +89,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting: dict[str, WaitingChild] = {}
     cards: str = ""
     cards_by_name: dict[str, tuple[str, ...]] = {}
+    shared_bytes: int = 0
 
 
 class Deployment(msgspec.Struct, frozen=True):

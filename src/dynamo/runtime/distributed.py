@@ -43,6 +43,7 @@ from dynamo.telemetry import Registry
 
 if TYPE_CHECKING:
     from dynamo.communication.transfer import TransferPlane
+    from dynamo.runtime.shared_memory import SharedMemoryClient
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class DistributedRuntime:
     component that listens there sets it, as a worker sets `engine`. `supervisor` names the
     supervisor and this kind of process, or is empty; the supervisor reserves the HTTP port, which
     is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop;
-    a component may call it before the process is ready. `on_leaving(drain_s)` runs before the
+    a component may call it before the process is ready. `shared_memory` is what processes of a
+    supervisor share. `on_leaving(drain_s)` runs before the
     shutdown of a process whose clients can go to others. `shutdown` closes the `clients`."""
 
     discovery: Discovery
@@ -102,6 +104,7 @@ class DistributedRuntime:
         self.failure: DynamoError | None = None
         self.public_address = self.engine = ""
         self.supervisor = ""
+        self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []

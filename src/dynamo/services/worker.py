@@ -73,7 +73,9 @@ class WorkerService:
             return
         card = make_card(files, settings)
         memory_bytes = available_memory_bytes(settings.worker_count)
-        inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes)
+        inputs = EngineInputs(
+            settings, card, files, runtime.clock, memory_bytes, runtime.shared_memory
+        )
         await self._serve(runtime, await open_engine(kind, inputs), card)
 
     async def _serve(self, runtime: DistributedRuntime, engine: Engine, card: ModelCard) -> None:

@@ -71,7 +71,7 @@ def test_ps_lists_live_processes_only(start: Start, capsys: pytest.CaptureFixtur
     assert main(["ps", "--json"]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["deployment"] == "http-8123"]
     assert [row["pid"] for row in rows] == [live.pid]
-    assert tuple(rows[0]) == (*ps.COLUMNS, "reason")
+    assert tuple(rows[0]) == (*ps.COLUMNS, "reason", "shared_bytes")
 
     assert main(["ps"]) == 0
     assert "http://127.0.0.1:8123" in capsys.readouterr().out
@@ -242,3 +242,22 @@ def test_ps_shows_the_cards_that_a_supervisor_gave_its_workers(
     rows = json.loads(capsys.readouterr().out)
     assert {row["role"]: row["cards"] for row in rows} == {"supervisor": "", "worker": "2,GPU-4c"}
     assert cards_of_others() == {"2": "worker of http-8123", "GPU-4c": "worker of http-8123"}
+
+
+def test_ps_shows_what_workers_share_once(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("http-8123", "worker")
+    supervisor = start("http-8123", "supervisor")
+    folder = Deployment("http-8123", tmp_path / "dynamo" / "http-8123")
+    (record,) = (each for each in folder.live_processes() if each.pid == supervisor.pid)
+    folder.write_record(replace(record, shared_bytes=538_000_000))
+
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out.count("538 MB") == 1
+    assert main(["ps", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["role"]: row["shared_bytes"] for row in rows} == {
+        "supervisor": 538_000_000,
+        "worker": 0,
+    }

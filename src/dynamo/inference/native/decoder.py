@@ -33,25 +33,39 @@ class DecoderLayer(msgspec.Struct, frozen=True):
     mlp_norm: Array | None = None
 
 
-class DecoderModel:
-    """A model's weights, prepared for a backend."""
+class DecoderWeights(msgspec.Struct, frozen=True):
+    """The weights of a model, prepared for a backend. Tied models have no `lm_head`."""
 
-    def __init__(self, weights: ModelWeights, backend: ArrayBackend) -> None:
+    embedding: Array
+    lm_head: Array | None
+    final_norm: Array
+    layers: tuple[DecoderLayer, ...]
+
+
+def prepare_weights(weights: ModelWeights, backend: ArrayBackend) -> DecoderWeights:
+    """Read and prepare all tensors. Raises `ModelUnavailable`."""
+    config = weights.config
+    embedding = backend.prepare_matrix(weights.tensor("model.embed_tokens.weight"))
+    lm_head = None if config.tied else backend.prepare_matrix(weights.tensor("lm_head.weight"))
+    final_norm = weights.tensor("model.norm.weight")
+    final_norm *= config.logit_scale
+    layers = tuple(_prepare_layer(weights, backend, index) for index in range(config.num_layers))
+    return DecoderWeights(embedding, lm_head, backend.prepare_vector(final_norm), layers)
+
+
+class DecoderModel:
+    """A model that computes on a backend. `prepared`: its weights; None: they are read from
+    `weights`."""
+
+    def __init__(
+        self, weights: ModelWeights, backend: ArrayBackend, prepared: DecoderWeights | None = None
+    ) -> None:
         self._config = config = weights.config
         self._backend = backend
-        embedding = weights.tensor("model.embed_tokens.weight")
-        self._embedding = backend.prepare_matrix(embedding)
-        self._lm_head = (
-            self._embedding
-            if config.tied
-            else backend.prepare_matrix(weights.tensor("lm_head.weight"))
-        )
-        final_norm = weights.tensor("model.norm.weight")
-        final_norm *= config.logit_scale
-        self._final_norm = backend.prepare_vector(final_norm)
-        self._layers = [
-            _prepare_layer(weights, backend, index) for index in range(config.num_layers)
-        ]
+        prepared = prepared or prepare_weights(weights, backend)
+        self._embedding, self._final_norm = prepared.embedding, prepared.final_norm
+        self._lm_head = prepared.embedding if prepared.lm_head is None else prepared.lm_head
+        self._layers = prepared.layers
         self._add_layer = self._add_plain if config.norms == "before" else self._add_normed
 
     def forward(self, batch: Any, read_rows: Callable[[Array], None] | None = None) -> Any:

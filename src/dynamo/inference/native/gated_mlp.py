@@ -6,7 +6,6 @@ Each thread computes its shard from the rows to a partial sum, so the threads sy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -39,12 +38,12 @@ GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
 
 class MlpShard(msgspec.Struct, frozen=True):
     """Some of the inner columns: -gate and -up side by side, and the matching rows of down.
-    `activate` computes the activation of gate times up from these two."""
+    `activation` is a key of `ACTIVATIONS`."""
 
     gate_up: BlockedMatrix
     down: BlockedMatrix
     width: int
-    activate: Callable[[Floats, Floats, Floats], None]
+    activation: str
 
 
 def shard_mlp(
@@ -68,7 +67,7 @@ def shard_mlp(
             make_blocked_matrix((-gate[low:high], -up[low:high]), 1, small_kernels, arena),
             make_blocked_matrix((down[:, low:high],), 1, small_kernels, arena),
             high - low,
-            ACTIVATIONS[activation],
+            activation,
         )
         for low, high in pairwise(borders)
     )
@@ -111,10 +110,10 @@ def _compute_shard(
     rows: Floats, shard: MlpShard, gate_up: Floats, gated: Floats, out: Floats
 ) -> None:
     matmul_blocks(rows, shard.gate_up, gate_up)
-    width = shard.width
+    width, activate = shard.width, ACTIVATIONS[shard.activation]
     for first_row in range(0, len(rows), TILE_ROWS):
         part = gate_up[first_row : first_row + TILE_ROWS]
-        shard.activate(
+        activate(
             part[:, :width], part[:, width : 2 * width], gated[first_row : first_row + TILE_ROWS]
         )
     matmul_blocks(gated, shard.down, out)
@@ -145,4 +144,4 @@ def _gelu_and_mul(minus_gate: Floats, minus_up: Floats, out: Floats) -> None:
 
 
 ACTIVATIONS = {"silu": _silu_and_mul, "gelu_tanh": _gelu_and_mul}
-"""The functions of `MlpShard.activate` by the name of the activation."""
+"""Functions (minus gate, minus up, out) that compute the activation of gate times up."""

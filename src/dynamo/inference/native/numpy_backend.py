@@ -30,7 +30,7 @@ MIN_ROWS_PER_THREAD = 128
 
 class NumpyBackend(ArrayBackend):
     """The array operations in NumPy. `kv_storage` holds the keys and values. `rotary` comes from
-    `ModelWeights.rotary`."""
+    `ModelWeights.rotary`. `arena` allocates prepared matrices."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class NumpyBackend(ArrayBackend):
         kv_storage: KvStorage,
         thread_pool: ThreadPool,
     ) -> None:
-        self._arena = Arena()
+        self.arena = Arena()
         self._scratch = ScratchBuffers()
-        self._thread_pool = thread_pool
+        self.thread_pool = thread_pool
         set_blas_threads(1)
-        self._small_kernels = has_small_kernels()
+        self.small_kernels = has_small_kernels()
         self._attention = SlotAttention(config, rotary, kv_storage, thread_pool, self._scratch)
         self._batch: RaggedBatch
 
     def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> BlockedMatrix:
         return make_blocked_matrix(
-            parts, self._thread_pool.threads, self._small_kernels, self._arena, bias
+            parts, self.thread_pool.threads, self.small_kernels, self.arena, bias
         )
 
     def prepare_vector(self, values: Floats) -> Array:
@@ -81,25 +81,25 @@ class NumpyBackend(ArrayBackend):
             np.sqrt(means, out=means)
             np.divide(part, means[:, None], out=normal[low:high])
 
-        self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, normalize)
+        self.thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, normalize)
         return normal
 
     def prepare_gated_mlp(
         self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
     ) -> tuple[MlpShard, ...]:
-        threads = self._thread_pool.threads
-        return shard_mlp(gate, up, down, activation, threads, self._small_kernels, self._arena)
+        threads = self.thread_pool.threads
+        return shard_mlp(gate, up, down, activation, threads, self.small_kernels, self.arena)
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         out = self._scratch(name, len(rows), weight.padded_width)
-        matmul(rows, weight, out, self._thread_pool)
+        matmul(rows, weight, out, self.thread_pool)
         return out[:, : weight.width]
 
     def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
         total += self.linear(rows, weight, "sum0")
 
     def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
-        add_gated_mlp(total, rows, weights, self._scratch, self._thread_pool)
+        add_gated_mlp(total, rows, weights, self._scratch, self.thread_pool)
 
     def attend(self, qkv: Array, layer: int, qk_norm: Array | None = None) -> Array:
         return self._attention(qkv, layer, qk_norm)
@@ -122,5 +122,5 @@ class NumpyBackend(ArrayBackend):
         return cast("Floats", rows)
 
     def stop(self) -> None:
-        self._thread_pool.stop()
+        self.thread_pool.stop()
         self._scratch.clear()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from dynamo.inference.native.array_backend import Array
     from dynamo.inference.native.ragged import RaggedBatch
+    from dynamo.inference.native.shared_weights import SharedWeights
+    from dynamo.inference.native.weights_digest import DigestedWeights
     from dynamo.models.checkpoint.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 class NativeRunner(WeightsRunner):
     """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread.
-    `memory_bytes` 0: all that is available."""
+    `memory_bytes` 0: all that is available. `shared_weights`: those of other workers."""
 
     def __init__(
         self,
@@ -41,12 +43,13 @@ class NativeRunner(WeightsRunner):
         context_tokens: int = 0,
         memory_bytes: int = 0,
         cache: CacheSettings = NO_TIERS,
+        shared_weights: SharedWeights | None = None,
     ) -> None:
         super().__init__("native", open_weights, settings, context_tokens, memory_bytes, cache)
         self._threads = settings.threads or usable_cores()
+        self._shared_weights = shared_weights
 
     def _load_model(self) -> EngineInfo:
-        from dynamo.inference.native.decoder import DecoderModel
         from dynamo.inference.native.kv_storage import KvShape, KvStorage
         from dynamo.inference.native.numpy_backend import NumpyBackend
         from dynamo.inference.native.thread_pool import ThreadPool
@@ -83,23 +86,35 @@ class NativeRunner(WeightsRunner):
                 self._kv_storage,
                 ThreadPool(self._threads),
             )
-            try:
-                self._model = DecoderModel(weights, self._backend)
-            except MemoryError as error:
-                raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
+            digest = self._open_model(weights)
         self.region = self._kv_storage.region
         if self.region is not None:
-            self.region.kv_layout = shape.layout(weights.digest, info.block_tokens)
-        self.layout = f"native-1 f32 {info.block_tokens} {weights.digest}"
+            self.region.kv_layout = shape.layout(digest, info.block_tokens)
+        self.layout = f"native-1 f32 {info.block_tokens} {digest}"
         self.block_shape = BlockShape(info.block_tokens, config.head_dim)
         log.info("weights opened", extra={"fields": {"cpu_s": round(time.process_time(), 2)}})
         return info
+
+    def _open_model(self, weights: DigestedWeights) -> str:
+        """Read the weights, or map those of another worker. Returns their digest."""
+        from dynamo.inference.native.decoder import DecoderModel
+
+        prepared, digest = None, ""
+        try:
+            if self._shared_weights is not None:
+                prepared, digest = self._shared_weights.load(weights, self._backend)
+            self._model = DecoderModel(weights, self._backend, prepared)
+        except MemoryError as error:
+            raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
+        return digest or weights.digest
 
     def _compute_step(self, plan: StepPlan) -> StepResult:
         import numpy as np
 
         from dynamo.inference.native.sampling import sample
 
+        if plan.released and self._shared_weights is not None:
+            self._shared_weights.start_huge_pages()
         for sequence in plan.released:
             if sequence.runner_state is not None:
                 self._kv_storage.free_slot(sequence.runner_state)

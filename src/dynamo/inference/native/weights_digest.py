@@ -28,6 +28,12 @@ class DigestedWeights(ModelWeights):
         """The digest of the configuration and of the tensors that were read so far."""
         return self._hash.hexdigest()
 
+    def copy(self) -> DigestedWeights:
+        """Return the same weights, whose digest is not changed by reads of the original."""
+        copied = DigestedWeights(self._weights)
+        copied._hash = self._hash.copy()
+        return copied
+
     def has_tensor(self, name: str) -> bool:
         return self._weights.has_tensor(name)
 

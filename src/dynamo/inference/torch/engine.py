@@ -51,12 +51,15 @@ def _make_runner(inputs: EngineInputs, device: TorchDevice | None) -> ModelRunne
             memory_bytes=memory_bytes,
         )
     if device is None:
+        from dynamo.inference.native.shared_weights import shared_weights
+
         return NativeRunner(
             open_weights,
             settings,
             context_tokens=context_tokens,
             memory_bytes=memory_bytes,
             cache=cache,
+            shared_weights=shared_weights(inputs.shared_memory, inputs.files.path),
         )
     from dynamo.inference.torch.runner import TorchRunner
 

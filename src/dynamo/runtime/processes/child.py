@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from dynamo.runtime.processes.parent_pipe import (
     ChildStart,
 )
 from dynamo.runtime.processes.watchdog import KILL_AFTER_S, Watchdog
+from dynamo.runtime.shared_memory import SharedMemoryBroker
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class ChildProcess:
         on_death: Callable[[ChildProcess], None],
         state_root: Path,
         supervisor_id: str = "",
+        shared_memory: SharedMemoryBroker,
     ) -> None:
         self.spec = spec
         self.report = ChildReport()
@@ -121,6 +124,7 @@ class ChildProcess:
         self.calls = 0
         """Calls that the process answered half a second ago at most."""
         self._supervisor_id = supervisor_id
+        self._shared_memory = shared_memory
         self._watchdog = Watchdog()
         self._clock = clock
         self._on_line = on_line
@@ -266,7 +270,8 @@ class ChildProcess:
 
     async def _spawn(self) -> int:
         parent_end, child_end = socket.socketpair()
-        with parent_end, child_end:
+        with parent_end, child_end, self._open_memory_channel() as memory_end:
+            memory_fd = -1 if memory_end is None else memory_end.fileno()
             # The main thread forks: PR_SET_PDEATHSIG fires when the forking thread dies.
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
                 self.spec.argv,
@@ -275,20 +280,30 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=self._environ,
+                pass_fds=() if memory_end is None else (memory_fd,),
             )
             child_end.close()
+            if memory_end is not None:
+                memory_end.close()
             self.pid = process.pid
             try:
-                return await self._supervise(process, parent_end)
+                return await self._supervise(process, parent_end, memory_fd)
             finally:
                 self.send_signal(signal.SIGKILL)
                 process.wait()
                 self.pid = 0
 
-    async def _supervise(self, process: subprocess.Popen[bytes], parent_end: socket.socket) -> int:
+    def _open_memory_channel(self) -> AbstractContextManager[socket.socket | None]:
+        return self._shared_memory.channel() if self.spec.role == "worker" else nullcontext()
+
+    async def _supervise(
+        self, process: subprocess.Popen[bytes], parent_end: socket.socket, memory_fd: int
+    ) -> int:
         reader, writer = await asyncio.open_connection(sock=parent_end)
         spec = self.spec
-        start = ChildStart(spec.settings, spec.name, os.getpid(), spec.task, self._supervisor_id)
+        start = ChildStart(
+            spec.settings, spec.name, os.getpid(), spec.task, self._supervisor_id, memory_fd
+        )
         writer.write(msgspec.json.encode(start) + b"\n")
         self._stdin_writer = writer
         if self._notice.preparing:

@@ -16,6 +16,7 @@ from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.host.parent_death_signal import set_parent_death_signal
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessState
+from dynamo.runtime.shared_memory import SharedMemoryClient
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,13 +33,15 @@ SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run
 
 class ChildStart(msgspec.Struct, frozen=True):
     """The first message to a child. `supervisor` is the pid of the sender, and `supervisor_id` its
-    instance id in discovery. `task` is what the child's role needs beside the settings."""
+    instance id in discovery. `task` is what the child's role needs beside the settings.
+    `memory_fd` is the child's socket for shared memory, or -1."""
 
     settings: Settings
     name: str
     supervisor: int
     task: dict[str, Any] = {}
     supervisor_id: str = ""
+    memory_fd: int = -1
 
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,6 +85,7 @@ class ParentPipe:
         self.start_message = start
         self.count_calls: Callable[[], int] = lambda: 0
         """Returns how many calls this process answers now."""
+        self.shared_memory = SharedMemoryClient(start.memory_fd) if start.memory_fd >= 0 else None
 
     @classmethod
     def from_stdin(cls) -> ParentPipe:

@@ -187,6 +187,7 @@ class ProcessRunner:
             self._parent.on_notice(self._on_notice)
             self._parent.count_calls = runtime.requests.count_calls
             runtime.on_serving = self._parent.answer_pings
+            runtime.shared_memory = self._parent.shared_memory
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
@@ -206,6 +207,8 @@ class ProcessRunner:
         finally:
             loop_lag.stop()
             refresh.cancel()
+            if runtime.shared_memory is not None:
+                runtime.shared_memory.close()
             await self._status.stop()
             await self._record_writer.remove()
 

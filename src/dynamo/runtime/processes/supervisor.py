@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child_logs import PrefixedLogWriter
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
@@ -42,9 +42,10 @@ from dynamo.runtime.processes.process_record import (
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
+from dynamo.runtime.shared_memory import SharedMemoryBroker
 from dynamo.runtime.supervisors import KindRecord, supervisor_record_key
 from dynamo.telemetry import Registry
-from dynamo.telemetry.logs import LogStream, escape_unprintable
+from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 
@@ -53,37 +54,6 @@ SUPERVISOR = "supervisor"
 Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
 """Work that some processes need before they start. Its argument receives progress as text. A raised
 `DynamoError` ends the deployment."""
-COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-
-
-class PrefixedLogWriter:
-    """Writes lines of children with the child's name as prefix, in colour on a terminal. `bare`
-    omits the prefix, for JSON lines that contain their component. Characters that are not printable
-    are escaped."""
-
-    def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
-        self._out = out
-        self._bare = bare
-        self._tty = out.isatty()
-        self._width = max(map(len, names), default=0)
-        self._prefixes: dict[str, str] = {}
-        for name in names:
-            self._add_prefix(name)
-
-    def __call__(self, name: str, line: bytes) -> None:
-        """Write a line of the child `name`. Errors of a closed output are ignored."""
-        prefix = self._prefixes.get(name) or self._add_prefix(name)
-        with contextlib.suppress(OSError):
-            self._out.write(f"{prefix}{escape_unprintable(line.decode(errors='replace'))}\n")
-            self._out.flush()
-
-    def _add_prefix(self, name: str) -> str:
-        prefix = "" if self._bare else f"{name:<{self._width}} | "
-        if self._tty and prefix:
-            colour = COLOURS[len(self._prefixes) % len(COLOURS)]
-            prefix = f"\x1b[{colour}m{prefix[:-1]}\x1b[0m "
-        self._prefixes[name] = prefix
-        return prefix
 
 
 class Supervisor:
@@ -135,6 +105,7 @@ class Supervisor:
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
+        self._shared_memory = SharedMemoryBroker(self._clock, self._record_child_status)
         self._discovery = SupervisorDiscovery(settings)
         self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
@@ -185,6 +156,7 @@ class Supervisor:
             await self._status.stop()
             await self._discovery.close()
             await self._record_writer.remove()
+            self._shared_memory.close()
             await self._clock.offload(self._disk_space.close)
             await self._clock.offload(self._deployment.remove_if_unused)
         if self._preparation_error is not None:
@@ -299,6 +271,7 @@ class Supervisor:
             on_death=self._on_child_death,
             state_root=self._deployment.folder.parent,
             supervisor_id=self._record_writer.record.instance,
+            shared_memory=self._shared_memory,
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
@@ -337,8 +310,8 @@ class Supervisor:
         await self._control.refresh_socket()
 
     def _record_child_status(self) -> None:
-        """Write which children hang or wait for their restart, and how often each was restarted,
-        for `dynamo ps`."""
+        """Write which children hang or wait for their restart, how often each was restarted, and
+        how much memory they share, for `dynamo ps`."""
         status = {
             child.pid: ChildStatus(child.hung, child.restarts)
             for child in self.children
@@ -350,8 +323,11 @@ class Supervisor:
             if not child.pid and child.restarts and child.desired
         }
         record = self._record_writer.record
-        if (status, waiting) != (record.children, record.waiting):
-            update = self._record_writer.update(children=status, waiting=waiting)
+        shared = self._shared_memory.size_bytes
+        if (status, waiting, shared) != (record.children, record.waiting, record.shared_bytes):
+            update = self._record_writer.update(
+                children=status, waiting=waiting, shared_bytes=shared
+            )
             self._tasks.start(update, "process record")
 
 

@@ -1,0 +1,225 @@
+"""Prepared weights in sealed memory, which the workers of a deployment map read-only.
+
+The first worker prepares the arrays in the memory, as the kernels read them. A manifest follows
+them, then its length: whoever attaches reads no tensor. Mappings begin at a multiple of a huge
+page, so that the kernel can give them huge pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import threading
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from dynamo.inference.native.blocked_matmul import BlockedMatrix
+from dynamo.inference.native.buffers import ALIGNED_FLOATS, Arena
+from dynamo.inference.native.decoder import DecoderLayer, DecoderWeights, prepare_weights
+from dynamo.inference.native.gated_mlp import MlpShard
+from dynamo.models.checkpoint.safetensors import weight_files
+from dynamo.runtime.shared_memory import SEALS, SharedMemoryClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynamo.inference.native.buffers import Floats
+    from dynamo.inference.native.numpy_backend import NumpyBackend
+    from dynamo.inference.native.weights_digest import DigestedWeights
+
+log = logging.getLogger(__name__)
+
+LAYOUT_VERSION = 1
+"""Counts changes of what the kernels read: memory of another version is not mapped."""
+HUGE_PAGE_BYTES = 2 << 20
+MAP_FIXED = 0x10
+MAP_NORESERVE = 0x4000
+MADV_COLLAPSE = 25
+FLOAT_BYTES = 4
+LENGTH_BYTES = 8
+SPARE_BYTES = 64 << 20
+COLLAPSED_BYTES = 8 * HUGE_PAGE_BYTES
+"""Bytes of one call to the kernel, during which a step may wait for them."""
+LOWEST_PRIORITY = 19
+_NODES = {node.__name__: node for node in (DecoderWeights, DecoderLayer, BlockedMatrix, MlpShard)}
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """The weights with `_Place`s instead of arrays, and the digest of the tensors."""
+
+    digest: str
+    weights: Any
+
+
+class SharedWeights:
+    """The weights of the model at `path`, in the memory of a supervisor."""
+
+    def __init__(self, memory: SharedMemoryClient, path: Path) -> None:
+        self._memory = memory
+        self._path = path
+        self._floats: Floats | None = None
+
+    def load(
+        self, weights: DigestedWeights, backend: NumpyBackend
+    ) -> tuple[DecoderWeights | None, str]:
+        """Return the weights and their digest; None and "" where the system cannot share memory.
+        The rotary embedding of `weights` was read. Blocks while another worker prepares them."""
+        identity = (
+            LAYOUT_VERSION,
+            _identify_files(self._path),
+            weights.digest,  # of the configuration and the rotary embedding so far
+            "float32",
+            backend.thread_pool.threads,
+            backend.small_kernels,
+        )
+        key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+        try:
+            fd = self._memory.open(key, lambda: _build(weights.copy(), backend))
+        except OSError as error:
+            fields = {"error": str(error)}
+            log.warning("weights are not shared with other workers", extra={"fields": fields})
+            return None, ""
+        try:
+            size = os.fstat(fd).st_size
+            length = int.from_bytes(os.pread(fd, LENGTH_BYTES, size - LENGTH_BYTES), "little")
+            data = os.pread(fd, length, size - LENGTH_BYTES - length)
+            manifest = msgspec.msgpack.decode(data, type=_Manifest)
+            self._floats = floats = _map_memory(fd, size, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return _from_manifest(manifest.weights, floats), manifest.digest
+
+    def start_huge_pages(self) -> None:
+        """Let a thread ask the kernel for huge pages, with which a step of one row takes less time.
+        Does nothing if another process did, or without kernel support."""
+        if self._floats is not None:
+            floats, self._floats = self._floats, None
+            threading.Thread(
+                target=_collapse, args=(floats,), name="huge-pages", daemon=True
+            ).start()
+
+
+def shared_weights(memory: SharedMemoryClient | None, path: Path) -> SharedWeights | None:
+    """Return the weights of a process with shared memory; None without."""
+    return None if memory is None else SharedWeights(memory, path)
+
+
+class _SharedArena(Arena):
+    """Allocates arrays in new memory of at most `limit_bytes`, of which unused pages cost nothing.
+    Raises `OSError` where the system has no such memory."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.fd = os.memfd_create("dynamo-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, limit_bytes)
+        self._floats = _map_memory(self.fd, limit_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._used = 0
+
+    def __call__(self, *shape: int) -> Floats:
+        start, size = self._used, prod(shape)
+        self._used += -(-size // ALIGNED_FLOATS) * ALIGNED_FLOATS
+        if self._used > self._floats.size:
+            raise MemoryError("the prepared weights are larger than planned")
+        return self._floats[start : start + size].reshape(shape)
+
+    def place(self, array: Floats) -> int:
+        """Return the index of the array's first number in the memory. An array that lies elsewhere
+        is copied."""
+        if not np.may_share_memory(array, self._floats):
+            copy = self(*array.shape)
+            copy[:] = array
+            array = copy
+        return (array.ctypes.data - self._floats.ctypes.data) // FLOAT_BYTES
+
+    def finish(self, manifest: bytes) -> None:
+        """Add the manifest. No array of this arena may be in use any more."""
+        data = manifest + len(manifest).to_bytes(LENGTH_BYTES, "little")
+        end = self._used * FLOAT_BYTES
+        del self._floats
+        os.ftruncate(self.fd, end)
+        with open(self.fd, "r+b", closefd=False) as file:
+            file.seek(end)
+            file.write(data)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+def _build(weights: DigestedWeights, backend: NumpyBackend) -> int:
+    """Prepare the weights in new memory, and return its descriptor."""
+    arena = _SharedArena(2 * FLOAT_BYTES * weights.config.count_weights() + SPARE_BYTES)
+    private, backend.arena = backend.arena, arena
+    try:
+        plain = _to_manifest(prepare_weights(weights, backend), arena.place)
+        backend.arena = private
+        arena.finish(msgspec.msgpack.encode(_Manifest(weights.digest, plain)))
+    except BaseException:
+        os.close(arena.fd)
+        raise
+    finally:
+        backend.arena = private
+    return arena.fd
+
+
+def _to_manifest(value: Any, place: Callable[[Floats], int]) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"start": place(value), "shape": value.shape}
+    if isinstance(value, msgspec.Struct):
+        fields = (getattr(value, name) for name in value.__struct_fields__)
+        return {"node": type(value).__name__, "fields": [_to_manifest(f, place) for f in fields]}
+    return [_to_manifest(part, place) for part in value] if isinstance(value, tuple) else value
+
+
+def _from_manifest(plain: Any, floats: Floats) -> Any:
+    if isinstance(plain, list):
+        return tuple(_from_manifest(part, floats) for part in plain)
+    if not isinstance(plain, dict):
+        return plain
+    if "node" in plain:
+        return _NODES[plain["node"]](*_from_manifest(plain["fields"], floats))
+    start, shape = plain["start"], plain["shape"]
+    return floats[start : start + prod(shape)].reshape(shape)
+
+
+def _identify_files(path: Path) -> list[tuple[str, int, int, int, int, int]]:
+    """Return what changes when a file of the model changes. A hash of the content would cost more
+    than attaching; nobody can set the time of a change (ctime)."""
+    files = [path] if path.is_file() else [path / "config.json", *weight_files(path)]
+    stats = [(file, file.stat()) for file in files]
+    return [
+        (file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for file, stat in stats
+    ]
+
+
+def _map_memory(fd: int, size: int, protection: int) -> Floats:
+    """Map a memfd at a multiple of a huge page, as one array. The memory is unmapped with the last
+    array over it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    space = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(space))
+    skip = -address % HUGE_PAGE_BYTES
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    at = library.mmap(address + skip, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    if at != address + skip:
+        raise OSError(ctypes.get_errno(), "memory for weights cannot be mapped")
+    floats = np.frombuffer(space, np.float32, size // FLOAT_BYTES, skip)
+    floats.flags.writeable = bool(protection & mmap.PROT_WRITE)
+    return floats
+
+
+def _collapse(floats: Floats) -> None:
+    """Ask for huge pages, a few at a time, when the cores have nothing else to do."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for start in range(0, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, COLLAPSED_BYTES):
+        size = min(COLLAPSED_BYTES, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start)
+        library.madvise(floats.ctypes.data + start, size, MADV_COLLAPSE)
