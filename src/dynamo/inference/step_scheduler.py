@@ -188,19 +188,13 @@ class StepScheduler:
         """Count the steps after the completed `plan` that would only decode the same batch.
 
         In each of them every running sequence decodes one token, none ends and none waits for
-        blocks. If the batch has changed since the plan, or the plan did more than decode, the count
-        is 0 where another sequence could be admitted, or a tier sees each step. Waiting sequences
-        do not matter else: they could not be admitted then, and blocks only get fewer.
+        blocks. Where another sequence could be admitted or a tier sees each step, `plan` must have
+        done that and no more. Then those that wait cannot be admitted: blocks only get fewer.
         """
         running = self.running
-        if self.waiting or self.arriving.arrived or self.tiers.can_load:
-            if self._batch_changed or not plan.decode_seqs == len(plan.chunks) == len(running):
-                return 0
-        elif not running or not all(
-            each.length == each.computed_tokens + 1 > each.prompt_tokens for each in running
-        ):
-            return 0
-        if any(sequence.stop_ids for sequence in running):
+        seen = self.waiting or self.arriving.arrived or self.tiers.can_load
+        changed = self._batch_changed or not plan.decode_seqs == len(plan.chunks) == len(running)
+        if not running or (seen and changed) or not all(each.only_decodes for each in running):
             return 0
         steps = min(sequence.max_length - sequence.length for sequence in running) - 1
         if self._blocks_needed(steps) <= self.pool.available:
