@@ -4,9 +4,9 @@
     benchmarks/planner.py TRACES [--only NAME] [--startup 30,120,300] [--policies flow,rule,...]
 
 TRACES is a folder with azure2023_conv.csv, mooncake_conversation_trace.jsonl and servegen/. The first
-half of a trace is history, the second is scored. Prints, for each trace and startup, the avoidable
-broken promises (above those at twice the peak's workers) and the GPU-hours of the best fixed size, of
-a rule that knows the future, and of each policy.
+half of a trace is history, the second is scored. Prints the avoidable broken promises (above those
+of many workers) and the GPU-hours: of the best fixed size, of a rule that knows the future, and of
+each policy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.timing.model import Timing
 from dynamo.core.values import EngineInfo
 from dynamo.operations.planner.backtest import backtest
-from dynamo.operations.planner.capacity import Capacity, Lengths
+from dynamo.operations.planner.capacity import Lengths, PromiseCapacity
 from dynamo.operations.planner.connectors.simulated import SimulatedConnector
-from dynamo.operations.planner.planner import Planner
+from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.policy import PolicyOptions
 from dynamo.operations.planner.rails import Rails, RailSettings
 from dynamo.operations.planner.simulation import Trial, TrialResult, complete, play, play_static
@@ -147,12 +147,12 @@ def with_size(trial: Trial, size: int) -> Trial:
     return replace(trial, plan=replace(trial.plan, workers=workers))
 
 
-def planner_of(policy: str, predictor: str) -> Callable[[float, int], Planner]:
+def planner_of(policy: str, predictor: str) -> Callable[[float, int], ScalePlanner]:
     """Return what makes a planner without limits for an eta and a peak."""
 
-    def make(eta: float, peak: int) -> Planner:
+    def make(eta: float, peak: int) -> ScalePlanner:
         options = PolicyOptions(PLANNER_PREDICTORS.load(predictor), {}, eta, "", peak)
-        return Planner(PLANNER_POLICIES.load(policy)(options), Rails(RailSettings()), PROMISE)
+        return ScalePlanner(PLANNER_POLICIES.load(policy)(options), Rails(RailSettings()), PROMISE)
 
     return make
 
@@ -165,7 +165,7 @@ class Clairvoyant:
         prompt = sum(each.prompt_tokens for _, each in requests) / len(requests)
         answer = sum(each.output_tokens for _, each in requests) / len(requests)
         limits = EngineLimits(256, 600_000, 8192)
-        capacity = Capacity(TIMING, limits, PROMISE, Lengths(prompt, answer))
+        capacity = PromiseCapacity(TIMING, limits, PROMISE, Lengths(prompt, answer))
         answer_ms = capacity.answer_work_ms(capacity.batch())
         self.bins = [0.0] * (int(trial.end_s // 10) + 40)
         for at, each in requests:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from dynamo.core.errors import NotFound, PlaneUnavailable
 from dynamo.core.timing.model import Timing
 from dynamo.operations.planner.connectors.connector import Connector
-from dynamo.operations.planner.planner import Planner, plan_once
-from dynamo.operations.planner.values import Decision, Demand, EngineLimits, KindState, Order
+from dynamo.operations.planner.planner import ScalePlanner, plan_once
+from dynamo.operations.planner.values import Demand, EngineLimits, KindState, Order, ScaleDecision
 
 TIMING = Timing(c0=12.0, c1=0.09, c2=0.05, c3=6e-5)
 LIMITS = EngineLimits(max_seqs=256, kv_tokens=600_000, step_tokens=8192)
@@ -109,7 +109,7 @@ class Cluster(Connector):
             for state in self.states().values()
         )
 
-    async def plan(self, planner: Planner, demand: Demand | None) -> Decision:
+    async def plan(self, planner: ScalePlanner, demand: Demand | None) -> ScaleDecision:
         """Let the planner decide once, with this demand of the only model."""
 
         async def measure() -> Mapping[str, Demand]:

@@ -10,9 +10,9 @@ from tests.support.planner_cluster import LIMITS, TIMING, make_demand
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.timing.model import Timing
-from dynamo.operations.planner.capacity import Capacity, Lengths
+from dynamo.operations.planner.capacity import Lengths, PromiseCapacity
 from dynamo.operations.planner.policies.flow import FlowPolicy, growth_factor
-from dynamo.operations.planner.policies.policy import Policy, PolicyOptions, spread
+from dynamo.operations.planner.policies.policy import PolicyOptions, ScalePolicy, spread
 from dynamo.operations.planner.policies.simple import LoadPolicy, ThroughputPolicy
 from dynamo.operations.planner.values import (
     Demand,
@@ -32,7 +32,10 @@ SPLIT = {
 
 
 def play(
-    policy: Policy, demands: list[Demand], kinds: dict[str, KindState], budget: int | None = None
+    policy: ScalePolicy,
+    demands: list[Demand],
+    kinds: dict[str, KindState],
+    budget: int | None = None,
 ) -> list[Proposal]:
     """Return the proposals for demands that follow each other, whose sizes are there at once."""
     past: list[Sample] = []
@@ -73,7 +76,7 @@ def test_adaptive_smoothing_chooses_its_constant_by_the_past() -> None:
 
 
 def test_capacity_is_that_of_the_formulas() -> None:
-    capacity = Capacity(TIMING, LIMITS, PROMISE, LENGTHS)
+    capacity = PromiseCapacity(TIMING, LIMITS, PROMISE, LENGTHS)
     context = 1000 + 100
     batch = (0.95 * 50 - 12) / (0.09 * 1000 / 200 + 0.05 + 6e-5 * context)
     assert capacity.batch() == pytest.approx(batch)
@@ -90,9 +93,9 @@ def test_capacity_is_that_of_the_formulas() -> None:
 def test_a_promise_beyond_physics_is_said_and_holds_no_workers(
     promise: Promise, words: str
 ) -> None:
-    capacity = Capacity(TIMING, LIMITS, promise, LENGTHS)
+    capacity = PromiseCapacity(TIMING, LIMITS, promise, LENGTHS)
     assert words in capacity.fault
-    easy = Capacity(TIMING, LIMITS, Promise(), LENGTHS)
+    easy = PromiseCapacity(TIMING, LIMITS, Promise(), LENGTHS)
     assert capacity.work(make_demand(30)) <= 2 * easy.work(make_demand(30))
 
 
@@ -142,7 +145,7 @@ def test_flow_grows_at_once_and_shrinks_after_a_while() -> None:
 def test_flow_adds_for_queues_and_within_its_peak() -> None:
     kinds = {"worker": KindState(4, 4, start_s=30)}
     queued = make_demand(20, queued_tokens=200_000)
-    capacity = Capacity(TIMING, LIMITS, PROMISE, LENGTHS)
+    capacity = PromiseCapacity(TIMING, LIMITS, PROMISE, LENGTHS)
     options = PolicyOptions(eta=0.8, peak=1)
     (plain,) = play(FlowPolicy(options), [make_demand(20)], kinds)
     (more,) = play(FlowPolicy(options), [queued], kinds)
@@ -199,5 +202,5 @@ def test_load_changes_one_worker_at_a_time(demand: dict[str, float], change: int
 
 
 def test_an_engine_without_costs_of_tokens_has_a_capacity() -> None:
-    capacity = Capacity(Timing(0.0, 0.0), LIMITS, PROMISE, LENGTHS)
+    capacity = PromiseCapacity(Timing(0.0, 0.0), LIMITS, PROMISE, LENGTHS)
     assert capacity.work(make_demand(30)) == 0.0

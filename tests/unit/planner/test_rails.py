@@ -6,20 +6,22 @@ import pytest
 from msgspec.structs import replace
 from tests.support.planner_cluster import Cluster, make_demand
 
-from dynamo.operations.planner.planner import Planner, describe
+from dynamo.operations.planner.planner import ScalePlanner, describe
 from dynamo.operations.planner.policies.policy import PolicyOptions
 from dynamo.operations.planner.policies.simple import RulePolicy, StaticPolicy
 from dynamo.operations.planner.rails import Rails, RailSettings
-from dynamo.operations.planner.values import Decision, KindState, Promise
+from dynamo.operations.planner.values import KindState, Promise, ScaleDecision
 
 DEMAND = make_demand(10)
 
 
-def static(sizes: dict[str, int], settings: RailSettings = RailSettings(least=0)) -> Planner:  # noqa: B008
-    return Planner(StaticPolicy(PolicyOptions(sizes=sizes)), Rails(settings), Promise())
+def static(sizes: dict[str, int], settings: RailSettings = RailSettings(least=0)) -> ScalePlanner:  # noqa: B008
+    return ScalePlanner(StaticPolicy(PolicyOptions(sizes=sizes)), Rails(settings), Promise())
 
 
-async def run(cluster: Cluster, planner: Planner, seconds: float, step_s: float = 15.0) -> Decision:
+async def run(
+    cluster: Cluster, planner: ScalePlanner, seconds: float, step_s: float = 15.0
+) -> ScaleDecision:
     """Decide until `seconds` have passed. Returns the last decision."""
     end_s = cluster.now_s + seconds
     while True:
@@ -128,7 +130,7 @@ async def test_a_size_turns_four_times_in_ten_minutes() -> None:
 @pytest.mark.parametrize("fault", ["missing", "nan", "no time"])
 async def test_missing_figures_hold_the_size(fault: str) -> None:
     cluster = Cluster({"worker": KindState(3)})
-    planner = Planner(RulePolicy(PolicyOptions()), Rails(RailSettings()), Promise())
+    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(RailSettings()), Promise())
     demands = {
         "missing": None,
         "nan": make_demand(10, queued_tokens=float("nan")),
@@ -141,7 +143,7 @@ async def test_missing_figures_hold_the_size(fault: str) -> None:
 
 async def test_zero_traffic_is_a_figure() -> None:
     cluster = Cluster({"worker": KindState(3)})
-    planner = Planner(RulePolicy(PolicyOptions()), Rails(RailSettings(least=0)), Promise())
+    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(RailSettings(least=0)), Promise())
     for _ in range(3):
         await cluster.plan(planner, make_demand(0))
         cluster.now_s += 301

@@ -13,9 +13,9 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import EngineInfo
 from dynamo.operations.arrivals import Arrivals
 from dynamo.operations.planner.backtest import backtest, short_record
-from dynamo.operations.planner.planner import Planner
+from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.flow import FlowPolicy
-from dynamo.operations.planner.policies.policy import Policy, PolicyOptions
+from dynamo.operations.planner.policies.policy import PolicyOptions, ScalePolicy
 from dynamo.operations.planner.policies.simple import RulePolicy, StaticPolicy
 from dynamo.operations.planner.rails import Rails, RailSettings
 from dynamo.operations.planner.simulation import Trial, play, play_static
@@ -44,8 +44,8 @@ def trial() -> Trial:
     return Trial(plan, requests, PROMISE, adds_prompt=True)
 
 
-def planner(policy: Policy, **rails: float) -> Planner:
-    return Planner(policy, Rails(RailSettings(**rails)), PROMISE)  # type: ignore[arg-type]
+def planner(policy: ScalePolicy, **rails: float) -> ScalePlanner:
+    return ScalePlanner(policy, Rails(RailSettings(**rails)), PROMISE)  # type: ignore[arg-type]
 
 
 def test_a_static_policy_is_a_fixed_size(trial: Trial) -> None:
@@ -75,15 +75,15 @@ def test_the_budget_holds_in_a_replay(trial: Trial) -> None:
 
 
 def test_flow_keeps_the_promise_by_its_backtest(trial: Trial) -> None:
-    def make(eta: float, peak: int) -> Planner:
+    def make(eta: float, peak: int) -> ScalePlanner:
         return planner(FlowPolicy(PolicyOptions(eta=eta, peak=peak)))
 
-    found = backtest(trial, make)
-    assert found.broken <= found.floor + 0.01
-    best = play_static(trial, found.peak)
-    assert best.broken <= found.floor + 0.01
-    assert play_static(trial, found.peak - 1).broken > found.floor + 0.01
-    assert found.gpu_hours < 1.2 * best.gpu_hours
+    tested = backtest(trial, make)
+    assert tested.broken <= tested.floor + 0.01
+    best = play_static(trial, tested.peak)
+    assert best.broken <= tested.floor + 0.01
+    assert play_static(trial, tested.peak - 1).broken > tested.floor + 0.01
+    assert tested.gpu_hours < 1.2 * best.gpu_hours
 
 
 def test_a_short_record_says_how_long_one_is_needed() -> None:

@@ -64,7 +64,7 @@ async def test_the_record_follows_starts_deaths_and_stops(
             await supervisor._group.scale("worker", count, lambda _: None)
             expected = {"worker": count} if count else {}
             await until_records(plane, lambda seen, e=expected: seen[0].desired == e)
-        none = KindRecord(gpus=1, role="both")  # it can grow again
+        none = KindRecord(gpus=1, role="both")  # may grow again
         await until_records(plane, lambda seen: seen[0].kinds == {"worker": none})
         supervisor.stop()
         assert await running == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.operations.planner.planner import Planner
+from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.simulation import Trial, play, play_static
 
 ETAS = [number / 100 for number in range(95, 45, -5)]
@@ -16,7 +16,7 @@ ALLOWED = 0.01
 MIN_RECORD_S = 1800.0
 MIN_REQUESTS = 200
 
-MakePlanner = Callable[[float, int], Planner]
+MakePlanner = Callable[[float, int], ScalePlanner]
 """Returns the planner for an eta and a peak."""
 
 

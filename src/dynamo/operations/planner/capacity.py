@@ -1,4 +1,4 @@
-"""What one worker carries within a promise, by the timing of its steps."""
+"""The work that one worker does within a promise, by the timing of its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return self.prompt + self.answer / 2
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class PromiseCapacity(msgspec.Struct, frozen=True):
     """A worker with this `timing` and these `limits`, and requests of these `lengths`."""
 
     timing: Timing

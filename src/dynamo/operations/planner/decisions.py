@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.operations.planner.values import Decision
+from dynamo.operations.planner.values import ScaleDecision
 
 PLANNER_FOLDER = "planner"
 """The name of the folder in the state folder of a deployment."""
@@ -17,16 +17,16 @@ FILE, OLD_FILE = "decisions.jsonl", "decisions.1.jsonl"
 MAX_BYTES = 8 << 20
 """A file that is larger becomes the old one: together they have some days."""
 
-_decode = msgspec.json.Decoder(Decision).decode
+_decode = msgspec.json.Decoder(ScaleDecision).decode
 
 
-class DecisionLog:
+class PlannerLog:
     """Appends decisions to a file in `folder`. Methods block, and raise `OSError`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, decision: Decision) -> None:
+    def write(self, decision: ScaleDecision) -> None:
         """Append a decision."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         path = self._folder / FILE
@@ -37,9 +37,9 @@ class DecisionLog:
             file.write(msgspec.json.encode(decision) + b"\n")
 
 
-def read_decisions(folder: Path, last: int) -> Sequence[Decision]:
+def read_decisions(folder: Path, last: int) -> Sequence[ScaleDecision]:
     """Return the last decisions, oldest first. Lines that cannot be read are left out. Blocks."""
-    decisions: deque[Decision] = deque(maxlen=last)
+    decisions: deque[ScaleDecision] = deque(maxlen=last)
     for name in (OLD_FILE, FILE):
         path = folder / name
         for line in path.read_bytes().splitlines() if path.exists() else ():

@@ -7,24 +7,24 @@ from collections.abc import Mapping
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.settings import Settings
-from dynamo.operations.planner.planner import Planner
-from dynamo.operations.planner.policies.policy import Policy, PolicyOptions
+from dynamo.operations.planner.planner import ScalePlanner
+from dynamo.operations.planner.policies.policy import PolicyOptions, ScalePolicy
 from dynamo.operations.planner.rails import Rails, RailSettings
 from dynamo.operations.planner.values import Promise
 
 
-def make_planner(settings: Settings, *, eta: float = 0.0, peak: int = 0) -> Planner:
+def make_planner(settings: Settings, *, eta: float = 0.0, peak: int = 0) -> ScalePlanner:
     """Return the planner of the settings. `eta` and `peak`: see `PolicyOptions`."""
     rails = Rails(rail_settings(settings))
-    return Planner(make_policy(settings, eta=eta, peak=peak), rails, promise_of(settings))
+    return ScalePlanner(make_policy(settings, eta=eta, peak=peak), rails, promise_of(settings))
 
 
 def make_policy(
     settings: Settings, *, eta: float = 0.0, peak: int = 0, eta_missing: str = ""
-) -> Policy:
+) -> ScalePolicy:
     """Return the policy of the settings."""
     options = settings.planner
-    policy: Policy = PLANNER_POLICIES.load(options.policy)(
+    policy: ScalePolicy = PLANNER_POLICIES.load(options.policy)(
         PolicyOptions(
             PLANNER_PREDICTORS.load(options.predictor),
             _parse_sizes(options.sizes),

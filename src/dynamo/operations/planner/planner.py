@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from dynamo.core.errors import DynamoError
 from dynamo.operations.planner.connectors.connector import Connector
-from dynamo.operations.planner.policies.policy import Policy
+from dynamo.operations.planner.policies.policy import ScalePolicy
 from dynamo.operations.planner.rails import Rails
 from dynamo.operations.planner.values import (
-    Decision,
     Demand,
     KindState,
     Observation,
     Promise,
     Proposal,
     Sample,
+    ScaleDecision,
     Scene,
 )
 
@@ -26,23 +26,23 @@ MAX_SAMPLES = 480
 Measure = Callable[[], Awaitable[Mapping[str, Demand]]]
 """Returns the demand of each model since the last call. Raises `DynamoError` if there are no
 figures."""
-Keep = Callable[[Decision], None]
+Keep = Callable[[ScaleDecision], None]
 """Keeps a decision before its orders are given."""
 
 
-class Planner:
+class ScalePlanner:
     """Decides what to order. The state follows from observations and earlier decisions."""
 
-    def __init__(self, policy: Policy, rails: Rails, promise: Promise) -> None:
+    def __init__(self, policy: ScalePolicy, rails: Rails, promise: Promise) -> None:
         self.policy = policy
         self.rails = rails
         self.promise = promise
         self._past: dict[str, deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._next_number = 1
         self.outcome: list[str] = []
-        """What came of orders since the last decision."""
+        """The results of orders since the last decision."""
 
-    def resume(self, decisions: Sequence[Decision]) -> None:
+    def resume(self, decisions: Sequence[ScaleDecision]) -> None:
         """Go on after these decisions, oldest first."""
         self.rails.resume(decisions)
         for decision in decisions:
@@ -50,7 +50,7 @@ class Planner:
             for model, sample in decision.proposed.items():
                 self._past[model].append(sample)
 
-    def decide(self, observation: Observation) -> Decision:
+    def decide(self, observation: Observation) -> ScaleDecision:
         """Return the decision for an observation."""
         outcome = [*self.outcome, *self.rails.follow(observation)]
         self.outcome.clear()
@@ -74,7 +74,7 @@ class Planner:
             notes += proposal.notes
         orders, bound_by = self.rails.constrain(observation, wanted, why)
         number, self._next_number = self._next_number, self._next_number + 1
-        return Decision(
+        return ScaleDecision(
             number,
             observation.now_s,
             observation.kinds,
@@ -94,8 +94,8 @@ class Planner:
 
 
 async def plan_once(
-    planner: Planner, connector: Connector, measure: Measure, keep: Keep, now: float
-) -> Decision:
+    planner: ScalePlanner, connector: Connector, measure: Measure, keep: Keep, now: float
+) -> ScaleDecision:
     """Make one decision and give its orders. `keep` gets the decision before, so that a planner
     that dies in between knows its orders. Failures of the deployment become part of the next
     decision."""
@@ -125,7 +125,7 @@ def _kinds_by_model(kinds: Mapping[str, KindState]) -> Mapping[str, Mapping[str,
     return models
 
 
-def describe(decision: Decision, time_of: Callable[[float], str]) -> Iterable[str]:
+def describe(decision: ScaleDecision, time_of: Callable[[float], str]) -> Iterable[str]:
     """Yield the sentences of a decision: a line for each kind, then notes."""
     at = f"{time_of(decision.now_s)} #{decision.number}"
     ordered = {order.kind: order for order in decision.orders}

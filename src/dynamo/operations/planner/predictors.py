@@ -12,7 +12,7 @@ WINDOW = 240
 """Older values do not count."""
 SMOOTHINGS = [number / 20 for number in range(1, 20)]
 DISCOUNT = 0.95
-"""What the error of a value before weighs beside the last one."""
+"""The weight of an error beside that of the next value."""
 MEAN_OF = 8
 KALMAN_NOISE = 0.1, 0.01, 1.0
 """Variances of a change of the level, of a change of the trend, and of a measurement."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from dynamo.operations.planner.values import Decision, KindState, Observation, Order
+from dynamo.operations.planner.values import KindState, Observation, Order, ScaleDecision
 
 CONFIRM_S = 60.0
 """An order that the observed sizes do not show after this time was lost."""
@@ -32,7 +32,7 @@ class RailSettings(msgspec.Struct, frozen=True):
 
 
 class _Track:
-    """What was ordered of one kind, and what came of it."""
+    """The orders of one kind, and what came of them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -65,7 +65,7 @@ class Rails:
         self._tracks: dict[str, _Track] = {}
         self._next_number = 1
 
-    def resume(self, decisions: Iterable[Decision]) -> None:
+    def resume(self, decisions: Iterable[ScaleDecision]) -> None:
         """Take over the orders of earlier decisions, oldest first."""
         for decision in decisions:
             for kind, state in decision.kinds.items():

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from dynamo.core.timing.model import Timing
 from dynamo.operations.planner.connectors.simulated import SimulatedConnector, SimulatedDemand
-from dynamo.operations.planner.planner import Planner, plan_once
-from dynamo.operations.planner.values import Decision, Promise
+from dynamo.operations.planner.planner import ScalePlanner, plan_once
+from dynamo.operations.planner.values import Promise, ScaleDecision
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.fleet import FleetChange, ReplayFleet
 from dynamo.operations.replay.replay import ReplayPlan
@@ -47,15 +47,15 @@ class TrialResult(msgspec.Struct, frozen=True):
     broken: float
     gpu_hours: float
     requests: int
-    decisions: Sequence[Decision] = ()
+    decisions: Sequence[ScaleDecision] = ()
     timeline: Sequence[FleetChange] = ()
 
 
 def play(
-    trial: Trial, planner: Planner | None, drive: Callable[[ReplayFleet], None] | None = None
+    trial: Trial, planner: ScalePlanner | None, drive: Callable[[ReplayFleet], None] | None = None
 ) -> TrialResult:
     """Play a trial with a planner, or with fixed workers. `drive` may change workers, too."""
-    decisions: list[Decision] = []
+    decisions: list[ScaleDecision] = []
     fleets: list[ReplayFleet] = []
 
     def on_start(fleet: ReplayFleet) -> None:
@@ -86,7 +86,7 @@ def play_static(trial: Trial, size: int) -> TrialResult:
 
 
 def _schedule(
-    planner: Planner, fleet: ReplayFleet, trial: Trial, decisions: list[Decision]
+    planner: ScalePlanner, fleet: ReplayFleet, trial: Trial, decisions: list[ScaleDecision]
 ) -> None:
     startup, gpus = trial.plan.startup, int(trial.plan.worker_gpus or 1)
     workers = trial.plan.workers
@@ -129,7 +129,7 @@ def _score(trial: Trial, log: ReplayLog) -> tuple[int, int]:
         late = ttft_s > promise.ttft_s + prompt_s(prompts[row])
         slow = tokens > 1 and (e2e_s - ttft_s) * 1e3 > promise.itl_ms * (tokens - 1)
         broken += late or slow
-    failed = sum(log.errors.values())  # those that have not got an answer
+    failed = sum(log.errors.values())  # without an answer
     return broken + failed, requests + failed
 
 

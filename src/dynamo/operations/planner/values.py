@@ -1,4 +1,4 @@
-"""What the planner sees, proposes and decides. All are values, so that any clock drives it."""
+"""The values that the planner sees, proposes and decides, so that any clock drives it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Promise(msgspec.Struct, frozen=True):
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What a worker computes at most at once: sequences, tokens of KV, and tokens of a step."""
+    """The most that a worker computes at once: sequences, tokens of KV, and tokens of a step."""
 
     max_seqs: int = 256
     kv_tokens: int = 1 << 20
@@ -54,7 +54,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What arrived for a model in the last `seconds`, and what is there now.
+    """The arrivals for a model in the last `seconds`, and what is there now.
 
     `requests` are arrivals, rejected ones too. `prompt_tokens` are those to compute of them: cached
     ones are taken off. `output_tokens` are those of the `ended` requests. `queued_tokens`: prompt
@@ -95,7 +95,7 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What a policy found at an earlier decision for a model. Policies are functions of these."""
+    """The findings of a policy for a model at an earlier decision."""
 
     now_s: float
     facts: Mapping[str, float]
@@ -135,7 +135,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     takes_from: str = ""
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+class ScaleDecision(msgspec.Struct, frozen=True, omit_defaults=True):
     """A decision and what led to it: the sizes of the kinds, what each policy proposed, the rails
     that bound, and the orders. `outcome` tells what came of earlier orders."""
 

@@ -130,8 +130,8 @@ class ProcessGroup:
             await asyncio.wait(pending)
 
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
-        """Change the number of replicas of a kind. Those that do not serve leave first, then those
-        with the fewest calls. Other requests are executed while replicas start or drain. Raises
+        """Change the number of replicas of a kind. Unready ones leave first, then those with the
+        fewest calls. Other requests are executed while replicas start or drain. Raises
         `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot start or the disk
         is full."""
         added: Sequence[ChildProcess] | None = None
@@ -237,8 +237,8 @@ class ProcessGroup:
             new = self._start_new_child(self._replica_spec(spec, old.spec.name))
         await self._wait_until_ready(new)
         async with self._lock:
-            kept = old in self.children and old.desired
-            leaving = [child for child in (old if kept else new,) if child.desired]
+            stays = old in self.children and old.desired
+            leaving = [child for child in (old if stays else new,) if child.desired]
             _let_leave(leaving)  # the new one if another request has removed the old one
         await self._stop_leaving(leaving, lambda _: None)
         progress(f"{old.spec.name} was replaced")
@@ -297,7 +297,7 @@ class ProcessGroup:
         """Wait until a child of a kind has left."""
         if tasks := self._leaving_of(kind):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # who stopped it removes it
+            await asyncio.sleep(0)  # the request that stopped the child removes it
 
     def _start_new_child(self, spec: ChildSpec) -> ChildProcess:
         child = self._create_child(spec)

@@ -118,18 +118,15 @@ def plan_deployment(
     values. Raises `ConfigError`.
     """
     services = walk(root)
-    for service in services:
-        if role_of(service):
-            _check_ready_made(service)
     options = flags or {}
-    ready_made = [service.__name__ for service in READY_MADE_SERVICES]
-    for source in (base.services, options):
-        check_service_names(source, services, ready_made)
+    _check_services(services, (base.services, options))
     front = _frontend_services(services)
     selected = [root] if only else services
     if front and not only:
         selected = [*(service for service in front if service not in selected), *selected]
-    shared = _namespace_setting(services, base) | ready_made_settings(front, base, options)
+    planners = [service for service in selected if role_of(service) == "planner"]
+    own = ready_made_settings([*front, *planners], base, options)
+    shared = _namespace_setting(services, base) | own
     shared |= _standalone_router_settings(root if only else None, front, load(shared))
     settings = shared_settings(load(shared).settings)
     if settings.router.replicas:
@@ -151,16 +148,30 @@ def plan_deployment(
         count = settings.server.http_workers
         processes.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
     if front and not only:
-        _check_workers(settings, [part for part in processes if _generates_text(part)])
-    planners = [service for service in selected if role_of(service) == "planner"]
-    if planners or (settings.planner.enabled and front and not only):
-        planner = planners[0] if planners else Planner
-        own = load({**shared, **ready_made_settings([planner], base, options)}).settings
-        processes.insert(0, ProcessPlan("planner", (planner,), 1, own))
+        _check_workers(settings, processes)
+    if planner := _find_planner(planners, settings, alone=only or not front):
+        processes.insert(0, ProcessPlan("planner", (planner,), 1, settings))
     return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
 
 
-def _check_workers(settings: Settings, workers: Sequence[ProcessPlan]) -> None:
+def _check_services(services: Sequence[type[Any]], sources: Sequence[ServiceOptions]) -> None:
+    for service in services:
+        if role_of(service):
+            _check_ready_made(service)
+    ready_made = [service.__name__ for service in READY_MADE_SERVICES]
+    for source in sources:
+        check_service_names(source, services, ready_made)
+
+
+def _find_planner(
+    planners: Sequence[type[Any]], settings: Settings, *, alone: bool
+) -> type[Any] | None:
+    """Return the planner of the graph, or the one that the settings add to a whole graph."""
+    return next(iter(planners), Planner if settings.planner.enabled and not alone else None)
+
+
+def _check_workers(settings: Settings, processes: Sequence[ProcessPlan]) -> None:
+    workers = [part for part in processes if _generates_text(part)]
     check_models_answered(workers)
     check_disaggregation(settings, [part.settings.engine.role for part in workers])
 

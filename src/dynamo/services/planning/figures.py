@@ -52,7 +52,7 @@ class DeploymentFigures:
         self._loads = LoadView(runtime.clock)
         self._workers: Client
         self._before: dict[str, Counter[tuple[str, str]]] = {}
-        """What each frontend had counted at the last call, by model and figure."""
+        """The counts of each frontend at the last call, by model and figure."""
         self._before_s = 0.0
         self._timings: dict[str, Timing] = {}
         self._limits: dict[str, EngineLimits] = {}
@@ -183,7 +183,7 @@ def _count(text: str) -> Counter[tuple[str, str]]:
     figures = Counter[tuple[str, str]]()
     for name, labels, value in _SAMPLE.findall(text):
         if figure := FIGURES.get(name):
-            found = dict(_LABEL.findall(labels))
-            if found.get("status") not in REFUSED:
-                figures[found.get("model", ""), figure] += float(value)  # type: ignore[assignment]
+            tags = dict(_LABEL.findall(labels))
+            if tags.get("status") not in REFUSED:
+                figures[tags.get("model", ""), figure] += float(value)  # type: ignore[assignment]
     return figures

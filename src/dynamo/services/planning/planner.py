@@ -8,10 +8,10 @@ from dynamo.core.errors import DynamoError
 from dynamo.core.plugins import PLANNER_CONNECTORS
 from dynamo.core.settings import Settings
 from dynamo.operations.planner.connectors.connector import Connector
-from dynamo.operations.planner.decisions import PLANNER_FOLDER, DecisionLog, read_decisions
+from dynamo.operations.planner.decisions import PLANNER_FOLDER, PlannerLog, read_decisions
 from dynamo.operations.planner.options import make_planner, rail_settings
 from dynamo.operations.planner.planner import MAX_SAMPLES, describe, plan_once
-from dynamo.operations.planner.values import Decision
+from dynamo.operations.planner.values import ScaleDecision
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.planning.figures import DeploymentFigures
@@ -30,7 +30,7 @@ class PlannerService:
         self._runtime = runtime
         settings = runtime.settings
         folder = deployment_of(settings).folder / PLANNER_FOLDER
-        self._log = DecisionLog(folder)
+        self._log = PlannerLog(folder)
         self._connector: Connector = PLANNER_CONNECTORS.load(settings.planner.connector)(runtime)
         past = await runtime.clock.offload(read_decisions, folder, MAX_SAMPLES)
         self._planner = make_planner(settings)
@@ -74,7 +74,7 @@ class PlannerService:
         figures = self._figures.measure
         await plan_once(self._planner, self._connector, figures, self._keep, now)
 
-    def _keep(self, decision: Decision) -> None:
+    def _keep(self, decision: ScaleDecision) -> None:
         """Record a decision before its orders are given."""
         try:
             self._log.write(decision)
@@ -106,7 +106,7 @@ class PlannerService:
             "dynamo_planner_bound_total", "Decisions in which a rail bound the size", by_kind
         )
 
-    def _count(self, decision: Decision) -> None:
+    def _count(self, decision: ScaleDecision) -> None:
         self._decisions.inc()
         desired = {kind: state.wanted for kind, state in decision.kinds.items()}
         for order in decision.orders:

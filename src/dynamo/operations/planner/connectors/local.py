@@ -100,13 +100,13 @@ class LocalConnector(Connector):
 
     async def _set_role(self, instance: Instance, role: str) -> None:
         """Let a worker take a role. Raises `WorkerFailed`, and the errors of the worker."""
-        found = [each for each in await self._instances("set_role") if each.id == instance.id]
-        if not found:
+        same = [each for each in await self._instances("set_role") if each.id == instance.id]
+        if not same:
             raise WorkerFailed(f"{instance.id} has left")
         path = f"{instance.namespace}.{WORKER_COMPONENT}.set_role"
         client = await self._runtime.endpoint(path).client()
         try:
-            await client.collect(found[0], role.encode(), Context("planner"))
+            await client.collect(same[0], role.encode(), Context("planner"))
         finally:
             await client.close()
         self._roles[_process(instance)] = role
@@ -149,13 +149,13 @@ class _Workers(msgspec.Struct, frozen=True):
 
     def acting(self, kind: str) -> Sequence[Instance]:
         """Return the workers that have the role of a kind, those of other kinds first."""
-        found = [
+        keyed = [
             (home == kind, instance.id, instance)
             for home, instances in self.homes.items()
             for instance in instances
             if self._acting_kind(instance, home) == kind
         ]
-        return [instance for *_, instance in sorted(found, key=lambda each: each[:2])]
+        return [instance for *_, instance in sorted(keyed, key=lambda each: each[:2])]
 
     def role_of(self, instance: Instance, home: str) -> str:
         """Return the role that a worker has now."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from statistics import median
 
-from dynamo.operations.planner.capacity import Capacity
+from dynamo.operations.planner.capacity import PromiseCapacity
 from dynamo.operations.planner.policies.policy import (
-    Policy,
+    ScalePolicy,
     at_least_one,
     capacity_of,
     held_size,
@@ -37,7 +37,7 @@ PEAK_SHARE = 1.3
 """Headroom above the largest size that the record needed is given only to forecasts and queues."""
 
 
-class FlowPolicy(Policy):
+class FlowPolicy(ScalePolicy):
     """Wants the forecast work, times what usually followed a forecast, over the share `eta` of a
     worker that the backtest found. Without a backtest it is `rule`."""
 
@@ -53,7 +53,7 @@ class FlowPolicy(Policy):
             return unknown_speed(scene)
         return self._propose(scene, capacity)
 
-    def _propose(self, scene: Scene, capacity: Capacity) -> Proposal:
+    def _propose(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
         kinds, eta = kinds_of(scene, "both"), self.options.eta
         lead_s = start_s(kinds)
         work = capacity.work(scene.demand)
@@ -107,7 +107,7 @@ def growth_factor(scene: Scene, horizon_s: float, work: float) -> float:
 
 
 def queued_workers(
-    scene: Scene, capacity: Capacity, kinds: Mapping[str, KindState], lead_s: float
+    scene: Scene, capacity: PromiseCapacity, kinds: Mapping[str, KindState], lead_s: float
 ) -> float:
     """Return the workers that waiting prompts want beyond those for arrivals."""
     queued_s = capacity.prompt_work_ms(scene.demand.queued_tokens) / 1e3

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dynamo.operations.planner.capacity import Capacity, Lengths
+from dynamo.operations.planner.capacity import Lengths, PromiseCapacity
 from dynamo.operations.planner.predictors import Predictor, adaptive
 from dynamo.operations.planner.values import KindState, Proposal, Role, Scene
 
@@ -20,7 +20,7 @@ LENGTHS_SMOOTHING = 0.3
 
 
 class PolicyOptions(msgspec.Struct, frozen=True):
-    """What policies are made with. `sizes`: fixed ones by kind. `eta`: the share of a worker's time
+    """The options of all policies. `sizes`: fixed ones by kind. `eta`: the share of a worker's time
     that forecast work may take, by the backtest; 0: none was made, and `eta_missing` says why.
     `peak`: the fewest workers that serve all of the record."""
 
@@ -31,7 +31,7 @@ class PolicyOptions(msgspec.Struct, frozen=True):
     peak: int = 0
 
 
-class Policy(ABC):
+class ScalePolicy(ABC):
     """Proposes sizes. A policy is a function of the scene: it keeps nothing between calls."""
 
     interval_s = 15.0
@@ -92,12 +92,12 @@ def lengths_of(scene: Scene) -> Lengths:
     return Lengths(prompt, answer or DEFAULT_ANSWER)
 
 
-def capacity_of(scene: Scene) -> Capacity | None:
+def capacity_of(scene: Scene) -> PromiseCapacity | None:
     """Return what a worker carries; None while nobody knows how fast workers are."""
     demand = scene.demand
     if demand.timing is None:
         return None
-    return Capacity(demand.timing, demand.limits, scene.promise, lengths_of(scene))
+    return PromiseCapacity(demand.timing, demand.limits, scene.promise, lengths_of(scene))
 
 
 def length_facts(lengths: Lengths) -> dict[str, float]:

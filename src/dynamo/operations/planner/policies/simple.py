@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dynamo.operations.planner.capacity import Capacity
+from dynamo.operations.planner.capacity import PromiseCapacity
 from dynamo.operations.planner.policies.policy import (
-    Policy,
+    ScalePolicy,
     at_least_one,
     capacity_of,
     held_size,
@@ -33,7 +33,7 @@ LOAD_SHARE = 0.8
 """`load` removes a worker if the others then keep this share of the promise."""
 
 
-class StaticPolicy(Policy):
+class StaticPolicy(ScalePolicy):
     """Keeps the sizes of `planner.sizes`, and of other kinds the present ones."""
 
     def propose(self, scene: Scene) -> Proposal:
@@ -43,7 +43,7 @@ class StaticPolicy(Policy):
         return Proposal(sizes, "the sizes are fixed")
 
 
-class RulePolicy(Policy):
+class RulePolicy(ScalePolicy):
     """Keeps the share of time in which workers are busy at a target."""
 
     def propose(self, scene: Scene) -> Proposal:
@@ -70,7 +70,7 @@ class RulePolicy(Policy):
         )
 
 
-class ThroughputPolicy(Policy):
+class ThroughputPolicy(ScalePolicy):
     """Divides the predicted rate of requests by what one worker serves (NVIDIA Dynamo's)."""
 
     interval_s = 180.0
@@ -101,7 +101,7 @@ class ThroughputPolicy(Policy):
         )
 
 
-class LoadPolicy(Policy):
+class LoadPolicy(ScalePolicy):
     """Adds a worker while the estimated latencies are above the promise, and removes one that the
     others can do without (NVIDIA Dynamo's)."""
 
@@ -135,7 +135,7 @@ class LoadPolicy(Policy):
         )
 
 
-def role_works(scene: Scene, capacity: Capacity) -> dict[Role, float]:
+def role_works(scene: Scene, capacity: PromiseCapacity) -> dict[Role, float]:
     """Return the workers of each role that are busy all the time with what arrived."""
     if not is_split(scene):
         return {"both": capacity.work(scene.demand)}
@@ -150,7 +150,7 @@ def role_works(scene: Scene, capacity: Capacity) -> dict[Role, float]:
     }
 
 
-def _promise_share(scene: Scene, capacity: Capacity, role: str, serving: int) -> float:
+def _promise_share(scene: Scene, capacity: PromiseCapacity, role: str, serving: int) -> float:
     """Return the largest part of a promised latency that the workers of a role take."""
     demand, promise, serving = scene.demand, scene.promise, max(1, serving)
     share = 0.0
