@@ -263,7 +263,15 @@ def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, F
         load,
         np.log(decoders),
     )
-    return ttft, tpot, Features(_names(cases), numbers, np.stack(columns, 1))
+    reshard = [
+        str(not split.decode.shape.latent and split.decode.gpus != split.prefill.gpus)
+        for split in splits
+    ]
+    return (
+        ttft,
+        tpot,
+        Features({**_names(cases), "reshard": reshard}, numbers, np.stack(columns, 1)),
+    )
 
 
 def predict_rows(

@@ -63,13 +63,17 @@ class StepTimes:
         launches += cases.split_experts * cases.moe_layers * constant["split_layer_ms"]
         launches *= self._by_domain("launch", cases)
         read = 1 - (1 - cases.chosen_share) ** np.maximum(tokens, 1)
-        weights = cases.dense_bytes + cases.routed_bytes * read
-        reading = weights / (
-            cases.gpus * cases.bandwidth * self._by_domain("weight_bandwidth", cases)
-        )
+        copies = np.where(cases.attention_dp, cases.gpus, 1)
+        weights = cases.dense_bytes * copies + cases.routed_bytes * read
+        share = self._by_domain("weight_bandwidth", cases) * self._by_engine("reading", cases)
+        reading = weights / (cases.gpus ** (1 - constant["thin_weights"]) * cases.bandwidth * share)
         computing = self._compute_ms(cases, tokens)
         moving = seqs * cases.kv_bytes(context)
-        kv_share = np.where(cases.latent, constant["latent_bandwidth"], constant["kv_bandwidth"])
+        kv_share = np.where(
+            cases.latent,
+            self._by_engine("latent_bandwidth", cases),
+            self._by_engine("kv_bandwidth", cases),
+        )
         moving = moving / (cases.kv_shards * cases.bandwidth * kv_share)
         together = (reading**3 + computing**3) ** (1 / 3)
         result: Floats = launches + together + self._exchange_ms(cases, tokens, 1.0) + moving
@@ -106,14 +110,15 @@ class StepTimes:
         sent = np.minimum(np.maximum(cases.chosen, 1), cases.gpus) / cases.gpus
         ring = 2 * (cases.gpus - 1) / cases.gpus
         size = 2 * tokens * cases.hidden * np.where(cases.attention_dp, sent, ring)
-        once = size / (cases.link * self._constants["link_bandwidth"])
+        once = size / (cases.link * self._by_domain("link_bandwidth", cases))
         once = once + steps * self._constants["exchange_ms"]
         result: Floats = np.where(cases.gpus > 1, 2 * cases.layers * once, 0.0)
         return result
 
     def free_tokens_bytes(self, cases: CaseArrays) -> Floats:
-        """Return the memory for KV of each GPU."""
-        weights = cases.weight_bytes / (cases.gpus * cases.stages)
+        """Return the memory for KV of each GPU. With attention-DP all hold what is not routed."""
+        copied = np.where(cases.attention_dp, cases.dense_bytes * (1 - 1 / cases.gpus), 0.0)
+        weights = cases.weight_bytes / (cases.gpus * cases.stages) + copied
         free = cases.memory * self._constants["memory_share"] - weights - RESERVED_BYTES
         result: Floats = np.maximum(free, LEAST_FREE_SHARE * cases.memory)
         return result
