@@ -31,11 +31,11 @@ from dynamo.operations.replay.trace import (
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
-FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 300
+FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 500
 """Requests of a replay; at most `MOST_EXACT` where only the exact replay can simulate the plan."""
 TURNS = 3
 """Requests of a replay for each one that runs at once."""
-MOST_BLOCKS = 20_000
+MOST_BLOCKS = 60_000
 SPLIT_ROLES = ("decode", "prefill")
 SCALINGS = 2
 ROUND_ROBIN = RouterSettings(mode="round_robin")
@@ -121,8 +121,9 @@ def replay_plan(
 ) -> Replayed:
     """Replay a plan with Poisson arrivals. `flexible` workers of an aggregated plan compute
     prompts for each other."""
-    units, groups = _groups(plan, question, predictor)
-    rate = LOAD * plan.rate / units
+    groups = _groups(plan, question, predictor)
+    share = groups[0].count / plan.replicas
+    rate = LOAD * plan.rate * share
     moves = flexible or plan.prefill_layout is not None
     mode = "flexible" if flexible else DisaggregationSettings().mode
     router = RouterSettings(mode="round_robin", disaggregation=DisaggregationSettings(mode=mode))
@@ -139,16 +140,16 @@ def replay_plan(
     requests = min(max(FEWEST_REQUESTS, running), MOST_EXACT if moves else MOST_REQUESTS)
     load = SyntheticLoad(question.isl - question.prefix, question.osl, requests, rate)
     plan_to_replay = ReplayPlan("finalist", workers, router, BLOCK_TOKENS, objectives=promise)
+    trace = make_synthetic_trace(load, ArrivalOptions(seed=1))
     replay = Replay(plan_to_replay) if moves else FastReplay(plan_to_replay)
-    result, _ = replay.run(make_synthetic_trace(load, ArrivalOptions(seed=1)))
-    gpus = plan.gpus / units if moves and not flexible else plan.layout.gpus * groups[0].count
+    result, _ = replay.run(trace)
     return Replayed(
         "flexible" if flexible else plan.kind,
-        rate * units,
+        LOAD * plan.rate,
         result.ttft_ms.mean,
         result.ttft_ms.p90,
         result.tpot_ms.mean,
-        rate * question.osl / gpus,
+        LOAD * plan.tokens_per_gpu,
         result.good_share,
     )
 
@@ -157,17 +158,16 @@ def _limit(milliseconds: float) -> float:
     return milliseconds if milliseconds < math.inf else 0.0
 
 
-def _groups(plan: Plan, question: Question, predictor: Predictor) -> tuple[int, list[ReplayGroup]]:
-    """Return how many times the plan repeats its smallest unit, and the workers of one."""
+def _groups(plan: Plan, question: Question, predictor: Predictor) -> list[ReplayGroup]:
+    """Return two workers of an aggregated plan, or the smallest unit that a plan repeats."""
     info = _engine(plan, question)
     timing = step_timing(plan, question, predictor)
     if plan.prefill_layout is None:
-        count = min(2, plan.replicas)
-        return plan.replicas // count, [ReplayGroup(count, info, timing)]
+        return [ReplayGroup(min(2, plan.replicas), info, timing)]
     units = math.gcd(plan.replicas, plan.prefill_workers)
     ahead = step_timing(plan, question, predictor, prefill=True)
     decode, prefill = (msgspec.structs.replace(info, roles=(role,)) for role in SPLIT_ROLES)
-    return units, [
+    return [
         ReplayGroup(plan.replicas // units, decode, timing),
         ReplayGroup(plan.prefill_workers // units, prefill, ahead),
     ]
@@ -175,7 +175,7 @@ def _groups(plan: Plan, question: Question, predictor: Predictor) -> tuple[int, 
 
 def _engine(plan: Plan, question: Question) -> EngineInfo:
     """Return a mock engine with the plan's memory and batch, and both roles."""
-    tokens = (plan.capacity + 1) * (question.isl + question.osl)
+    tokens = (min(plan.capacity, most_seqs(plan)) + 1) * (question.isl + question.osl)
     settings = EngineSettings(
         block_size=BLOCK_TOKENS,
         num_blocks=min(MOST_BLOCKS, math.ceil(tokens / BLOCK_TOKENS)),
