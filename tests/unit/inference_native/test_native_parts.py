@@ -254,7 +254,7 @@ def test_groups_of_version_1_are_read(tmp_path: Path, path: str) -> None:
 
 async def test_weights_that_do_not_fit_are_reported(tiny_llama: Path) -> None:
     class Large(SafetensorsWeights):
-        def tensor(self, name: str) -> Any:
+        def stored(self, name: str) -> Any:
             raise MemoryError("Unable to allocate 3 TiB")
 
     runner = NativeRunner(lambda: Large(tiny_llama), EngineSettings(num_blocks=4))

@@ -141,11 +141,12 @@ async def test_damaged_weights_fail_every_request_with_the_reason(
     tiny_llama: Path, make_request: Any
 ) -> None:
     class Damaged(SafetensorsWeights):
-        def tensor(self, name: str) -> Any:
-            tensor = super().tensor(name)
+        def stored(self, name: str) -> Any:
+            stored = super().stored(name)
             if name.endswith("0.mlp.down_proj.weight"):
-                tensor[3, 3] = np.nan
-            return tensor
+                stored = stored.copy()
+                stored[3, 3] = np.nan
+            return stored
 
     settings = EngineSettings(threads=2, num_blocks=64, block_size=4)
     engine = BatchedEngine(NativeRunner(lambda: Damaged(tiny_llama), settings))

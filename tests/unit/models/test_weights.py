@@ -213,3 +213,19 @@ def test_an_untied_model_needs_its_output_matrix(model_folder, write_safetensors
         assert not weights.config.tied
         with pytest.raises(ModelUnavailable, match="lm_head"):
             weights.tensor("lm_head.weight")
+
+
+def test_stored_tensors_are_those_of_the_file_and_not_copied(
+    model_folder, write_safetensors, arrays
+):
+    write_safetensors(model_folder / SINGLE_FILE, arrays, bf16=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    with open_weights(model_folder) as weights:
+        stored = weights.stored(name)
+        assert (stored.dtype, stored.flags.owndata) == (np.uint16, False)
+        with pytest.raises(ValueError, match="read-only"):
+            stored[0, 0] = 1
+        copied = weights.tensor(name)
+        assert np.array_equal(copied.view(np.uint32) >> 16, stored)
+        copied[0, 0] += 1
+    assert stored.shape == arrays[name].shape

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.inference.native.buffers import Floats
+    from dynamo.models.checkpoint.quantization import Stored
 
 Array = Any
 """A float32 array of the backend whose rows are tokens.
@@ -20,8 +21,13 @@ class ArrayBackend(ABC):
     """The operations of one backend for one model. Only one thread may call it at a time."""
 
     @abstractmethod
-    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> Array:
-        """Prepare a linear layer's weights: `parts` are [out, in], stacked along out."""
+    def load(self, values: Stored) -> Array:
+        """Copy a tensor of `ModelWeights.stored` to the device, as float32 that may be changed."""
+
+    @abstractmethod
+    def prepare_matrix(self, *parts: Array, bias: Floats | None = None) -> Array:
+        """Prepare a linear layer's weights: `parts` are [out, in], stacked along out. Each is a
+        result of `load`, or a tensor of `ModelWeights.stored`."""
 
     @abstractmethod
     def begin_step(self, batch: Any) -> None:
@@ -39,9 +45,10 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def prepare_gated_mlp(
-        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+        self, gate: Array, up: Array, down: Array, activation: str = "silu"
     ) -> Array:
-        """Prepare a gated MLP's weights, each [out, in]. `activation`: silu or gelu_tanh."""
+        """Prepare a gated MLP's weights, each [out, in] as in `prepare_matrix`. `activation`: silu
+        or gelu_tanh."""
 
     @abstractmethod
     def linear(self, rows: Array, weight: Array, name: str) -> Array:

@@ -45,8 +45,8 @@ class DecoderWeights(msgspec.Struct, frozen=True):
 def prepare_weights(weights: ModelWeights, backend: ArrayBackend) -> DecoderWeights:
     """Read and prepare all tensors. Raises `ModelUnavailable`."""
     config = weights.config
-    embedding = backend.prepare_matrix(weights.tensor("model.embed_tokens.weight"))
-    lm_head = None if config.tied else backend.prepare_matrix(weights.tensor("lm_head.weight"))
+    embedding = backend.prepare_matrix(weights.stored("model.embed_tokens.weight"))
+    lm_head = None if config.tied else backend.prepare_matrix(weights.stored("lm_head.weight"))
     final_norm = weights.tensor("model.norm.weight")
     final_norm *= config.logit_scale
     layers = tuple(_prepare_layer(weights, backend, index) for index in range(config.num_layers))
@@ -119,43 +119,46 @@ class DecoderModel:
 
 
 def _prepare_layer(weights: ModelWeights, backend: ArrayBackend, index: int) -> DecoderLayer:
-    import numpy as np
-
     config = weights.config
     rotary_dim = config.rotary_dim or config.head_dim
 
-    def tensor(part: str, kind: str = "weight") -> Floats:
+    def vector(part: str, kind: str = "weight") -> Floats:
         return weights.tensor(f"model.layers.{index}.{part}.{kind}")
 
-    def project(part: str, heads: int) -> tuple[Floats, Floats | None]:
+    def matrix(part: str, *, changes: bool = True) -> Array:
+        stored = weights.stored(f"model.layers.{index}.{part}.weight")
+        return backend.load(stored) if changes else stored
+
+    def project(part: str, heads: int, *, changes: bool = True) -> tuple[Array, Floats | None]:
         """Return a projection and its bias, with the rows of the rotary pairs of `heads` heads side
         by side."""
-        matrix = tensor(f"self_attn.{part}")
-        bias = tensor(f"self_attn.{part}", "bias") if part in config.biases else None
+        projection = matrix(f"self_attn.{part}", changes=changes)
+        bias = vector(f"self_attn.{part}", "bias") if part in config.biases else None
         if heads:
-            matrix = interleave_rotary_pairs(matrix, heads, rotary_dim)
+            interleave_rotary_pairs(projection, heads, rotary_dim)
         if heads and bias is not None:
-            bias = interleave_rotary_pairs(bias[:, None], heads, rotary_dim)[:, 0]
-        return matrix, bias
+            interleave_rotary_pairs(bias[:, None], heads, rotary_dim)
+        return projection, bias
 
     query, query_bias = project("q_proj", config.num_heads)
     key, key_bias = project("k_proj", config.num_kv_heads)
     value, value_bias = project("v_proj", 0)
-    qk_norm = _read_qk_norm(tensor, config)
+    qk_norm = _read_qk_norm(vector, config)
     if qk_norm is None:
         query *= config.scores_scale
         if query_bias is not None:
             query_bias = query_bias * config.scores_scale
-    gate, up = tensor("mlp.gate_proj"), tensor("mlp.up_proj")
-    out, out_bias = project("o_proj", 0)
-    down = tensor("mlp.down_proj")
-    if config.residual_scale != 1.0:
+    gate, up = matrix("mlp.gate_proj"), matrix("mlp.up_proj")
+    is_scaled = config.residual_scale != 1.0
+    out, out_bias = project("o_proj", 0, changes=is_scaled)
+    down = matrix("mlp.down_proj", changes=is_scaled)
+    if is_scaled:
         out *= config.residual_scale
         down *= config.residual_scale
     before, after = norm_names(config)
-    for names, matrices in zip(before, ((query, key, value), (gate, up)), strict=True):
-        for matrix in matrices if names else ():
-            np.multiply(matrix, tensor(names), out=matrix)
+    for name, matrices in zip(before, ((query, key, value), (gate, up)), strict=True):
+        for each in matrices if name else ():
+            backend.scale(each, backend.prepare_vector(vector(name)))
     biases = (query_bias, key_bias, value_bias)
     sizes = (len(query), len(key), len(value))
     return DecoderLayer(
@@ -163,12 +166,12 @@ def _prepare_layer(weights: ModelWeights, backend: ArrayBackend, index: int) -> 
         out=backend.prepare_matrix(out, bias=out_bias),
         mlp=backend.prepare_gated_mlp(gate, up, down, config.activation),
         qk_norm=None if qk_norm is None else backend.prepare_vector(qk_norm),
-        attention_norm=backend.prepare_vector(tensor(after[0])) if after[0] else None,
-        mlp_norm=backend.prepare_vector(tensor(after[1])) if after[1] else None,
+        attention_norm=backend.prepare_vector(vector(after[0])) if after[0] else None,
+        mlp_norm=backend.prepare_vector(vector(after[1])) if after[1] else None,
     )
 
 
-def _read_qk_norm(tensor: Callable[[str], Floats], config: DecoderConfig) -> Floats | None:
+def _read_qk_norm(vector: Callable[[str], Floats], config: DecoderConfig) -> Floats | None:
     """Return the factors of the norm of queries and keys, [heads, head_dim], with the scale of
     scores."""
     import numpy as np
@@ -178,10 +181,10 @@ def _read_qk_norm(tensor: Callable[[str], Floats], config: DecoderConfig) -> Flo
     rotary_dim = config.rotary_dim or config.head_dim
     factors = []
     for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-        values = tensor(f"self_attn.{part}").reshape(-1, config.head_dim)
-        column = np.broadcast_to(values, (heads, config.head_dim)).reshape(-1, 1)
-        ordered = interleave_rotary_pairs(column, heads, rotary_dim)
-        factors.append(ordered.reshape(heads, config.head_dim))
+        values = vector(f"self_attn.{part}").reshape(-1, config.head_dim)
+        rows = np.broadcast_to(values, (heads, config.head_dim)).copy()
+        interleave_rotary_pairs(rows.reshape(-1, 1), heads, rotary_dim)
+        factors.append(rows)
     factors[0] = factors[0] * np.float32(config.scores_scale)
     return np.concatenate(factors)
 
@@ -198,15 +201,10 @@ def _join_biases(biases: tuple[Floats | None, ...], sizes: tuple[int, ...]) -> F
     return np.concatenate(parts)
 
 
-def interleave_rotary_pairs(projection: Floats, heads: int, rotary_dim: int) -> Floats:
+def interleave_rotary_pairs(projection: Array, heads: int, rotary_dim: int) -> None:
     """Reorder the first `rotary_dim` rows of each head from rotate_half order (two halves) so that
-    rotary pairs are neighbours."""
-    import numpy as np
-
+    rotary pairs are neighbours, in place."""
     rows, width = projection.shape
-    by_head = projection.reshape(heads, rows // heads, width)
-    rotated = by_head[:, :rotary_dim].reshape(heads, 2, rotary_dim // 2, width).swapaxes(1, 2)
-    ordered = np.concatenate(
-        (rotated.reshape(heads, rotary_dim, width), by_head[:, rotary_dim:]), axis=1
-    )
-    return ordered.reshape(rows, width)
+    turned = projection.reshape(heads, rows // heads, width)[:, :rotary_dim]
+    halves = turned.reshape(heads, 2, rotary_dim // 2, width)
+    turned[...] = halves.swapaxes(1, 2).reshape(turned.shape)

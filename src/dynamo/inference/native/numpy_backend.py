@@ -17,12 +17,14 @@ from dynamo.inference.native.blas import has_small_kernels, set_blas_threads
 from dynamo.inference.native.blocked_matmul import BlockedMatrix, make_blocked_matrix, matmul
 from dynamo.inference.native.buffers import Arena, Floats, ScratchBuffers
 from dynamo.inference.native.gated_mlp import MlpShard, add_gated_mlp, shard_mlp
+from dynamo.models.checkpoint.quantization import copy_floats, widen
 
 if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvStorage
     from dynamo.inference.native.ragged import RaggedBatch
     from dynamo.inference.native.thread_pool import ThreadPool
     from dynamo.models.checkpoint.decoder_config import DecoderConfig, Rotary
+    from dynamo.models.checkpoint.quantization import Stored
 
 MIN_ROWS_PER_THREAD = 128
 """A further thread pays off from this many rows on."""
@@ -47,10 +49,12 @@ class NumpyBackend(ArrayBackend):
         self._attention = SlotAttention(config, rotary, kv_storage, thread_pool, self._scratch)
         self._batch: RaggedBatch
 
-    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> BlockedMatrix:
-        return make_blocked_matrix(
-            parts, self.thread_pool.threads, self.small_kernels, self.arena, bias
-        )
+    def load(self, values: Stored) -> Floats:
+        return copy_floats(values)
+
+    def prepare_matrix(self, *parts: Stored, bias: Floats | None = None) -> BlockedMatrix:
+        floats, threads = tuple(map(widen, parts)), self.thread_pool.threads
+        return make_blocked_matrix(floats, threads, self.small_kernels, self.arena, bias)
 
     def prepare_vector(self, values: Floats) -> Array:
         return values
@@ -85,8 +89,9 @@ class NumpyBackend(ArrayBackend):
         return normal
 
     def prepare_gated_mlp(
-        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+        self, gate: Stored, up: Stored, down: Stored, activation: str = "silu"
     ) -> tuple[MlpShard, ...]:
+        gate, up, down = map(widen, (gate, up, down))
         threads = self.thread_pool.threads
         return shard_mlp(gate, up, down, activation, threads, self.small_kernels, self.arena)
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
 
+from dynamo.models.checkpoint.quantization import widen
 from dynamo.models.checkpoint.weights import ModelWeights
 
 if TYPE_CHECKING:
-    from dynamo.inference.native.buffers import Floats
+    from dynamo.models.checkpoint.quantization import Floats, Stored
 
 SAMPLES_PER_TENSOR = 1024
 
@@ -37,11 +38,12 @@ class DigestedWeights(ModelWeights):
     def has_tensor(self, name: str) -> bool:
         return self._weights.has_tensor(name)
 
-    def _read(self, name: str) -> Floats:
-        tensor = self._weights.tensor(name)
-        values = tensor.reshape(-1)
-        self._hash.update(values[:: max(1, values.size // SAMPLES_PER_TENSOR)].tobytes())
-        return tensor
+    def _read(self, name: str) -> Stored:
+        stored = self._weights.stored(name)
+        values = stored.reshape(-1)
+        sample = values[:: max(1, values.size // SAMPLES_PER_TENSOR)]
+        self._hash.update(widen(sample).tobytes())
+        return stored
 
     def rope_divisors(self, context_tokens: int = 0) -> Floats:
         divisors = self._weights.rope_divisors(context_tokens)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from dynamo.inference.native.buffers import Floats
     from dynamo.inference.torch.batch import PagedBatch
     from dynamo.models.checkpoint.decoder_config import DecoderConfig, Rotary
+    from dynamo.models.checkpoint.quantization import Stored
+
+PIECE_BYTES = 32 << 20
+"""Weights go from their file to the device in pieces of this size."""
 
 
 class Linear(NamedTuple):
@@ -41,17 +45,48 @@ class TorchBackend(ArrayBackend):
         self.attention = BlockAttention(config, rotary, device)
         self._batch: PagedBatch
 
-    def _join(self, *parts: Floats) -> torch.Tensor:
-        return torch.cat([torch.from_numpy(part).to(self._device, self._dtype) for part in parts])
+    def load(self, values: Stored) -> torch.Tensor:
+        matrix = torch.empty(values.shape, dtype=torch.float32, device=self._device)
+        self._fill(matrix, values)
+        return matrix
 
-    def prepare_matrix(self, *parts: Floats, bias: Floats | None = None) -> Linear:
-        return Linear(self._join(*parts), None if bias is None else self._join(bias))
+    def _fill(self, target: torch.Tensor, values: Stored) -> None:
+        """Copy a matrix of `ModelWeights.stored`. The device converts the numbers, and on a card
+        the host reads the next piece meanwhile."""
+        on_card = self._device.type == "cuda"
+        rows = max(1, PIECE_BYTES // values[0].nbytes)
+        for low in range(0, len(values), rows):
+            stored = values[low : low + rows]
+            dtype = getattr(torch, stored.dtype.name)
+            piece = torch.empty(stored.shape, dtype=dtype, pin_memory=on_card)
+            piece.numpy()[...] = stored
+            if dtype == torch.uint16:
+                piece = piece.view(torch.bfloat16)
+            target[low : low + rows] = piece.to(self._device, non_blocking=True)
+
+    def _join(self, *parts: torch.Tensor | Stored) -> torch.Tensor:
+        size = sum(map(len, parts)), parts[0].shape[1]
+        joined = torch.empty(size, dtype=self._dtype, device=self._device)
+        for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+            if isinstance(part, torch.Tensor):
+                rows.copy_(part)
+            else:
+                self._fill(rows, part)
+        return joined
+
+    def prepare_matrix(self, *parts: torch.Tensor | Stored, bias: Floats | None = None) -> Linear:
+        row = None if bias is None else self.prepare_vector(bias).to(self._dtype)
+        return Linear(self._join(*parts), row)
 
     def prepare_vector(self, values: Floats) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
     def prepare_gated_mlp(
-        self, gate: Floats, up: Floats, down: Floats, activation: str = "silu"
+        self,
+        gate: torch.Tensor | Stored,
+        up: torch.Tensor | Stored,
+        down: torch.Tensor | Stored,
+        activation: str = "silu",
     ) -> GatedMlp:
         return GatedMlp(self._join(gate, up), self._join(down), activation)
 

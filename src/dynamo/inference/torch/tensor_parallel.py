@@ -40,9 +40,9 @@ from dynamo.models.checkpoint.weights import ModelWeights
 if TYPE_CHECKING:
     from dynamo.core.values import EngineInfo
     from dynamo.inference.model_runner import StepPlan, StepResult
-    from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.kv_storage import KvShape
     from dynamo.models.checkpoint.decoder_config import DecoderConfig
+    from dynamo.models.checkpoint.quantization import Floats, Stored
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class RankWeights(ModelWeights):
     def has_tensor(self, name: str) -> bool:
         return name.split(".")[-2] in _ROWS or self._weights.has_tensor(name)
 
-    def _read(self, name: str) -> Floats:
-        tensor = self._weights.tensor(name)
+    def _read(self, name: str) -> Stored:
+        tensor = self._weights.stored(name)
         *_, part, kind = name.split(".")
         if part in _COLUMNS and kind == "bias":
             return tensor if self._rank == 0 else np.zeros_like(tensor)

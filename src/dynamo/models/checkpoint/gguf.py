@@ -16,10 +16,10 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.checkpoint.quantization import block_layout, dequantize
+from dynamo.models.checkpoint.quantization import block_layout, copy_floats, read_values
 
 if TYPE_CHECKING:
-    from dynamo.models.checkpoint.quantization import Floats
+    from dynamo.models.checkpoint.quantization import Floats, Stored
 
 T = TypeVar("T")
 MAGIC = b"GGUF"
@@ -66,7 +66,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         self.close()
 
     def close(self) -> None:
-        """Unmap the file. Returned arrays stay valid, since they are copies."""
+        """Unmap the file, as soon as no array in it is left."""
         close_map(self._map)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -95,13 +95,18 @@ class GgufFile(AbstractContextManager["GgufFile"]):
 
     def tensor(self, name: str) -> Floats:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
+        return copy_floats(self.stored(name))
+
+    def stored(self, name: str) -> Stored:
+        """Return a tensor that is not packed in the file; see `read_values`. Raises
+        `ModelUnavailable` if it is absent."""
         import numpy as np
 
         info = self.tensors.get(name)
         if info is None:
             raise ModelUnavailable(f"{self.path.name} has no tensor {name}")
         raw = np.frombuffer(self._map, np.uint8, self._count_bytes(name, info), info.start)
-        return dequantize(info.kind, raw).reshape(info.shape)
+        return read_values(info.kind, raw).reshape(info.shape)
 
     def check_tensors(self) -> None:
         """Raise `ModelUnavailable` unless `tensor` can read every tensor."""

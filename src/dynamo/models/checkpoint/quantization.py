@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
+    Stored = np.ndarray[Any, np.dtype[Any]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
@@ -22,6 +23,7 @@ _BLOCK_LAYOUTS = {
     Q2_K: (256, 84), Q3_K: (256, 110), Q4_K: (256, 144), Q5_K: (256, 176), Q6_K: (256, 210),
     IQ4_NL: (32, 18), IQ4_XS: (256, 136),
 }  # fmt: skip
+_PLAIN_TYPES = {F32: "<f4", F16: "<f2", BF16: "<u2"}
 _UNSUPPORTED_NAMES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
     22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
@@ -44,15 +46,19 @@ def block_layout(kind: int) -> tuple[int, int]:
 
 def dequantize(kind: int, raw: Bytes) -> Floats:
     """Dequantize whole blocks to a new flat float32 array. `kind` must pass `block_layout`."""
+    return copy_floats(read_values(kind, raw))
+
+
+def read_values(kind: int, raw: Bytes) -> Stored:
+    """Return the values of whole blocks: packed ones as a new flat float32 array, others as a view
+    that cannot be written: float32, float16, or bfloat16 as uint16."""
     import numpy as np
 
     per_block, block_bytes = block_layout(kind)
-    if kind == F32:
-        return raw.view("<f4").astype(np.float32)
-    if kind == F16:
-        return raw.view("<f2").astype(np.float32)
-    if kind == BF16:
-        return widen_bf16(raw)
+    if kind in _PLAIN_TYPES:
+        plain = raw.view(_PLAIN_TYPES[kind])
+        plain.flags.writeable = False
+        return plain
     blocks = raw.reshape(-1, block_bytes)
     out = np.empty((len(blocks), per_block), np.float32)
     read = _READERS.get(kind, partial(_read_legacy_blocks, kind))
@@ -63,11 +69,22 @@ def dequantize(kind: int, raw: Bytes) -> Floats:
     return out.reshape(-1)
 
 
-def widen_bf16(raw: Bytes) -> Floats:
-    """Convert packed bfloat16, the upper halves of float32 values, to float32."""
-    wide = raw.view("<u2").astype("u4")
+def widen(values: Stored) -> Floats:
+    """Return values of `read_values` as float32. Those that are float32 are not copied."""
+    import numpy as np
+
+    if values.dtype != np.uint16:
+        return values.astype(np.float32, copy=False)
+    wide = values.astype("u4")  # bfloat16 is the upper half of a float32
     wide <<= 16
     return wide.view("f4")
+
+
+def copy_floats(values: Stored) -> Floats:
+    """Return values of `read_values` as float32 that may be changed."""
+    import numpy as np
+
+    return np.require(widen(values), requirements="W")
 
 
 def _read_scales(blocks: Bytes, at: int) -> Floats:

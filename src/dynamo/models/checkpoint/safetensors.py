@@ -14,10 +14,10 @@ import msgspec
 
 from dynamo.core.errors import DECODE_ERRORS, ModelUnavailable
 from dynamo.models.checkpoint.gguf import MAX_DIMENSIONS, close_map, map_file
-from dynamo.models.checkpoint.quantization import BF16, F16, F32, dequantize
+from dynamo.models.checkpoint.quantization import BF16, F16, F32, copy_floats, read_values
 
 if TYPE_CHECKING:
-    from dynamo.models.checkpoint.quantization import Floats
+    from dynamo.models.checkpoint.quantization import Floats, Stored
 
 _DTYPES = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
 _MAX_HEADER_BYTES = 100 << 20
@@ -53,12 +53,17 @@ class SafetensorsFolder:
             self._read_file(path)
 
     def close(self) -> None:
-        """Unmap all files. Returned arrays stay valid, since they are copies."""
+        """Unmap all files, each when no array in it is left."""
         for data in self._maps:
             close_map(data)
 
     def tensor(self, name: str) -> Floats:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
+        return copy_floats(self.stored(name))
+
+    def stored(self, name: str) -> Stored:
+        """Return a tensor in the file, which is read as its values are used; see `read_values`.
+        Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 
         if name not in self.tensors:
@@ -71,7 +76,7 @@ class SafetensorsFolder:
             )
         start, end = entry.data_offsets
         raw = np.frombuffer(data, np.uint8, end - start, base + start)
-        return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
+        return read_values(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
 
     def _read_file(self, path: Path) -> None:
         data = map_file(path)

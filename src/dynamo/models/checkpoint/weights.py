@@ -19,11 +19,11 @@ from dynamo.models.checkpoint.decoder_config import (
     tensor_shape,
 )
 from dynamo.models.checkpoint.gguf import GgufFile
-from dynamo.models.checkpoint.quantization import block_layout
+from dynamo.models.checkpoint.quantization import block_layout, copy_floats, widen
 from dynamo.models.checkpoint.safetensors import SafetensorsFolder, weight_files
 
 if TYPE_CHECKING:
-    from dynamo.models.checkpoint.quantization import Floats
+    from dynamo.models.checkpoint.quantization import Floats, Stored
 
 
 class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
@@ -39,6 +39,11 @@ class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
         `ModelUnavailable` if the tensor is absent, damaged, or has another shape than `config`
         requires.
         """
+        return copy_floats(self.stored(name))
+
+    def stored(self, name: str) -> Stored:
+        """Return a tensor as `tensor` does, but in the number format of the file and, where that is
+        possible, not copied: see `read_values`. It must not be changed."""
         whole, part = self._find_fused(name)
         stored = self._read(whole)
         expected = tensor_shape(whole, self.config)
@@ -55,8 +60,8 @@ class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
         """Whether the files have a tensor of this name."""
 
     @abstractmethod
-    def _read(self, name: str) -> Floats:
-        """Return a tensor as it is stored, in the order of rotate_half."""
+    def _read(self, name: str) -> Stored:
+        """Return a whole tensor of the files, in the order of rotate_half; see `stored`."""
 
     def rope_divisors(self, context_tokens: int = 0) -> Floats:
         """Return the divisors of rotary frequencies, [rotary_dim / 2] float32, for an engine of
@@ -117,10 +122,12 @@ class SafetensorsWeights(ModelWeights):
         self.config = read_config(path, names)
         self._norm_offset = architecture_of(read_model_type(path)).norm_offset
 
-    def _read(self, name: str) -> Floats:
-        stored = self._files.tensor(self._stored_names.get(name, name))
+    def _read(self, name: str) -> Stored:
+        import numpy as np
+
+        stored = self._files.stored(self._stored_names.get(name, name))
         if self._norm_offset and name.endswith("norm.weight"):
-            stored += self._norm_offset
+            return widen(stored) + np.float32(self._norm_offset)
         return stored
 
     def has_tensor(self, name: str) -> bool:
@@ -141,8 +148,8 @@ class GgufWeights(ModelWeights):
         self._has_pairs = architecture_of(kind).gguf_pairs
         self._stored_names = {hugging_face_name(name, kind): name for name in self._file.tensors}
 
-    def _read(self, name: str) -> Floats:
-        stored = self._file.tensor(self._stored_names.get(name, name))
+    def _read(self, name: str) -> Stored:
+        stored = self._file.stored(self._stored_names.get(name, name))
         if self._has_pairs and ".self_attn.q_proj." in name:
             return _undo_rotary_permutation(stored, self.config.num_heads)
         if self._has_pairs and ".self_attn.k_proj." in name:
@@ -241,7 +248,7 @@ def hugging_face_name(name: str, kind: str) -> str:
     return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
 
 
-def _undo_rotary_permutation(stored: Floats, heads: int) -> Floats:
+def _undo_rotary_permutation(stored: Stored, heads: int) -> Stored:
     """Undo the interleaving of rotary pairs in GGUF: put the halves of each head in a row."""
     import numpy as np
 
