@@ -263,12 +263,6 @@ class EngineSequence:
         self.tokens = self.content.tokens if isinstance(self.content, TokenContent) else NO_TOKENS
 
     @property
-    def only_decodes(self) -> bool:
-        """Whether each next step computes one token of the answer, which ends by its length."""
-        computed = self.length - self.computed_tokens == 1
-        return computed and self.length > self.prompt_tokens and not self.stop_ids
-
-    @property
     def output_tokens(self) -> int:
         """Tokens that this attempt has generated."""
         return self.length - self.prompt_tokens

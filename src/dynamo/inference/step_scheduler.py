@@ -193,8 +193,10 @@ class StepScheduler:
         """
         running = self.running
         seen = self.waiting or self.arriving.arrived or self.tiers.can_load
-        changed = self._batch_changed or not plan.decode_seqs == len(plan.chunks) == len(running)
-        if not running or (seen and changed) or not all(each.only_decodes for each in running):
+        if seen and (self._batch_changed or not plan.decode_seqs == len(plan.chunks)):
+            return 0
+        sampled = {chunk.sequence for chunk in plan.chunks if chunk.samples}
+        if not running or not all(each in sampled and not each.stop_ids for each in running):
             return 0
         steps = min(sequence.max_length - sequence.length for sequence in running) - 1
         if self._blocks_needed(steps) <= self.pool.available:
