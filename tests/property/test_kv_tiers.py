@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 from tests.unit.inference_tiers.blocks import ManualClock
 
@@ -127,8 +128,7 @@ class Tiered:
         await self.alone.start()
         await self.engine.start()
         self.engine.on_kv_events(self.apply)
-        self.engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
-        self.engine.prefill_speed.token_s = 1.0  # so that every load is worth it
+        self.engine.timing_learner = KnownTokenTime(1.0)  # so that every load is worth it
 
     def apply(self, events: Sequence[KvEvent]) -> None:
         for event in events:

@@ -51,7 +51,7 @@ class SequenceArrival(Arrival):
 
     @property
     def compute_s(self) -> float:
-        return self._missing_tokens * self._engine.prefill_speed.token_s
+        return self._missing_tokens * self._engine.timing_learner.token_s
 
     @property
     def _missing_tokens(self) -> int:

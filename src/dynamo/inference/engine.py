@@ -189,7 +189,7 @@ class BatchedEngine(EngineCore):
             slow_gaps=self.token_gaps.slow_gaps,
             transfer_bytes_per_s=0.0 if self.kv_source is None else self.kv_source.bytes_per_s,
             tiers=self.tiers.report_load(),
-            timing=() if self.timing_learner is None else self.timing_learner.coefficients,
+            timing=self.timing_learner.coefficients,
         )
 
     async def stop(self) -> None:
@@ -253,11 +253,7 @@ class BatchedEngine(EngineCore):
             now = asyncio.get_running_loop().time
             began_s = now()
             result = await self.runner.step(plan)
-            seconds = now() - began_s
-            if plan.new_tokens:
-                self.prefill_speed.learn(plan.new_tokens, seconds)
-            if self.timing_learner is not None:
-                self.timing_learner.observe(plan, seconds)
+            self.timing_learner.observe(plan, now() - began_s)
             return result
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})

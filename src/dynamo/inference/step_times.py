@@ -1,4 +1,4 @@
-"""The times of an engine's steps: gaps between tokens, and the speed of prefill."""
+"""The times of an engine's steps: gaps between tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from asyncio import get_running_loop
 from collections.abc import Sequence
 
 from dynamo.inference.sequence import EngineSequence
-
-INITIAL_TOKEN_S = 0.001
-DECAY = 0.98
-MIN_SPREAD = 0.05
-"""Relative spread of the steps' sizes from which on their slope counts instead of their ratio."""
 
 
 class TokenGaps:
@@ -57,26 +52,3 @@ class TokenGaps:
                 del self._first_token_s[sequence]
         self.gaps += counted
         return counted
-
-
-class PrefillSpeed:
-    """A line through the durations of recent steps over their prompt tokens; its slope counts."""
-
-    def __init__(self) -> None:
-        self.token_s = INITIAL_TOKEN_S
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Count a step that computed `tokens` prompt tokens."""
-        self._n = DECAY * self._n + 1
-        self._x = DECAY * self._x + tokens
-        self._y = DECAY * self._y + seconds
-        self._xx = DECAY * self._xx + tokens * tokens
-        self._xy = DECAY * self._xy + tokens * seconds
-        mean = self._x / self._n
-        variance = self._xx / self._n - mean * mean
-        ratio = self._y / self._x
-        slope = 0.0
-        if variance > MIN_SPREAD * mean * mean:
-            slope = (self._xy / self._n - mean * self._y / self._n) / variance
-        self.token_s = min(slope, ratio) if slope > 0 else ratio

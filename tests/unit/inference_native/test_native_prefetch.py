@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 from tests.unit.inference_native.test_native_tiers import BLOCK_BYTES, answer, check_idle
 
@@ -30,8 +31,7 @@ async def start(
 ) -> BatchedEngine:
     engine: BatchedEngine = make_engine(cache, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     await engine.start()
-    engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
-    engine.prefill_speed.token_s = 1.0  # so that every load is worth it
+    engine.timing_learner = KnownTokenTime(1.0)  # so that every load is worth it
     return engine
 
 
@@ -132,8 +132,7 @@ async def test_a_preempted_sequence_loads_instead_of_computing(
     cache = CacheSettings(cpu_size=host_blocks * BLOCK_BYTES)
     engine: BatchedEngine = make_engine(cache, num_blocks=150)
     await engine.start()
-    engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
-    engine.prefill_speed.token_s = 1.0
+    engine.timing_learner = KnownTokenTime(1.0)
     computed, parked = count_prefill(engine), watch_preemptions(engine)
     assert await run_all(*(answer(engine, request) for request in requests)) == expected
     assert engine.scheduler.preemptions == 1

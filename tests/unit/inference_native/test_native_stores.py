@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.servers import S3Process
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference_native.test_native_tiers import answer, check_idle
 
 from dynamo.core.errors import ConfigError
@@ -41,7 +42,7 @@ def cache(
 async def start(make_engine: Any, cache: CacheSettings, num_blocks: int) -> BatchedEngine:
     engine: BatchedEngine = make_engine(cache, num_blocks=num_blocks)
     await engine.start()
-    engine.prefill_speed.token_s = 1.0  # so that every load is worth it
+    engine.timing_learner = KnownTokenTime(1.0)  # so that every load is worth it
     return engine
 
 

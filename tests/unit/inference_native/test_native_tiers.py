@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.context import Context
@@ -55,7 +56,7 @@ async def test_the_answers_are_those_without_tiers(
 
     engine = make_engine(CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=24)
     await engine.start()
-    engine.prefill_speed.token_s = 1.0
+    engine.timing_learner = KnownTokenTime(1.0)
     for _ in range(2):
         assert [await answer(engine, request) for request in requests] == expected
     assert engine.tiers.tiers[0].counters.loaded_blocks > 50
@@ -82,8 +83,7 @@ async def test_blocks_go_down_by_their_worth_or_always(
     cache = CacheSettings(cpu_size=200 * BLOCK_BYTES, offload_policy=policy)
     engine = make_engine(cache, num_blocks=24)
     await engine.start()
-    engine.prefill_speed.learn = lambda *_: None
-    engine.prefill_speed.token_s = token_s
+    engine.timing_learner = KnownTokenTime(token_s)
     for prompt in PROMPTS[:3]:
         await answer(engine, make_request(prompt, 4))
     assert bool(engine.tiers.tiers[0].blocks) == stores
@@ -94,8 +94,7 @@ async def test_blocks_go_down_by_their_worth_or_always(
 async def test_equal_prompts_load_their_blocks_once(make_engine: Any, make_request: Any) -> None:
     engine = make_engine(CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=48)
     await engine.start()
-    engine.prefill_speed.learn = lambda *_: None
-    engine.prefill_speed.token_s = 1.0
+    engine.timing_learner = KnownTokenTime(1.0)
     first = await answer(engine, make_request(PROMPTS[0], 10))
     for prompt in PROMPTS[1:4]:
         await answer(engine, make_request(prompt, 10))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 from tests.unit.inference_native.test_native_disaggregation import (
     GREEDY,
@@ -124,8 +125,7 @@ async def test_random_operations(
     await pair.start()
     for engine in (pair.p, pair.d):
         fill_unused_blocks(engine)
-        engine.prefill_speed.learn = lambda *_: None  # type: ignore[method-assign]
-        engine.prefill_speed.token_s = 0.1
+        engine.timing_learner = KnownTokenTime(0.1)
     if seed % 2:
         pair.d.kv_source = None
     operations = RandomOperations(pair, seed, make_request, reference_llama)
@@ -198,7 +198,7 @@ async def test_blocks_come_back_from_host_memory(
     engine = make_engine(dtype, CacheSettings(cpu_size=200 * BLOCK_BYTES), num_blocks=24)
     await engine.start()
     fill_unused_blocks(engine)
-    engine.prefill_speed.token_s = 1.0
+    engine.timing_learner = KnownTokenTime(1.0)
     for _ in range(2):
         assert [await answer(engine, request) for request in requests] == expected
     assert engine.tiers.tiers[0].counters.loaded_blocks > 50

@@ -9,6 +9,8 @@ from operator import mul
 from dynamo.core.timing.model import StepCounts, Timing
 
 TERMS = 5
+TOKENS_FIRST = (1, 0, 2, 3, 4)
+"""The order in which terms get what steps take, where all steps have as many prompt tokens."""
 SKIPPED_STEPS = 16
 """Steps after a start or a change of role that are not learnt: they compile, allocate, fill caches.
 """
@@ -22,6 +24,7 @@ MAX_RATIO = 4.0
 PRIOR = 0.01
 """Weight of the coefficients so far beside the steps, which keeps those that no step shows."""
 ROUNDS = 50
+INITIAL_TOKEN_S = 0.001
 
 
 class TimingLearner:
@@ -35,6 +38,7 @@ class TimingLearner:
         self._skip = SKIPPED_STEPS
         self._new_steps = 0
         self._timing: Timing | None = None
+        self._token_s = INITIAL_TOKEN_S
 
     def restart(self) -> None:
         """Leave out the next steps, because the engine has just started or has another role."""
@@ -62,8 +66,17 @@ class TimingLearner:
         """The timing as learnt so far; None before there are enough steps."""
         if self._new_steps >= (MIN_STEPS if self._timing is None else REFIT_STEPS):
             self._new_steps = 0
-            self._timing = self._fit()
+            self._timing = timing = self._fit()
+            tokens, attention = (sum(step[index] for step in self._prompts) for index in (1, 4))
+            if timing is not None and tokens:
+                spent_s = (timing.c1 * tokens + timing.c4 * attention) * 1e-3
+                self._token_s = spent_s / tokens or self._token_s
         return self._timing
+
+    @property
+    def token_s(self) -> float:
+        """The time that a prompt token takes, its attention included, in recent prompts."""
+        return self._token_s if self.timing is not None else INITIAL_TOKEN_S
 
     def _fit(self) -> Timing | None:
         before = self._timing
@@ -112,7 +125,8 @@ def _solve(
     """Return the non-negative least squares solution near `start`, by coordinate descent."""
     solution = list(start)
     for _ in range(ROUNDS):
-        for index, line in enumerate(normal):
+        for index in TOKENS_FIRST:
+            line = normal[index]
             diagonal = line[index] + weight
             if not diagonal:
                 continue

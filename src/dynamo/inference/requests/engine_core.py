@@ -16,7 +16,7 @@ from dynamo.inference.kv_source import FirstToken
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence
 from dynamo.inference.step_scheduler import StepScheduler
-from dynamo.inference.step_times import PrefillSpeed, TokenGaps
+from dynamo.inference.step_times import TokenGaps
 from dynamo.models.grammar.matcher import GrammarCompiler
 
 
@@ -31,8 +31,7 @@ class EngineCore(Engine):
         self.tiers = EngineTiers()
         self.counters = EngineTotals()
         self.token_gaps = TokenGaps()
-        self.prefill_speed = PrefillSpeed()
-        self.timing_learner = None if time.is_virtual else TimingLearner()
+        self.timing_learner: TimingLearner = TimingLearner()
         self._time = time
         self._work_arrived = asyncio.Event()
         self._kv_event_listeners: list[KvEventListener] = []

@@ -137,7 +137,7 @@ class KvTiers(EngineTiers):
         runs = find_runs(self.tiers, sequence.content.hashes[:full], have_blocks)
         if not runs:
             return ()
-        token_s = self._engine.prefill_speed.token_s
+        token_s = self._engine.timing_learner.token_s
         backlog_s = self._engine.scheduler.prefill_tokens() * token_s
         return useful_runs(runs, self._pool.block_tokens * token_s, backlog_s)
 

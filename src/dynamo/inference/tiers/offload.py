@@ -193,7 +193,7 @@ class Offload:
         computing."""
         if self._stores_all:
             return self._writers.values()
-        limit_s = MAX_LOAD_FACTOR * self._pool.block_tokens * self._engine.prefill_speed.token_s
+        limit_s = MAX_LOAD_FACTOR * self._pool.block_tokens * self._engine.timing_learner.token_s
         return [each for each in self._host_writers if each.tier.predict_block_s() < limit_s]
 
     def _running_blocks(self, count: int) -> Sequence[Block]:
