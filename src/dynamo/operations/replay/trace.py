@@ -142,8 +142,13 @@ def make_synthetic_trace(
 
 
 def _vary(length: int, rng: Random) -> int:
-    """Return a length that is uniform within 20 % of `length`."""
-    return rng.randint(-(-length * 4 // 5), length * 6 // 5)
+    """Return a length that is uniform within 20 % of `length`, as `randint` draws it."""
+    low = -(-length * 4 // 5)
+    count = length * 6 // 5 - low + 1
+    bits = count.bit_length()
+    while (offset := rng.getrandbits(bits)) >= count:
+        pass
+    return low + offset
 
 
 def _make_conversation(

@@ -16,7 +16,12 @@ from dynamo.operations.replay.fast.least_loaded import LeastLoadedCandidates
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.runtime.calls.instances import Instance
-from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer, canonical_mode
+from dynamo.runtime.calls.load_balancing import (
+    MODES,
+    InstanceLoad,
+    LoadBalancer,
+    canonical_mode,
+)
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.migration import ATTEMPT_STRIDE
@@ -60,21 +65,21 @@ class BalancerChooser(Chooser):
     def __init__(
         self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
     ) -> None:
-        self._mode = canonical_mode(mode)
+        self._pick = MODES[canonical_mode(mode)]
+        self._loads: list[InstanceLoad] = []
         self._counts = Counter[str]()
         self._balancer = LoadBalancer(rng, self._counts.__getitem__)
         self._send = send
         self.update_instances(instances)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
-        loads = [InstanceLoad(each) for each in instances.values() if decodes(each)]
-        self._balancer.set_candidates(loads)
+        self._loads = [InstanceLoad(each) for each in instances.values() if decodes(each)]
 
     def on_lost(self, request: FastRequest) -> None:
         self._counts[str(request.worker)] -= 1
 
     def choose(self, request: FastRequest) -> None:
-        name = self._balancer.pick(self._mode).instance.id
+        name = self._pick(self._balancer, self._loads).instance.id
         self._counts[name] += 1
         self._send(request, name)
 

@@ -52,24 +52,27 @@ class EventHeap(Clock):
 
     def run(self) -> None:
         """Run until nothing is left to happen, or somebody has set `stopped`."""
-        heap, idle = self._heap, self.idle
+        heap, idle, pop = self._heap, self.idle, heappop
         while heap and not self.stopped:
             self.time_s = now = heap[0][0]
             while heap and heap[0][0] <= now:
-                _, _, worker, wakes, callback = heappop(heap)
+                _, _, worker, wakes, callback = pop(heap)
                 if worker is None:
                     callback()  # type: ignore[misc]
                 elif worker.wakes == wakes:
                     worker.on_wake(now)
                     if worker.running or worker.waiting:
                         worker.begin(now)
-                    if not worker.is_busy:
+                        if not worker.is_busy:
+                            idle.append(worker)
+                    elif worker.arrived:
                         idle.append(worker)
             while self.soon:
                 soon, self.soon = self.soon, []
                 for call in soon:
                     call()
-            for worker in idle:
-                if not worker.is_busy:
-                    worker.begin(now)
-            idle.clear()
+            if idle:
+                for worker in idle:
+                    if not worker.is_busy:
+                        worker.begin(now)
+                idle.clear()

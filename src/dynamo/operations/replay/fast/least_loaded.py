@@ -24,7 +24,7 @@ BUSY = 4
 """Workers with pending prompts that are priced in any case, and as many whose prompts are late."""
 TYPICAL_TOKENS = 2_048
 """Prompt tokens by whose price workers are ordered."""
-REFRESHES_PER_CALL = 4
+REFRESHES_PER_CALL = 2
 """Workers that a decision refreshes in turn, besides those that it prices."""
 
 Entry = tuple[float, float, WorkerState]
@@ -40,6 +40,7 @@ class LeastLoadedCandidates(Candidates):
         super().__init__(states, cost, max_backlog_s)
         states.refreshes_per_call = REFRESHES_PER_CALL
         self._rng = rng
+        self._least: list[WorkerState] | None = None
         self._idle: list[Entry] = []
         self._busy: list[Entry] = []
         self._prices: dict[str, float] = {}
@@ -47,7 +48,7 @@ class LeastLoadedCandidates(Candidates):
         states.changed.update(states.workers)
 
     def begin(self, now: float) -> None:
-        self._now = now
+        self._now, self._least = now, None
         self.priced_workers = HOLDERS + LEAST_LOADED
 
     def matrix_for(self, request: PendingRequest) -> CostMatrix:
@@ -91,11 +92,16 @@ class LeastLoadedCandidates(Candidates):
 
     def _least_loaded(self) -> list[WorkerState]:
         """Return the workers of lowest load, some of each order."""
-        self._update()
-        entries = self._idle[:LEAST_LOADED]
-        at, count = bisect_left(self._busy, (self._now,)), max(BUSY, LEAST_LOADED - len(entries))
-        entries += self._busy[max(0, at - BUSY) : at + count]
-        return [worker for _, _, worker in entries]
+        if self._states.changed:
+            self._update()
+        elif self._least is not None:
+            return self._least
+        entries, busy = self._idle[:LEAST_LOADED], self._busy
+        if busy:
+            at, count = bisect_left(busy, (self._now,)), max(BUSY, LEAST_LOADED - len(entries))
+            entries += busy[max(0, at - BUSY) : at + count]
+        self._least = [worker for _, _, worker in entries]
+        return self._least
 
     def _update(self) -> None:
         """Bring the workers that changed into order."""

@@ -78,6 +78,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self._chooser = fleet.chooser = self._make_chooser(rng)
         self._schedule_changes()
         self._conversations, self._open = iter(conversations), 1
+        self._upcoming: TraceConversation
         self._start_next()
         gc.freeze()  # else each collection visits the whole trace
         try:
@@ -145,9 +146,11 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
             self._end_conversation()
         else:
             self._open += 1
-            self._heap.call_at(conversation.start_s, partial(self._start, conversation))
+            self._upcoming = conversation
+            self._heap.call_at(conversation.start_s, self._start)
 
-    def _start(self, conversation: TraceConversation) -> None:
+    def _start(self) -> None:
+        conversation = self._upcoming
         self._start_next()
         self._arrive(iter(conversation.requests))
 

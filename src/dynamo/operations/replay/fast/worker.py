@@ -17,8 +17,10 @@ from dynamo.core.values import EngineInfo
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
-from dynamo.operations.replay.fast.run_cache import RunCache
+from dynamo.operations.replay.fast.run_cache import Held, RunCache
 from dynamo.operations.replay.fast.step_time import Leap, StepTime
+
+NOTHING: list[Held] = []
 
 
 class FastWorker:
@@ -191,8 +193,23 @@ class FastWorker:
             self._advance(1)
         else:
             self.steps += 1
+        others = self._for_others
+        if self._sampled:
+            self._end_prompts(now)
+        if others:
+            self._for_others = []
+            for request in others:
+                request.sink.on_computed(now)  # type: ignore[union-attr]
+        ends, steps = self._ends, self.steps
+        while ends and ends[0][0] <= steps:
+            if (request := heappop(ends)[2]).end_step == steps:
+                self._finish(request, now)
+        if self.kv_events is not None:
+            self._publish()
+
+    def _end_prompts(self, now: float) -> None:
+        """Begin the answers of prompts that the last step has computed."""
         sampled, self._sampled = self._sampled, []
-        others, self._for_others = self._for_others, []
         for request in sampled:
             self.prefilling.remove(request)
             if request.sink is None:
@@ -203,13 +220,6 @@ class FastWorker:
                     self._on_first_token(request, now)
             else:
                 del self.running[request]
-        for request in others:
-            request.sink.on_computed(now)  # type: ignore[union-attr]
-        ends, steps = self._ends, self.steps
-        while ends and ends[0][0] <= steps:
-            if (request := heappop(ends)[2]).end_step == steps:
-                self._finish(request, now)
-        self._publish()
 
     def _publish(self) -> None:
         if self.kv_events is not None and (events := self.kv_events.drain()):
@@ -272,11 +282,11 @@ class FastWorker:
 
     def _begin_leap(self, now: float) -> None:
         steps = self._ends[0][0] - self.steps
-        if steps > 1:  # the blocks of the first step are allocated
-            steps = 1 + self._steps_with_blocks(steps - 1)
-        self._leap = self._time.leap(self._decoding, self._context)
         if self._late_starts:
             steps = 1
+        elif steps > 1:  # the blocks of the first step are allocated
+            steps = 1 + self._steps_with_blocks(steps - 1)
+        self._leap = self._time.leap(self._decoding, self._context)
         self._leap_began_s, self._leap_steps = now, steps
         self._wake(self, now + self._leap.duration_s(steps))
 
@@ -301,6 +311,8 @@ class FastWorker:
     def _steps_with_blocks(self, steps: int) -> int:
         """Return how many of `steps` after the next one have blocks."""
         available, first = self.cache.available, self.steps + 1
+        if self._decoding * (steps // self._block_tokens + 1) <= available:
+            return steps
         if self._blocks_needed(first, steps) <= available:
             return steps
         needed = partial(self._blocks_needed, first)
@@ -308,7 +320,7 @@ class FastWorker:
 
     def _grow(self) -> None:
         """Allocate the blocks of the next decode step, preempting the last sequences."""
-        need = self._blocks_needed(self.steps, 1)
+        need = self._crossings[self.steps % self._block_tokens]
         while need > self.cache.available and len(self.running) > 1:
             self._preempt(next(reversed(self.running)))
             need = self._blocks_needed(self.steps, 1)
@@ -338,8 +350,11 @@ class FastWorker:
         """Give a waiting request its cached runs if all of its tokens fit into blocks now."""
         cache, size = self.cache, self._block_tokens
         full = (request.length - 1) // size
-        matched = cache.match(request.keys, 0, min(request.units, -(-full // cache.unit)))
-        cached, unused = cache.count(matched)
+        cached, unused, matched = 0, 0, NOTHING
+        if units := min(request.units, -(-full // cache.unit)):
+            matched = cache.match(request.keys, 0, units)
+            if matched:
+                cached, unused = cache.count(matched)
         blocks = min(full, cached)
         need = -(-request.length // size) - blocks
         if need > cache.available - unused:
@@ -348,9 +363,10 @@ class FastWorker:
             request.source = -1
         if request.source < 0 and self._budget <= 0:
             return False
-        request.held = cache.take(matched)
-        request.held_units = sum([units for _, units in matched])
-        request.run_blocks, request.own_blocks = cached, blocks - cached
+        if matched:
+            request.held = cache.take(matched)
+            request.held_units = sum([units for _, units in matched])
+            request.run_blocks, request.own_blocks = cached, blocks - cached
         request.computed = blocks * size
         if not request.admitted:
             request.admitted = True
