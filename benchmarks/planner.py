@@ -21,7 +21,6 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.settings.schema_router import RouterSettings
@@ -33,7 +32,14 @@ from dynamo.operations.planner.connectors.simulated import SimulatedConnector
 from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.policy import PolicyOptions
 from dynamo.operations.planner.rails import Rails, RailSettings
-from dynamo.operations.planner.simulation import Trial, TrialResult, complete, play, play_static
+from dynamo.operations.planner.simulation import (
+    Trial,
+    TrialResult,
+    complete,
+    play,
+    play_static,
+    with_size,
+)
 from dynamo.operations.planner.values import EngineLimits, Order, Promise
 from dynamo.operations.replay.fleet import ReplayFleet, Startup
 from dynamo.operations.replay.replay import ReplayPlan
@@ -138,13 +144,6 @@ def make_trial(
         startup=Startup(start_s, start_s),
     )
     return Trial(plan, requests, PROMISE, from_s, adds_prompt=True)
-
-
-def with_size(trial: Trial, size: int) -> Trial:
-    """Return the trial with so many workers at the start."""
-    groups = [replace(trial.plan.workers.groups[0], count=size)]
-    workers = replace(trial.plan.workers, groups=groups)
-    return replace(trial, plan=replace(trial.plan, workers=workers))
 
 
 def planner_of(policy: str, predictor: str) -> Callable[[float, int], ScalePlanner]:

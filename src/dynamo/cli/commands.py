@@ -68,6 +68,9 @@ COMMANDS = {
     "calibrate": Command(
         "dynamo.cli.foresight.calibrate", "fit an engine's timing to what its requests measured"
     ),
+    "plan": Command(
+        "dynamo.cli.foresight.plan", "show the planner's decisions, or try a policy on a record"
+    ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
     **{
         f"_{name}": Command(

@@ -87,5 +87,5 @@ def test_flow_keeps_the_promise_by_its_backtest(trial: Trial) -> None:
 
 
 def test_a_short_record_says_how_long_one_is_needed() -> None:
-    assert "needs 200 in 30" in short_record(300.0, 1000)
+    assert "needs 200 in 15" in short_record(300.0, 1000)
     assert not short_record(3600.0, 1000)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from msgspec.structs import replace
 
 from dynamo.operations.planner.planner import ScalePlanner
-from dynamo.operations.planner.simulation import Trial, play, play_static
+from dynamo.operations.planner.simulation import Trial, play, play_static, with_size
 
 ETAS = [number / 100 for number in range(95, 45, -5)]
 ALLOWED = 0.01
 """The share of promises that may be broken beyond those that many workers break, too."""
-MIN_RECORD_S = 1800.0
+MIN_RECORD_S = 900.0
 MIN_REQUESTS = 200
 
 MakePlanner = Callable[[float, int], ScalePlanner]
@@ -52,7 +51,7 @@ def backtest(trial: Trial, make_planner: MakePlanner) -> Backtest:
         else:
             low = middle
     for eta in ETAS:
-        result = play(_begin_with(trial, high), make_planner(eta, high))
+        result = play(with_size(trial, high), make_planner(eta, high))
         if result.broken <= floor + ALLOWED:
             break
     return Backtest(eta, high, floor, result.broken, result.gpu_hours)
@@ -66,9 +65,3 @@ def short_record(trial_s: float, requests: int) -> str:
         f"the record has {requests} requests in {trial_s / 60:.0f} minutes; a backtest needs "
         f"{MIN_REQUESTS} in {MIN_RECORD_S / 60:.0f}"
     )
-
-
-def _begin_with(trial: Trial, size: int) -> Trial:
-    workers = trial.plan.workers
-    groups = [replace(workers.groups[0], count=size)]
-    return replace(trial, plan=replace(trial.plan, workers=replace(workers, groups=groups)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.operations.planner.values import ScaleDecision
+from dynamo.runtime.deployment import state_roots
 
 PLANNER_FOLDER = "planner"
 """The name of the folder in the state folder of a deployment."""
@@ -48,3 +49,14 @@ def read_decisions(folder: Path, last: int) -> Sequence[ScaleDecision]:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # the last line of a planner that died
     return list(decisions)
+
+
+def find_decisions(name: str, last: int) -> Sequence[ScaleDecision]:
+    """Return the last decisions for a deployment on this host, which need not run. `name`: its name
+    or its HTTP port; "" finds the one that was planned last. Blocks."""
+    folders = [path for root in state_roots() for path in root.glob(f"*/{PLANNER_FOLDER}")]
+    folders = [path for path in folders if (path / FILE).exists()]
+    if name:
+        folders = [path for path in folders if path.parent.name in (name, f"http-{name}")]
+    newest = max(folders, key=lambda path: (path / FILE).stat().st_mtime, default=None)
+    return [] if newest is None else read_decisions(newest, last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.settings import Settings
@@ -13,16 +14,16 @@ from dynamo.operations.planner.rails import Rails, RailSettings
 from dynamo.operations.planner.values import Promise
 
 
-def make_planner(settings: Settings, *, eta: float = 0.0, peak: int = 0) -> ScalePlanner:
-    """Return the planner of the settings. `eta` and `peak`: see `PolicyOptions`."""
+def make_planner(settings: Settings, **tested: Any) -> ScalePlanner:
+    """Return the planner of the settings. `tested`: results of a backtest, as `make_policy` has."""
     rails = Rails(rail_settings(settings))
-    return ScalePlanner(make_policy(settings, eta=eta, peak=peak), rails, promise_of(settings))
+    return ScalePlanner(make_policy(settings, **tested), rails, promise_of(settings))
 
 
 def make_policy(
     settings: Settings, *, eta: float = 0.0, peak: int = 0, eta_missing: str = ""
 ) -> ScalePolicy:
-    """Return the policy of the settings."""
+    """Return the policy of the settings, with what `PolicyOptions` has from a backtest."""
     options = settings.planner
     policy: ScalePolicy = PLANNER_POLICIES.load(options.policy)(
         PolicyOptions(

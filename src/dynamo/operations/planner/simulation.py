@@ -79,10 +79,14 @@ def play(
 
 def play_static(trial: Trial, size: int) -> TrialResult:
     """Play a trial with so many workers of the only kind."""
+    return play(with_size(trial, size), None)
+
+
+def with_size(trial: Trial, size: int) -> Trial:
+    """Return the trial with so many workers of the only kind at the start."""
     workers = trial.plan.workers
     groups = [replace(workers.groups[0], count=size)]
-    plan = replace(trial.plan, workers=replace(workers, groups=groups))
-    return play(replace(trial, plan=plan), None)
+    return replace(trial, plan=replace(trial.plan, workers=replace(workers, groups=groups)))
 
 
 def _schedule(

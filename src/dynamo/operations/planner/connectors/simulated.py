@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo.core.timing.model import Timing
+from dynamo.core.timing.learner import SKIPPED_STEPS, WINDOW, TimingLearner
+from dynamo.core.timing.model import Counts, StepTiming, Timing
 from dynamo.core.values import ROLES_BY_NAME
 from dynamo.operations.planner.connectors.connector import Connector
 from dynamo.operations.planner.values import Demand, EngineLimits, KindState, Order
@@ -64,6 +65,21 @@ class SimulatedConnector(Connector):
         self._numbers.add(order.number)
 
 
+def linear_timing(timing: StepTiming, capacity_tokens: int) -> Timing | None:
+    """Return the linear timing that a worker with such steps learns."""
+    if isinstance(timing, Timing):
+        return timing
+    learner = TimingLearner()
+    for number in range(2 * WINDOW + SKIPPED_STEPS):
+        decoding = 1 + number % 13 * 16
+        prompt = number % 2 * (1 + number % 7) * 500
+        context = decoding * 150 * (1 + number % 5)
+        attention = prompt * prompt / 2
+        counts = Counts(prompt, decoding + (prompt > 0), decoding, context, attention)
+        learner.observe(counts, timing.step_ms(counts, capacity_tokens) / 1e3)
+    return learner.timing
+
+
 class SimulatedDemand:
     """Measures what arrives in a replay."""
 
@@ -71,7 +87,7 @@ class SimulatedDemand:
         self._fleet = fleet
         group = workers.groups[0]
         engine = group.engine
-        self._timing = group.timing if isinstance(group.timing, Timing) else None
+        self._timing = linear_timing(group.timing, engine.num_blocks * engine.block_tokens)
         self._limits = EngineLimits(
             engine.max_num_seqs,
             engine.num_blocks * engine.block_tokens,
