@@ -21,7 +21,7 @@ from dynamo.operations.configure import files
 from dynamo.operations.configure.catalogue import find_engine, find_gpu, find_model
 from dynamo.operations.configure.checking import predict_plan, read_configuration
 from dynamo.operations.configure.finalists import replay_plan, step_timing
-from dynamo.operations.configure.plans import Plan, Question, find_layouts
+from dynamo.operations.configure.plans import Plan, Question, Workers, find_layouts
 from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.report import explain_failure, pareto_front, why_text
 from dynamo.operations.configure.search import Search, SearchResult
@@ -70,7 +70,7 @@ def test_every_plan_keeps_the_promise_within_the_gpus_and_their_memory(
         assert plan.tpot_ms <= 30
         assert plan.gpus <= 8
         assert plan.weight_gb + plan.kv_gb < plan.memory_gb
-        assert plan.tpot_bar[0] < plan.tpot_ms < plan.tpot_bar[1]
+        assert plan.tpot_bar[0] <= plan.tpot_ms < plan.tpot_bar[1]
 
 
 def test_the_best_plan_comes_first_and_no_layout_twice(result: SearchResult) -> None:
@@ -252,7 +252,34 @@ def test_the_reasons_tell_the_choice_its_memory_and_its_price(result: SearchResu
 
     assert "What binds" in text
     assert "USD a million tokens" in text
-    assert "32.8 billion weights" in text
+    assert "The model has 32.8 billion in bf16" in text
+
+
+def test_no_answer_is_faster_than_memory_can_be_read(result: SearchResult) -> None:
+    for plan in result.plans:
+        read_ms = 1e3 * (plan.weight_gb + plan.kv_gb) / find_gpu("h100_sxm").bandwidth
+        assert plan.tpot_ms >= 0.9 * read_ms
+
+
+def test_a_replay_of_an_odd_number_of_workers_has_their_share_of_the_load(
+    predictor: Predictor,
+) -> None:
+    question = ask(gpus=0, ttft_ms=math.inf, tpot_ms=60.0)
+    layout = best(Search(ask(gpus=2), predictor).run(), "aggregated").layout
+    plans = [
+        Search(question, predictor).plans_of([Workers(layout, count, 16)])[0] for count in (2, 3)
+    ]
+
+    two, three = (replay_plan(plan, question, predictor) for plan in plans)
+
+    assert three.rate == pytest.approx(1.5 * two.rate)
+    assert three.tpot_ms == pytest.approx(two.tpot_ms, rel=0.02)
+
+
+def test_the_goal_cost_counts_only_gpus_in_use(predictor: Predictor) -> None:
+    cheap = Search(ask(goal="cost", gpus=7), predictor).run().plans[0]
+
+    assert cheap.tokens_per_gpu == pytest.approx(1000 * cheap.rate / cheap.gpus)
 
 
 def test_tensor_parallelism_by_rule_of_thumb() -> None:

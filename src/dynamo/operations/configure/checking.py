@@ -15,23 +15,20 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.operations.configure.catalogue import engines, family_of
 from dynamo.operations.configure.files import HEADROOM
 from dynamo.operations.configure.measured import MeasuredRow
-from dynamo.operations.configure.plans import MOST_GPUS, Layout, Plan, Question, check_layout
+from dynamo.operations.configure.plans import (
+    MOST_GPUS,
+    Layout,
+    Plan,
+    Question,
+    Workers,
+    check_layout,
+)
 from dynamo.operations.configure.predictor import Predictor
-from dynamo.operations.configure.search import Search
+from dynamo.operations.configure.search import BATCHES, Search
 from dynamo.operations.configure.yaml_files import read_yaml
 
 DEFAULT_SEQS = 256
 ANSWERING = ("decode", "worker", "both")
-
-
-class Workers(msgspec.Struct, frozen=True):
-    """The workers of a configuration: `count` that answer, with `seqs` requests at once each."""
-
-    layout: Layout
-    count: int
-    seqs: int
-    prefill_layout: Layout | None = None
-    prefill_count: int = 0
 
 
 class WorkerGroup(Protocol):
@@ -158,18 +155,10 @@ def _number(path: Path, value: object) -> int:
 
 def predict_plan(workers: Workers, question: Question, predictor: Predictor) -> Plan:
     """Return the plan of workers that run as many requests as they may, or as bear the rate."""
-    search = Search(question, predictor)
     most = max(1, int(workers.seqs / HEADROOM))
-    plans = [
-        search.plan_of(
-            workers.layout,
-            batch,
-            workers.count,
-            (workers.prefill_layout, workers.prefill_count) if workers.prefill_layout else None,
-        )
-        for batch in sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, most})
-        if batch <= most
-    ]
+    batches = [*(batch for batch in BATCHES if batch < most), most]
+    options = [msgspec.structs.replace(workers, seqs=batch) for batch in batches]
+    plans = Search(question, predictor).plans_of(options)
     if question.rate:
         chosen = next((plan for plan in plans if plan.rate >= question.rate), plans[-1])
     else:

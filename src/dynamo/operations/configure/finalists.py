@@ -31,7 +31,7 @@ from dynamo.operations.replay.trace import (
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 
 BLOCK_TOKENS = 64
-FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 500
+FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 300
 """Requests of a replay; at most `MOST_EXACT` where only the exact replay can simulate the plan."""
 TURNS = 3
 """Requests of a replay for each one that runs at once."""

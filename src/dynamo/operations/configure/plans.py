@@ -63,6 +63,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join([*parts, f"{self.kv_precision}-kv"])
 
 
+class Workers(msgspec.Struct, frozen=True):
+    """Workers of a deployment: `count` that answer, with `seqs` requests at once each, and the
+    prefill workers ahead of them. Without a `count` there are as many as a question wants."""
+
+    layout: Layout
+    count: int
+    seqs: int
+    prefill_layout: Layout | None = None
+    prefill_count: int = 0
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and what it would reach. `concurrency` is of one worker that computes answers;
     `replicas` counts those, `prefill_workers` the others. Bars are (low, high)."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from dynamo.operations.configure.finalists import Replayed
+from dynamo.operations.configure.finalists import LOAD, Replayed
 from dynamo.operations.configure.plans import Plan, Question
 from dynamo.operations.configure.search import SearchResult
 
 PARETO_INCHES = (8.0, 5.0)
+ENOUGH = 0.8
+"""Share of answers in time from which on a replay keeps the promise."""
+REPLAY_NOTE = (
+    f"Workers with these step times under Poisson arrivals at {LOAD:.0%} of the rate. A replay has "
+    "the time of the engine only, not that of its server. Flexible workers compute prompts for "
+    "each other."
+)
 BINDING = {
     "tpot": "a larger batch breaks the limit on TPOT",
     "ttft": "a larger batch breaks the limit on TTFT",
@@ -99,56 +106,97 @@ def why_text(
     best = result.plans[0]
     lines = [
         f"# {question.shape.name} on {question.gpu.name}",
-        "",
         f"Asked: {_asked(question)}.",
-        "",
-        f"Chosen: {best.kind}, {best.layout.engine}, {plan_name(best)}, batch {best.concurrency}.",
-        "",
-        *(f"- {fact}" for fact in _facts(best, question, price)),
+        f"Chosen: {_plan_text(best)}.",
+        *(["The search was interrupted: better plans may exist."] if result.interrupted else []),
+        _list(_facts(best, question, price)),
+        "## Memory of a GPU",
+        _list(_memory(best, question)),
     ]
-    if best.extrapolated:
-        lines.append("- Extrapolated: no measured run is near. Measure before you buy.")
     if replayed:
         lines += [
-            "",
-            "Replayed with Poisson arrivals at 85 % of the rate (engine's time only):",
+            "## Replay",
+            REPLAY_NOTE,
+            _list(map(_replay_text, replayed)),
         ]
-        lines += ["", *(f"- {_replay_text(outcome)}" for outcome in replayed)]
-    lines += ["", "Others:", ""]
-    for plan in result.plans[1:8]:
-        lines.append(
-            f"- {plan.kind}, {plan.layout.engine}, {plan_name(plan)}, batch {plan.concurrency}: "
-            f"{plan.tokens_per_gpu:.0f} tokens/s/GPU, TTFT {plan.ttft_ms:.0f} ms, "
-            f"TPOT {plan.tpot_ms:.1f} ms, {plan.gpus} GPUs"
-        )
-    return "\n".join(lines) + "\n"
+    if len(result.plans) > 1:
+        lines += ["## Others", _list(map(_other_text, result.plans[1:8]))]
+    return "\n\n".join(lines) + "\n"
+
+
+def _list(facts: Iterable[str]) -> str:
+    return "\n".join(f"- {fact}" for fact in facts)
+
+
+def _plan_text(plan: Plan) -> str:
+    return f"{plan.kind}, {plan.layout.engine}, {plan_name(plan)}, batch {plan.concurrency}"
 
 
 def _facts(best: Plan, question: Question, price: float) -> Iterator[str]:
-    shape = question.shape
-    yield f"What binds: {BINDING.get(best.binds, 'what was budget')}."
-    yield f"TTFT {_with_bar(best.ttft_ms, best.ttft_bar)}."
-    yield f"TPOT {_with_bar(best.tpot_ms, best.tpot_bar)}."
-    yield "Four of five measurements lie within such bars."
+    if best.extrapolated:
+        yield "Extrapolated: no measured run is near. Measure before you buy."
+    what = "requests" if best.layout.attention_dp else "layers"
     yield (
-        f"{best.rate:.2f} requests/s, {best.tokens_per_gpu:.0f} tokens/s/GPU, "
-        f"{best.tokens_per_user:.0f} tokens/s for each reader, {best.gpus} GPUs."
+        f"Each of {best.replicas} workers that answer divides {what} among {best.layout.gpus} GPUs "
+        f"({best.layout.name}); batch is how many requests run in it at once."
+    )
+    yield f"TTFT, the mean time to the first token: {_with_bar(best.ttft_ms, best.ttft_bar)}."
+    yield f"TPOT, the mean time of each later token: {_with_bar(best.tpot_ms, best.tpot_bar)}."
+    yield (
+        "Both are formulas, corrected by measured runs like this one. In brackets are bars: four "
+        "measurements of five lie within such."
+    )
+    yield f"What binds: {BINDING[best.binds]}."
+    yield (
+        f"{best.rate:.2f} requests/s: {best.replicas} x {best.concurrency} requests, each of "
+        f"TTFT + {question.osl} x TPOT{_prefill_limit(best)}."
+    )
+    yield (
+        f"{best.tokens_per_gpu:.0f} tokens/s/GPU of answers; {best.tokens_per_user:.0f} tokens/s "
+        f"for each reader (1 / TPOT); {best.gpus} GPUs in use."
     )
     dollars = 1e6 * price / 3600 / max(1e-9, best.tokens_per_gpu)
-    yield f"{dollars:.2f} USD a million tokens of answer at {price:g} USD a GPU hour."
     yield (
-        f"{shape.weights / 1e9:.1f} billion weights in {shape.precision}, "
-        f"{shape.active_weights / 1e9:.1f} active: {best.weight_gb:.1f} GB a GPU."
+        f"{dollars:.2f} USD a million tokens of answer, at {price:g} USD a GPU hour (--price sets "
+        "yours) and full load."
     )
-    yield f"KV: {best.kv_gb:.1f} GB a GPU; {best.capacity:.0f} requests would fit."
+
+
+def _prefill_limit(plan: Plan) -> str:
+    return (
+        "" if plan.prefill_layout is None else ", or what the prefill workers bear if that is less"
+    )
+
+
+def _memory(best: Plan, question: Question) -> Iterator[str]:
+    shape = question.shape
+    yield (
+        f"Weights: {best.weight_gb:.1f} GB. The model has {shape.weights / 1e9:.1f} billion in "
+        f"{shape.precision}, of which a token uses {shape.active_weights / 1e9:.1f} billion."
+    )
+    yield (
+        f"KV in {best.layout.kv_precision}: {best.kv_gb:.1f} GB for the batch, at "
+        f"{question.isl} + {question.osl} / 2 tokens a request. {best.capacity:.0f} would fit."
+    )
+    yield f"A {question.gpu.name} has {best.memory_gb:g} GB; the engine needs some for itself."
 
 
 def _replay_text(outcome: Replayed) -> str:
     good = "" if outcome.good_share is None else f", {outcome.good_share:.0%} in time"
+    if outcome.good_share is not None and outcome.good_share < ENOUGH:
+        good += ": too few, plan with a lower --rate for each GPU"
     return (
         f"{outcome.kind}: {outcome.rate:.2f} requests/s, TTFT mean {outcome.ttft_ms:.0f} ms, p90 "
         f"{outcome.ttft_p90_ms:.0f} ms, TPOT {outcome.tpot_ms:.1f} ms, "
         f"{outcome.tokens_per_gpu:.0f} tokens/s/GPU{good}"
+    )
+
+
+def _other_text(plan: Plan) -> str:
+    mark = " (extrapolated)" if plan.extrapolated else ""
+    return (
+        f"{_plan_text(plan)}: {plan.tokens_per_gpu:.0f} tokens/s/GPU, TTFT {plan.ttft_ms:.0f} ms, "
+        f"TPOT {plan.tpot_ms:.1f} ms, {plan.gpus} GPUs{mark}"
     )
 
 
@@ -173,6 +221,7 @@ def draw_pareto(result: SearchResult, question: Question, path: str) -> None:
 
     check_matplotlib()
     figure, (panel,) = make_panels(1, 1, PARETO_INCHES)
+    ttft = f"TTFT {question.ttft_ms:g} ms" if question.ttft_ms < math.inf else "any TTFT"
     for kind in ("aggregated", "disaggregated"):
         points = [plan for plan in result.points if plan.kind == kind]
         users = [plan.tokens_per_user for plan in points]
@@ -183,11 +232,14 @@ def draw_pareto(result: SearchResult, question: Question, path: str) -> None:
             [plan.tokens_per_gpu for plan in front],
             "o-",
             color=dots[0].get_color(),
-            label=f"{kind}, best that keep TTFT",
+            label=f"{kind}, best within {ttft}",
         )
+    best = result.plans[0]
+    panel.plot(best.tokens_per_user, best.tokens_per_gpu, "k*", ms=14, mfc="none", label="chosen")
     if question.tpot_ms < math.inf:
         panel.axvline(1e3 / question.tpot_ms, label=f"TPOT {question.tpot_ms:g} ms", **LIMIT_STYLE)
-    panel.set(title=f"{question.shape.name} on {question.gpu.name}", xlabel="tokens/s/user")
+    title = f"{question.shape.name} on {question.gpu.name}, {question.isl} + {question.osl} tokens"
+    panel.set(title=title, xlabel="tokens/s/user")
     panel.set(ylabel="tokens/s/GPU", xlim=(0, None), ylim=(0, None))
     panel.grid(visible=True, alpha=0.3)
     panel.legend(fontsize=8)

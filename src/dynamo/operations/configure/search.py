@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from dynamo.operations.configure.cases import Case, CaseArrays, Floats
 from dynamo.operations.configure.catalogue import family_of
-from dynamo.operations.configure.plans import Layout, Plan, Question, alike, find_layouts
-from dynamo.operations.configure.predictor import Estimates, Predictor, Split
+from dynamo.operations.configure.plans import Layout, Plan, Question, Workers, alike, find_layouts
+from dynamo.operations.configure.predictor import Predictor, Split
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 MOST_WORKERS = 32
@@ -99,7 +98,8 @@ class Search:
                 return (plan.ttft_ms + plan.tpot_ms * question.osl, plan.gpus)
             if question.rate:
                 return (plan.gpus, -plan.tokens_per_gpu, plan.ttft_ms)
-            return (-plan.tokens_per_gpu * plan.gpus, plan.gpus, plan.ttft_ms)
+            value = plan.tokens_per_gpu if question.goal == "cost" else plan.rate
+            return (-value, plan.gpus, plan.ttft_ms)
 
         best: dict[object, Plan] = {}
         for plan in sorted(plans, key=cost):
@@ -110,8 +110,8 @@ class Search:
         """Return a plan for each layout and batch that comes near the limits."""
         if not layouts:
             return []
-        pairs = [(layout, batch) for layout in layouts for batch in BATCHES]
-        arrays = CaseArrays([self.case(layout, batch) for layout, batch in pairs])
+        options = [Workers(layout, 0, batch) for layout in layouts for batch in BATCHES]
+        arrays = CaseArrays([self.case(option.layout, option.seqs) for option in options])
         forecast = self._predictor.times.forecast(arrays)
         question = self._question
         near = (forecast.tpot_ms <= SLACK * question.tpot_ms) & (forecast.load <= 0)
@@ -119,104 +119,78 @@ class Search:
         if not near.any():
             near = forecast.load <= max(0.0, float(forecast.load.min()))
         rates = arrays.concurrency / (forecast.ttft_ms + arrays.osl * forecast.tpot_ms)
-        value = rates / (arrays.gpus * arrays.stages)
-        order = np.argsort(np.where(near, -value, math.inf), kind="stable")
-        chosen = [pairs[place] for place in order[: min(MOST_CANDIDATES, int(near.sum()))]]
-        cases = [self.case(layout, batch) for layout, batch in chosen]
-        estimates = self._predictor.predict(cases)
-        capacity = forecast.capacity[order]
-        plans = [
-            self._plan(layout, batch, estimates, place, float(capacity[place]))
-            for place, (layout, batch) in enumerate(chosen)
-        ]
-        return self._with_binds(plans)
+        value = np.where(near, rates / (arrays.gpus * arrays.stages), -1.0)
+        order = np.argsort(-value, kind="stable")[: min(MOST_CANDIDATES, int(near.sum()))]
+        return self._with_binds(self.plans_of([options[place] for place in order]))
 
-    def _plan(
-        self, layout: Layout, batch: int, estimates: Estimates, place: int, capacity: float
-    ) -> Plan:
+    def plans_of(self, options: Sequence[Workers]) -> Sequence[Plan]:
+        """Return the plans of workers that all have, or all lack, prefill workers ahead. Times of
+        answers are at least what reading memory takes at its full bandwidth."""
+        question, times = self._question, self._predictor.times
+        cases = [self.case(option.layout, option.seqs) for option in options]
+        arrays = CaseArrays(cases)
+        most = np.full(len(options), math.inf)
+        if options[0].prefill_layout is None:
+            estimates = self._predictor.predict(cases)
+        else:
+            splits = [
+                Split(self.case(ahead, 1), case, option.prefill_count, option.count)
+                for option, case in zip(options, cases, strict=True)
+                if (ahead := option.prefill_layout)
+            ]
+            estimates = self._predictor.predict_split(splits)
+            prompts = times.forecast(CaseArrays([split.prefill for split in splits]), prefill=False)
+            workers = np.array([option.prefill_count for option in options])
+            most = 1e3 / prompts.prompt_ms * PREFILL_SHARE * workers
+        least = times.fastest_ms(arrays)
+        tpot, low, high = (
+            np.maximum(times, least)
+            for times in (estimates.tpot_ms, estimates.tpot_low_ms, estimates.tpot_high_ms)
+        )
+        rates = 1e3 * arrays.concurrency / (estimates.ttft_ms + question.osl * tpot)
+        capacity = times.capacity(arrays)
+        length = arrays.isl + arrays.osl / 2
+        held = np.minimum(arrays.concurrency, capacity) / (arrays.kv_shards * arrays.stages)
+        kv_gb = held * arrays.kv_bytes(length) / 1e9
+        weight_gb = times.held_weights(arrays) / 1e9
+        plans = []
+        for place, option in enumerate(options):
+            layout, rate = option.layout, float(rates[place])
+            count = option.count or self._replicas(layout, rate)
+            rate = min(rate * count, float(most[place]))
+            plan = Plan(
+                kind="disaggregated" if option.prefill_layout else "aggregated",
+                layout=layout,
+                replicas=count,
+                concurrency=option.seqs,
+                prefill_layout=option.prefill_layout,
+                prefill_workers=option.prefill_count,
+                ttft_ms=float(estimates.ttft_ms[place]),
+                tpot_ms=float(tpot[place]),
+                ttft_bar=(
+                    float(estimates.ttft_low_ms[place]),
+                    float(estimates.ttft_high_ms[place]),
+                ),
+                tpot_bar=(float(low[place]), float(high[place])),
+                rate=rate,
+                tokens_per_gpu=0.0,
+                weight_gb=float(weight_gb[place]),
+                kv_gb=float(kv_gb[place]),
+                memory_gb=question.gpu.memory,
+                capacity=float(capacity[place]),
+                extrapolated=estimates.extrapolated[place] or layout.stages > 1,
+            )
+            gpus = plan.gpus if question.goal == "cost" else max(plan.gpus, question.gpus)
+            plans.append(
+                msgspec.structs.replace(plan, tokens_per_gpu=plan.rate * question.osl / gpus)
+            )
+        return plans
+
+    def _replicas(self, layout: Layout, rate: float) -> int:
+        """Return how many workers of `rate` requests a second the question has GPUs or load for."""
         question = self._question
-        ttft, tpot = float(estimates.ttft_ms[place]), float(estimates.tpot_ms[place])
-        rate = 1e3 * batch / (ttft + question.osl * tpot)
-        if question.rate:
-            replicas = max(1, math.ceil(question.rate / rate))
-        else:
-            replicas = max(1, question.gpus // layout.gpus)
-        return self._describe(
-            kind="aggregated",
-            layout=layout,
-            replicas=replicas,
-            concurrency=batch,
-            estimates=estimates,
-            place=place,
-            rate=rate * replicas,
-            capacity=capacity,
-        )
-
-    def _describe(
-        self,
-        *,
-        kind: Literal["aggregated", "disaggregated"],
-        layout: Layout,
-        replicas: int,
-        concurrency: int,
-        estimates: Estimates,
-        place: int,
-        rate: float,
-        capacity: float,
-        prefill: tuple[Layout, int] | None = None,
-    ) -> Plan:
-        """Return a plan with the memory of its workers."""
-        question, shape = self._question, self._question.shape
-        case = self.case(layout, concurrency)
-        arrays = CaseArrays([case])
-        length = np.array([question.isl + question.osl / 2])
-        shards = float(arrays.kv_shards[0]) * layout.stages
-        kv = min(concurrency, capacity) * float(arrays.kv_bytes(length)[0]) / shards
-        weights = shape.weight_bytes() / layout.gpus
-        gpus = layout.gpus * replicas + (prefill[0].gpus * prefill[1] if prefill else 0)
-        return Plan(
-            kind=kind,
-            layout=layout,
-            replicas=replicas,
-            concurrency=concurrency,
-            prefill_layout=prefill[0] if prefill else None,
-            prefill_workers=prefill[1] if prefill else 0,
-            ttft_ms=float(estimates.ttft_ms[place]),
-            tpot_ms=float(estimates.tpot_ms[place]),
-            ttft_bar=(float(estimates.ttft_low_ms[place]), float(estimates.ttft_high_ms[place])),
-            tpot_bar=(float(estimates.tpot_low_ms[place]), float(estimates.tpot_high_ms[place])),
-            rate=rate,
-            tokens_per_gpu=rate * question.osl / (max(gpus, question.gpus) or 1),
-            weight_gb=weights / 1e9,
-            kv_gb=kv / 1e9,
-            memory_gb=question.gpu.memory,
-            capacity=capacity,
-            extrapolated=estimates.extrapolated[place] or layout.stages > 1,
-        )
-
-    def plan_of(
-        self, layout: Layout, batch: int, replicas: int, prefill: tuple[Layout, int] | None
-    ) -> Plan:
-        """Return the plan of given workers with `batch` requests at once each."""
-        case = self.case(layout, batch)
-        capacity = float(self._predictor.times.capacity(CaseArrays([case]))[0])
-        if prefill is None:
-            estimates = self._predictor.predict([case])
-        else:
-            split = Split(self.case(prefill[0], 1), case, prefill[1], replicas)
-            estimates = self._predictor.predict_split([split])
-        ttft, tpot = float(estimates.ttft_ms[0]), float(estimates.tpot_ms[0])
-        return self._describe(
-            kind="disaggregated" if prefill else "aggregated",
-            layout=layout,
-            replicas=replicas,
-            concurrency=batch,
-            estimates=estimates,
-            place=0,
-            rate=1e3 * batch * replicas / (ttft + self._question.osl * tpot),
-            capacity=capacity,
-            prefill=prefill,
-        )
+        wanted = question.rate / rate if question.rate else question.gpus // layout.gpus
+        return max(1, math.ceil(wanted))
 
     def _with_binds(self, plans: Sequence[Plan]) -> Sequence[Plan]:
         """Say of each plan what keeps its worker from a larger batch."""
@@ -252,20 +226,20 @@ class Search:
         decode = times.forecast(behind, prefill=False)
         ok = (decode.load <= 0) & (decode.tpot_ms <= SLACK * question.tpot_ms)
         decode_rates = 1e3 * behind.concurrency / (behind.osl * decode.tpot_ms) * DECODE_SHARE
-        options: list[tuple[float, int, int, int, int]] = []
+        options: list[tuple[float, Workers]] = []
         for first, layout in enumerate(plain):
             if ahead.first_prompt_ms[first] > SLACK * question.ttft_ms:
                 continue
             rate = 1e3 / float(ahead.prompt_ms[first]) * PREFILL_SHARE
             for place in np.flatnonzero(ok):
-                best = self._ratio(layout, rate, pairs[place][0], float(decode_rates[place]))
+                later, batch = pairs[place]
+                best = self._ratio(layout, rate, later, float(decode_rates[place]))
                 if best is not None:
-                    options.append((*best[:1], first, int(place), *best[1:]))
-        options.sort(reverse=True)
-        most = 1e3 / ahead.prompt_ms * PREFILL_SHARE
-        return self._estimate_pairs(
-            plain, pairs, options[: MOST_CANDIDATES // 2], decode.capacity, most
-        )
+                    value, prefill_count, count = best
+                    options.append((value, Workers(later, count, batch, layout, prefill_count)))
+        options.sort(key=lambda option: option[0], reverse=True)
+        chosen = [workers for _, workers in options[: MOST_CANDIDATES // 2]]
+        return self._with_binds(self.plans_of(chosen)) if chosen else []
 
     def _ratio(
         self, ahead: Layout, prefill_rate: float, behind: Layout, decode_rate: float
@@ -290,46 +264,3 @@ class Search:
         first, later = place // MOST_WORKERS + 1, place % MOST_WORKERS + 1
         count = int(units.flat[place])
         return float(total.flat[place]) / question.gpus, first * count, later * count
-
-    def _estimate_pairs(
-        self,
-        plain: Sequence[Layout],
-        pairs: Sequence[tuple[Layout, int]],
-        options: Sequence[tuple[float, int, int, int, int]],
-        capacity: Floats,
-        most_rates: Floats,
-    ) -> Sequence[Plan]:
-        if not options:
-            return []
-        splits = []
-        for _, first, place, prefill_workers, decode_workers in options:
-            layout, batch = pairs[place]
-            splits.append(
-                Split(
-                    self.case(plain[first], 1),
-                    self.case(layout, batch),
-                    prefill_workers,
-                    decode_workers,
-                )
-            )
-        estimates = self._predictor.predict_split(splits)
-        plans = []
-        for number, (_, first, place, prefill_workers, decode_workers) in enumerate(options):
-            layout, batch = pairs[place]
-            ttft, tpot = float(estimates.ttft_ms[number]), float(estimates.tpot_ms[number])
-            rate = 1e3 * batch * decode_workers / (ttft + self._question.osl * tpot)
-            rate = min(rate, float(most_rates[first]) * prefill_workers)
-            plans.append(
-                self._describe(
-                    kind="disaggregated",
-                    layout=layout,
-                    replicas=decode_workers,
-                    concurrency=batch,
-                    estimates=estimates,
-                    place=number,
-                    rate=rate,
-                    capacity=float(capacity[place]),
-                    prefill=(plain[first], prefill_workers),
-                )
-            )
-        return self._with_binds(plans)

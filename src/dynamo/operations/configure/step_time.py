@@ -115,11 +115,26 @@ class StepTimes:
         result: Floats = np.where(cases.gpus > 1, 2 * cases.layers * once, 0.0)
         return result
 
-    def free_tokens_bytes(self, cases: CaseArrays) -> Floats:
-        """Return the memory for KV of each GPU. With attention-DP all hold what is not routed."""
+    def fastest_ms(self, cases: CaseArrays) -> Floats:
+        """Return how long reading the weights and the KV of all requests takes at least."""
+        chosen = 1 - (1 - cases.chosen_share) ** cases.concurrency
+        weights = (cases.dense_bytes + cases.routed_bytes * chosen) / cases.gpus
+        moving = cases.concurrency * cases.kv_bytes(cases.isl + cases.osl / 2)
+        moving = moving / (cases.kv_shards * cases.stages)
+        result: Floats = (weights + moving) / cases.bandwidth
+        return result
+
+    def held_weights(self, cases: CaseArrays) -> Floats:
+        """Return the bytes of weights that each GPU holds: with attention-DP all that are not
+        routed."""
         copied = np.where(cases.attention_dp, cases.dense_bytes * (1 - 1 / cases.gpus), 0.0)
-        weights = cases.weight_bytes / (cases.gpus * cases.stages) + copied
-        free = cases.memory * self._constants["memory_share"] - weights - RESERVED_BYTES
+        result: Floats = cases.weight_bytes / (cases.gpus * cases.stages) + copied
+        return result
+
+    def free_tokens_bytes(self, cases: CaseArrays) -> Floats:
+        """Return the memory for KV of each GPU."""
+        free = cases.memory * self._constants["memory_share"] - RESERVED_BYTES
+        free = free - self.held_weights(cases)
         result: Floats = np.maximum(free, LEAST_FREE_SHARE * cases.memory)
         return result
 
