@@ -74,7 +74,7 @@ $(TORCH_VENV)/.installed: scripts/torch_environment.sh | $(VENV)/.installed-test
 	@touch $@
 
 test-torch: setup $(TORCH_VENV)/.installed  ## tests of the native engine on PyTorch and Triton, 1 GB
-	$(TORCH_VENV)/bin/python -m pytest tests/unit/inference_torch $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest tests/unit/inference_torch $(ARGS)
 
 # Clients pin each other's libraries: uv makes an environment for each program, node's share a folder.
 CLIENTS := $(VENV)-clients

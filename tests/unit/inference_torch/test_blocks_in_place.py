@@ -167,23 +167,27 @@ async def test_prompts_of_another_kind_of_worker(
     await pair.d.stop()
 
 
+@pytest.mark.parametrize("dtypes", [("apart", "numpy"), ("numpy", "apart")], ids=str)
 async def test_an_answer_goes_on_at_a_worker_of_the_other_kind(
-    make_engine: Any, make_request: Any
+    make_engine: Any, make_request: Any, dtypes: tuple[str, str]
 ) -> None:
-    engines = [make_engine(dtype) for dtype in ("float32", "numpy")]
-    for engine in engines:
-        await engine.start()
-    replies = [RecordingReply() for _ in range(4)]
+    """With the blocks of the worker that it left, and without them."""
+    pair = NativePair(*(make_engine(dtype) for dtype in dtypes))
+    await pair.start()
+    pair.d.prefill_speed.token_s = 1.0
     request = make_request(PROMPTS[3], 12, sampling=SEEDED)
-    for engine, reply in zip(engines, replies, strict=False):
-        await engine.generate(request, Context("r"), reply)
-    whole = replies[0].ids
-    for engine, reply in zip(engines, replies[2:], strict=True):
-        rest = make_request(PROMPTS[3] + whole[:5], 7, sampling=SEEDED, resumed=5)
-        await engine.generate(rest, Context("r"), reply)
-        await engine.stop()
-    assert [whole[:5] + reply.ids for reply in replies[2:]] == [whole, replies[1].ids]
-    assert replies[1].ids == whole
+    whole = (await pair.answer(pair.p, request)).ids
+    rest = make_request(PROMPTS[3] + whole[:5], 7, sampling=SEEDED, resumed=5)
+    for kv_from in ("p", ""):
+        reply = await pair.answer(pair.d, replace(rest, kv_from=kv_from))
+        assert whole[:5] + reply.ids == whole
+        assert pair.d.arrivals.counters.moved == 1
+        pair.d.clear_prefix_cache()
+    assert (await pair.answer(pair.d, request)).ids == whole
+    await asyncio.sleep(0)
+    pair.check_idle()
+    await pair.p.stop()
+    await pair.d.stop()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "apart"])

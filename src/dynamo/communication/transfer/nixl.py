@@ -208,7 +208,8 @@ class NixlSource:
         """Copy the slots in transfers of `limit` bytes, then check their generations."""
         self._pulls += 1
         try:
-            self.agent.region.settle()
+            if self._pool is None:
+                self.agent.region.settle([read.target for read in reads])
             sizes = [self._descriptor.slot_bytes] * len(reads)
             for group in group_pieces(sizes, limit, MAX_PIECES):
                 part = reads[group]

@@ -172,8 +172,9 @@ class MemoryRegion:
                 piece = min(PIECE_BYTES, count * size - offset)
                 ctypes.memmove(end + offset, start + offset, piece)  # releases the GIL
 
-    def settle(self) -> None:
-        """Wait, in a thread, until the device writes to no slot that was handed out meanwhile."""
+    def settle(self, slots: Sequence[int]) -> None:
+        """Wait, in a thread, until nothing writes to slots any more that was launched before these
+        were handed out."""
 
     def share(self) -> bytes:
         """Describe the slots in the memory of a device to another process of this host. Empty: they

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,8 +33,8 @@ class DeviceRegion(MemoryRegion):
 
     Copies have streams of their own, one into the device and one out of it, and a thread waits for
     the end of each. A step that has ended has written its keys and values, so copies out wait for
-    nothing. Copies in wait for what was launched before: a step that is computed ahead may still
-    write to a block whose sequence has ended.
+    nothing. Copies in wait for the steps that were launched before the slots were handed out: one
+    that is computed ahead may still write to the block of a sequence that has ended.
     """
 
     memory_type = "VRAM"
@@ -53,6 +54,8 @@ class DeviceRegion(MemoryRegion):
         self._api: Any = torch.cuda if on_card else torch.cpu
         self._event_options = {"blocking": True} if on_card else {}  # no thread spins
         self._computing = self._api.current_stream()
+        self._settled = array("Q", bytes(self.generations))
+        """The generations of the slots when the device was last waited for."""
         self._stream_in, self._stream_out = self._api.Stream(), self._api.Stream()
 
     @classmethod
@@ -84,12 +87,16 @@ class DeviceRegion(MemoryRegion):
         if keeps:
             self._copy(list(staged), targets, self._stream_out)
         yield _bytes_of(staged)
+        self.settle(slots)
         self._copy(targets, list(staged), self._stream_in)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], stop: Event) -> None:
         if stop.is_set() or not targets:
             return
-        stream = self._stream_in if targets[0] < len(self._blocks) else self._stream_out
+        stream = self._stream_out
+        if targets[0] < len(self._blocks):
+            self.settle(targets)
+            stream = self._stream_in
         self._copy([*map(self._slot, targets)], [*map(self._slot, sources)], stream)
 
     def copy_from(
@@ -101,10 +108,14 @@ class DeviceRegion(MemoryRegion):
         memory = memoryview((ctypes.c_char * size).from_address(address))
         self._copy_slots(self._view_host(memory), self, sources, targets)
 
-    def settle(self) -> None:
-        event = self._api.Event(**self._event_options)
-        event.record(self._computing)
-        event.synchronize()
+    def settle(self, slots: Sequence[int]) -> None:
+        generations, settled = self.generations, self._settled
+        if any(settled[slot] != generations[slot] for slot in slots):
+            present = array("Q", bytes(generations))
+            event = self._api.Event(**self._event_options)
+            event.record(self._computing)
+            event.synchronize()
+            self._settled = present
 
     def share(self) -> bytes:
         try:
@@ -144,9 +155,12 @@ class DeviceRegion(MemoryRegion):
         targets: Sequence[int],
     ) -> None:
         """Copy `blocks`, [slots, numbers], into slots of this region or of one in host memory."""
-        into = self._blocks if region is self else self._view_host(region.memory)
         runs = [*merge_pairs(sources, targets, len(blocks))]
-        stream = self._stream_in if region is self else self._stream_out
+        if region is self:
+            self.settle(targets)
+            into, stream = self._blocks, self._stream_in
+        else:
+            into, stream = self._view_host(region.memory), self._stream_out
         self._copy(
             [into[target : target + count] for _, target, count in runs],
             [blocks[source : source + count] for source, _, count in runs],
@@ -161,8 +175,6 @@ class DeviceRegion(MemoryRegion):
             return
         done = self._api.Event(**self._event_options)
         with self._api.stream(stream):
-            if stream is self._stream_in:
-                stream.wait_stream(self._computing)
             torch._foreach_copy_(targets, sources, non_blocking=True)
             done.record(stream)
         done.synchronize()

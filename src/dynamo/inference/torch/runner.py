@@ -177,8 +177,8 @@ class TorchRunner(WeightsRunner):
         sequences = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         on_tokens = partial(self._run_ahead.start, plan) if self.runs_ahead else None
         result = StepResult(*sample(logits, sequences, on_tokens))
-        if not sequences and self.region is not None:
-            self.region.settle()  # peers and tiers may read the blocks now
+        if not sequences and self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # others may read the blocks from now on
         return result
 
     def _prompt_reader(
