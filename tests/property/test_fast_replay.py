@@ -15,7 +15,8 @@ from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSet
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
-from dynamo.operations.replay.workers import ReplayWorkers
+from dynamo.operations.replay.trace import TraceConversation, TraceRequest
+from dynamo.operations.replay.workers import ReplayWorkers, SimulatedTier
 
 AMPLE_BLOCKS = 4_000
 
@@ -57,12 +58,14 @@ def with_roles(prefill: int, decode: int, blocks: int) -> ReplayWorkers:
     answer=st.integers(1, 200),
     workers=st.integers(1, 4),
     seqs=st.integers(1, 8),
+    ranks=st.integers(1, 3),
     mode=st.sampled_from(["round_robin", "least_loaded", "kv"]),
 )
 def test_times_are_equal_where_nothing_is_evicted(
-    seed: int, answer: int, workers: int, seqs: int, mode: str
+    seed: int, answer: int, workers: int, seqs: int, ranks: int, mode: str
 ) -> None:
-    exact, fast = both(make_workers(workers, AMPLE_BLOCKS, seqs, "reuse"), mode, seed, answer)
+    cluster = replace(make_workers(workers, AMPLE_BLOCKS, seqs, "reuse"), ranks=ranks)
+    exact, fast = both(cluster, mode, seed, answer)
     assert fast.completed == exact.completed
     near = 0.05 if mode == "kv" else 1e-4  # a timer that rounds otherwise may change an order
     assert fast.reuse_first_admission == pytest.approx(exact.reuse_first_admission, rel=near)
@@ -74,11 +77,51 @@ def test_times_are_equal_where_nothing_is_evicted(
 
 
 def test_the_fast_replay_says_what_it_does_not_simulate() -> None:
-    workers = replace(cluster(2), ranks=2)
-    with pytest.raises(ConfigError, match="data-parallel ranks") as caught:
+    workers = replace(cluster(2), tiers=[SimulatedTier("host", 100, 1e9)])
+    with pytest.raises(ConfigError, match="memory tiers") as caught:
         FastReplay(ReplayPlan("synthetic", workers, RouterSettings(mode="adaptive")))
     assert "adaptive" in str(caught.value)
     assert caught.value.hint == "omit --fast"
+
+
+def test_ranks_in_lockstep_wait_for_the_slowest() -> None:
+    """The long prompt at the second rank stretches a gap of the answer at the first one."""
+    load = [
+        TraceConversation(0.0, [TraceRequest(0, 640, 100)]),
+        TraceConversation(0.2, [TraceRequest(1, 2_000, 10)]),
+    ]
+    results = []
+    for lockstep in (False, True):
+        workers = replace(cluster(1), ranks=2, lockstep=lockstep)
+        plan = ReplayPlan("synthetic", workers, RouterSettings(), BLOCK)
+        results.append(FastReplay(plan).run(load)[0])
+    apart, together = results
+    prefill_ms = apart.ttft_ms.max
+    assert apart.requests_per_worker == together.requests_per_worker == [1, 1]
+    assert apart.itl_ms.max < 10 < 0.9 * prefill_ms < together.itl_ms.max
+    assert together.itl_ms.max == pytest.approx(prefill_ms, rel=0.01)
+    assert prefill_ms < together.ttft_ms.max < prefill_ms + apart.itl_ms.max + 0.01
+    with pytest.raises(ConfigError, match="lockstep"):
+        Replay(plan).run(load)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    ranks=st.integers(1, 3),
+    blocks=st.sampled_from([300, AMPLE_BLOCKS]),
+    mode=st.sampled_from(["round_robin", "kv"]),
+)
+def test_lockstep_makes_no_answer_faster(seed: int, ranks: int, blocks: int, mode: str) -> None:
+    workers = replace(make_workers(2, blocks, 8, "lru"), ranks=ranks)
+    plan = ReplayPlan("synthetic", workers, RouterSettings(mode=mode), BLOCK)
+    apart, _ = FastReplay(plan).run(chats(20, seed=seed))
+    plan = replace(plan, workers=replace(workers, lockstep=True))
+    together, _ = FastReplay(plan).run(chats(20, seed=seed))
+    assert together.completed == apart.completed == apart.requests
+    assert together.tpot_ms.mean > (0.999 if ranks == 1 else 0.98) * apart.tpot_ms.mean
+    if ranks == 1:
+        assert together.e2e_ms == apart.e2e_ms
 
 
 @settings(max_examples=25, deadline=None)
@@ -108,12 +151,13 @@ def test_times_are_near_where_blocks_are_evicted(
     decode=st.integers(1, 3),
     blocks=st.sampled_from([300, AMPLE_BLOCKS]),
     rate=st.sampled_from([5e8, 6.4e10, math.inf]),
+    ranks=st.integers(1, 2),
 )
 def test_prompts_that_other_workers_compute_take_as_long(
-    seed: int, answer: int, prefill: int, decode: int, blocks: int, rate: float
+    seed: int, answer: int, prefill: int, decode: int, blocks: int, rate: float, ranks: int
 ) -> None:
     """Without `prefill` workers, each one is flexible."""
-    workers = replace(with_roles(prefill, decode, blocks), transfer=rate)
+    workers = replace(with_roles(prefill, decode, blocks), transfer=rate, ranks=ranks)
     exact, fast = both(workers, "kv", seed, answer, flexible=not prefill)
     assert fast.completed == exact.completed == fast.requests
     near = 0.05 if blocks == AMPLE_BLOCKS else 0.15

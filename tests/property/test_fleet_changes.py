@@ -54,7 +54,7 @@ def check(
     assert [turns[row].output_tokens for row in log.rows] == list(log.tokens)
     assert len(set(log.rows)) == result.completed
     for worker in replay.fleet.workers:
-        machine = replay.fleet.machines.get(worker.number)
+        machine = replay.fleet.machines.get(str(worker.number))
         if machine is not None and worker.serves:
             assert not machine.load
             assert machine.cache.available == workers.groups[0].engine.num_blocks

@@ -267,6 +267,7 @@ def _make_workers(
         groups,
         engine.eviction,
         ranks=engine.data_parallel_size,
+        lockstep=args.lockstep,
         prefix_caching=engine.prefix_caching,
         transfer=_kv_transfer(args, settings, groups, changes_roles=changes_roles),
         tiers=_tiers(args),

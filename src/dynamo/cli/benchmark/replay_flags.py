@@ -201,6 +201,12 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             "simulate workers as state machines: several times as fast, results nearly equal",
             False,
         ),
+        Flag(
+            "--lockstep",
+            "the ranks of --data-parallel-size step together, as ranks do that share experts; with "
+            "--fast",
+            False,
+        ),
     ),
     "prompts computed by other workers": (
         Flag("--kv-bytes-per-token", "size of a token's KV", 131_072, "BYTES", _number(int)),

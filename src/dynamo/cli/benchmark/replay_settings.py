@@ -26,6 +26,7 @@ def summarize_settings(
     return {
         "workers": workers.count,
         "data_parallel_size": engine.data_parallel_size,
+        "lockstep": args.lockstep or None,
         "eviction": engine.eviction,
         "prefix_caching": engine.prefix_caching,
         "timing": engine.timing,

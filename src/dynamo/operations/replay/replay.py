@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, Overloaded
+from dynamo.core.errors import ConfigError, DynamoError, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import SendRequest
 from dynamo.core.settings.schema_router import RouterSettings
@@ -79,7 +79,10 @@ class Replay:
             self._drive(self.fleet)
 
     def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
-        """Replay `conversations`, which are ordered by start. Raises `Deadlock`."""
+        """Replay `conversations`, which are ordered by start. Raises `Deadlock`, and `ConfigError`
+        for ranks in lockstep."""
+        if self._plan.workers.lockstep:
+            raise ConfigError("only the fast replay has ranks in lockstep", hint="add --fast")
         wall, cpu = time.perf_counter(), time.process_time()
         log = run_in_virtual_time(lambda clock: self._replay(clock, conversations))
         took = (time.perf_counter() - wall, time.process_time() - cpu)

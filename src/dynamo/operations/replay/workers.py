@@ -53,14 +53,15 @@ class SimulatedTier(msgspec.Struct, frozen=True):
 
 
 class ReplayWorkers(msgspec.Struct, frozen=True):
-    """The workers of all `groups`, numbered in their order, with `ranks` engines each. All have the
-    same `block_tokens`. Workers compute prompts for each other only if there is a `transfer`: the
-    bytes per second of each engine's link, both directions together. `tiers` lie below the blocks
-    of each engine."""
+    """The workers of all `groups`, numbered in their order, with `ranks` engines each, which step
+    together in `lockstep`. All have the same `block_tokens`. Workers compute prompts for each other
+    only if there is a `transfer`: the bytes per second of each engine's link, both directions
+    together. `tiers` lie below the blocks of each engine."""
 
     groups: Sequence[ReplayGroup]
     eviction: str
     ranks: int = 1
+    lockstep: bool = False
     prefix_caching: bool = True
     transfer: float | None = None
     tiers: Sequence[SimulatedTier] = ()

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
+from msgspec.structs import replace
+
 from dynamo.core.errors import DynamoError, WorkerFailed
+from dynamo.core.kv_events import worker_name
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import KvEvent, Load, Started
 from dynamo.operations.replay.fast.admission import STOPS, FastAdmission
@@ -32,6 +35,7 @@ from dynamo.scheduling.router.features import decodes, only_prefills
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.workers import data_parallel_ranks
 
 Send = Callable[[FastRequest, str], None]
 """Sends a request to the worker of that name."""
@@ -63,11 +67,12 @@ class BalancerChooser(Chooser):
     """A mode that knows nothing of models, such as round robin."""
 
     def __init__(
-        self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
+        self, instances: Mapping[str, Instance], ranks: int, mode: str, rng: Random, send: Send
     ) -> None:
         self._pick = MODES[canonical_mode(mode)]
         self._loads: list[InstanceLoad] = []
-        self._counts = Counter[str]()
+        self._ranks = ranks
+        self._counts, self._choices = Counter[str](), Counter[str]()
         self._balancer = LoadBalancer(rng, self._counts.__getitem__)
         self._send = send
         self.update_instances(instances)
@@ -76,15 +81,28 @@ class BalancerChooser(Chooser):
         self._loads = [InstanceLoad(each) for each in instances.values() if decodes(each)]
 
     def on_lost(self, request: FastRequest) -> None:
-        self._counts[str(request.worker)] -= 1
+        self.on_finished(request)
 
     def choose(self, request: FastRequest) -> None:
         name = self._pick(self._balancer, self._loads).instance.id
         self._counts[name] += 1
+        if self._ranks > 1:
+            name = self._choose_rank(name)
         self._send(request, name)
 
+    def _choose_rank(self, instance: str) -> str:
+        """Choose a rank as `RankBalancer` does: with the fewest requests, ties to the next one."""
+        self._choices[instance] += 1
+        first, ranks = self._choices[instance], self._ranks
+        names = [worker_name(instance, (first + rank) % ranks) for rank in range(ranks)]
+        name = min(names, key=self._counts.__getitem__)
+        self._counts[name] += 1
+        return name
+
     def on_finished(self, request: FastRequest) -> None:
-        self._counts[str(request.worker)] -= 1
+        self._counts[request.worker] -= 1
+        if self._ranks > 1:
+            self._counts[request.worker.partition("/")[0]] -= 1
 
     def on_first_token(self, request: FastRequest) -> None:
         pass
@@ -92,7 +110,7 @@ class BalancerChooser(Chooser):
     def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
         pass
 
-    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
+    def on_kv_events(self, worker: str, events: Sequence[KvEvent]) -> None:
         pass
 
 
@@ -102,7 +120,7 @@ class _EmittedTokens:
     __slots__ = ("_clock", "_request", "_workers")
 
     def __init__(
-        self, request: FastRequest, workers: Mapping[int, FastWorker], clock: EventHeap
+        self, request: FastRequest, workers: Mapping[str, FastWorker], clock: EventHeap
     ) -> None:
         self._request = request
         self._workers = workers
@@ -110,7 +128,7 @@ class _EmittedTokens:
 
     def __len__(self) -> int:
         request = self._request
-        if request.worker < 0:
+        if not request.worker:
             return request.recomputed
         return self._workers[request.worker].emitted(request, self._clock.time_s)
 
@@ -142,7 +160,8 @@ class SolverChooser(Chooser):
         settings: RouterSettings,
         transfer: float | None,
         run_tokens: int,
-        workers: Mapping[int, FastWorker],
+        block_tokens: int,
+        workers: Mapping[str, FastWorker],
         heap: EventHeap,
         rng: Random,
         send: Send,
@@ -162,7 +181,7 @@ class SolverChooser(Chooser):
         if transfer is None:  # else the router's own shortlist has the best pairs
             self.solver.make_shortlist = LeastLoadedCandidates
         elif self._pair_cost.removed_blocks is not None:
-            blocks = run_tokens // workers[0].info.block_tokens
+            blocks = run_tokens // block_tokens
             self._pair_cost.removed_blocks = _RemovedRuns(blocks)
         self._known: Mapping[str, Instance] = {}
         self._can_answer = False
@@ -180,12 +199,16 @@ class SolverChooser(Chooser):
         self._known = instances
         states.update_instances(instances)
         for name in before.keys() - instances.keys():
-            view.remove_worker(name)
+            for rank in data_parallel_ranks(before[name]):
+                view.remove_worker(worker_name(name, rank))
         for name in instances.keys() - before.keys():
-            view.apply(name, ())
+            ranks = data_parallel_ranks(instances[name])
+            for rank in ranks:
+                view.apply(worker_name(name, rank), ())
             if self._transfer is not None:
                 load = Load(transfer_bytes_per_s=self._transfer)
-                states.on_load_report(name, load, self._heap.time_s)
+                report = replace(load, ranks=(load,) * len(ranks))
+                states.on_load_report(name, report, self._heap.time_s)
         self._can_answer = any(map(decodes, instances.values()))
         self._use_cost()
         view.set_cacheless_workers(states.cacheless)
@@ -261,8 +284,8 @@ class SolverChooser(Chooser):
     def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
         pass
 
-    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
-        self._view.apply(str(number), events)
+    def on_kv_events(self, worker: str, events: Sequence[KvEvent]) -> None:
+        self._view.apply(worker, events)
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -279,7 +302,7 @@ class SolverChooser(Chooser):
                 tokens = _EmittedTokens(request, self._workers, self._heap)
                 placed.attach_token_log(tokens)  # type: ignore[arg-type]
                 if placed.decode_worker is not None:
-                    request.source = int(placed.worker.name)
+                    request.source = placed.worker.name
                 self._send(request, placed.answering.name)
             if not solver.unfinished:
                 break

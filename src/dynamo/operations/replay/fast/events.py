@@ -63,9 +63,7 @@ class EventHeap(Clock):
                     worker.on_wake(now)
                     if worker.running or worker.waiting:
                         worker.begin(now)
-                        if not worker.is_busy:
-                            idle.append(worker)
-                    elif worker.arrived:
+                    if not worker.is_busy and worker.load:
                         idle.append(worker)
             while self.soon:
                 soon, self.soon = self.soon, []

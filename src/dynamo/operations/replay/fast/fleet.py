@@ -35,8 +35,8 @@ class FleetRequests(ABC):
     """The requests of a replay, as its workers see them."""
 
     @abstractmethod
-    def make_worker(self, number: int, group: ReplayGroup) -> FastWorker:
-        """Return a worker of a group."""
+    def make_worker(self, name: str, number: int, group: ReplayGroup) -> FastWorker:
+        """Return a rank of a worker of a group, with its number among all ranks."""
 
     @abstractmethod
     def reject(self, request: FastRequest, error: DynamoError) -> None:
@@ -48,9 +48,9 @@ class FleetRequests(ABC):
 
 
 class FastFleet(ReplayFleet):
-    """The workers of a fast replay, by number the `machines` that compute. `chooser` is set before
-    the start. Requests of a worker that dies move as `Migration` moves them. A request without
-    any worker waits as long as it may, if one starts or if it had one."""
+    """The workers of a fast replay, and the `machines` of their ranks by name. `chooser` is set
+    before the start. Requests of a worker that dies move as `Migration` moves them. A request
+    without any worker waits as long as it may, if one starts or if it had one."""
 
     chooser: Chooser
 
@@ -69,9 +69,9 @@ class FastFleet(ReplayFleet):
         self._held: dict[FastRequest, None] = {}
         rate, size = plan.workers.transfer, self.run_tokens * plan.workers.kv_bytes_per_token
         self._transfer = {} if rate is None else {"transfer": [{"slot_bytes": size}]}
-        self.machines = {
-            each.number: requests.make_worker(each.number, each.group) for each in self.workers
-        }
+        self.machines: dict[str, FastWorker] = {}
+        for worker in self.workers:
+            self._make_machines(worker)
         self.instances = {str(each.number): self._announce(each) for each in self.workers}
         self._can_answer = any(map(decodes, self.instances.values()))
 
@@ -82,7 +82,8 @@ class FastFleet(ReplayFleet):
 
     def demand(self) -> FleetDemand:
         log, waiting = self._log, [*self._held, *self.chooser.waiting]
-        machines = [self.machines[each.number] for each in self.workers if each.serves]
+        serving = [each for each in self.workers if each.serves]
+        machines = [machine for each in serving for machine in self._machines_of(each)]
         return FleetDemand(
             log.requests,
             log.arrived_tokens,
@@ -95,10 +96,9 @@ class FastFleet(ReplayFleet):
         )
 
     def count_requests(self, worker: FleetWorker) -> int:
-        machine = self.machines.get(worker.number)
-        if machine is None:
-            return 0
-        return machine.load or sum(pulled.source is machine for pulled in self.pulled)
+        machines = self._machines_of(worker)
+        requests = sum(machine.load for machine in machines)
+        return requests or sum(pulled.source in machines for pulled in self.pulled)
 
     def choose(self, request: FastRequest) -> None:
         """Let the router choose a worker for a request, now or when there is one."""
@@ -130,11 +130,25 @@ class FastFleet(ReplayFleet):
         if self.draining:
             self.check_draining()
 
+    def _machines_of(self, worker: FleetWorker) -> list[FastWorker]:
+        """Return the ranks of a worker; none before it serves."""
+        names = self._plan.workers.names_of(worker.number)
+        return [self.machines[name] for name in names if name in self.machines]
+
+    def _make_machines(self, worker: FleetWorker) -> None:
+        workers = self._plan.workers
+        numbers = range(worker.number * workers.ranks, (worker.number + 1) * workers.ranks)
+        for name, number in zip(workers.names_of(worker.number), numbers, strict=True):
+            self.machines[name] = self._requests.make_worker(name, number, worker.group)
+
     def _announce(self, worker: FleetWorker) -> Instance:
         """Return the record of a worker whose blocks are runs, as the router sees them."""
         engine, size, number = worker.group.engine, self.run_tokens, worker.number
         blocks = max(1, engine.num_blocks * engine.block_tokens // size)
         engine = replace(engine, block_tokens=size, num_blocks=blocks)
+        if (ranks := self._plan.workers.ranks) > 1:
+            seqs, blocks = engine.max_num_seqs * ranks, blocks * ranks
+            engine = replace(engine, max_num_seqs=seqs, num_blocks=blocks, data_parallel=ranks)
         return Instance(
             id=str(number),
             address=f"memory://{number}",
@@ -147,12 +161,14 @@ class FastFleet(ReplayFleet):
     def _on_changed(self, worker: FleetWorker) -> None:
         name = str(worker.number)
         if worker.state == "ready":
-            if worker.number not in self.machines:
-                machine = self._requests.make_worker(worker.number, worker.group)
-                self.machines[worker.number] = machine
+            if not self._machines_of(worker):
+                self._make_machines(worker)
             self.instances[name] = self._announce(worker)
-        elif self.instances.pop(name, None) is None:
-            return
+        else:
+            for machine in self._machines_of(worker):
+                machine.stopped = worker.state == "gone"
+            if self.instances.pop(name, None) is None:
+                return
         self._can_answer = any(map(decodes, self.instances.values()))
         self.chooser.update_instances(self.instances.copy())
         if self._can_answer:
@@ -161,20 +177,20 @@ class FastFleet(ReplayFleet):
                 self.choose(request)
 
     def _on_died(self, worker: FleetWorker) -> None:
-        machine, now = self.machines[worker.number], self._heap.time_s
-        stopped = machine.stop(now)
+        machines, now = self._machines_of(worker), self._heap.time_s
+        stopped = [request for machine in machines for request in machine.stop(now)]
         for pulled in [*self.pulled]:
-            if machine in (pulled.source, pulled.target):
+            if pulled.source in machines or pulled.target in machines:
                 del self.pulled[pulled]
-                pulled.close(now, target_died=pulled.target is machine)
-                self.fallbacks[WorkerFailed.code] += pulled.source is machine
+                pulled.close(now, target_died=pulled.target in machines)
+                self.fallbacks[WorkerFailed.code] += pulled.source in machines
         for request in stopped:
             if request.sink is None:
                 self._move(request)
 
     def _move(self, request: FastRequest) -> None:
         self.chooser.on_lost(request)
-        request.worker = -1
+        request.worker = ""
         if request.recomputed >= request.output_tokens:
             request.end_s = request.last_token_s
             self._requests.end(request)

@@ -15,6 +15,7 @@ from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.fleet import FastFleet, FleetRequests
+from dynamo.operations.replay.fast.lockstep import LockstepRank
 from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
@@ -49,7 +50,6 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         missing = {
             "an inter-token latency that steers": bool(routing.disaggregation.itl_slo),
             "memory tiers": bool(workers.tiers),
-            "data-parallel ranks": workers.ranks > 1,
             f"admission in router mode {mode}": plan.admission and mode != KV,
             f"prompts that other workers compute in router mode {mode}": (
                 workers.transfer is not None and mode != KV
@@ -68,6 +68,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         size = plan.workers.block_tokens
         self._heap = EventHeap()
         self._remote_prefills = 0
+        self._peers: list[FastWorker] = []
         self._block_bytes = size * plan.workers.kv_bytes_per_token
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
@@ -99,7 +100,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
     def _run_tokens(self) -> int:
         return max(self._plan.trace_block_tokens, self._plan.workers.block_tokens)
 
-    def make_worker(self, number: int, group: ReplayGroup) -> FastWorker:
+    def make_worker(self, name: str, number: int, group: ReplayGroup) -> FastWorker:
         info, plan = group.engine, self._plan.workers
         events = KvEventBuffer() if self._plan.router_settings.mode == KV else None
         cache = RunCache(
@@ -109,27 +110,26 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
             enabled=plan.prefix_caching,
             events=events,
         )
-        return FastWorker(
-            number,
-            info,
-            StepTime(group.timing, info.num_blocks * info.block_tokens),
-            cache,
-            self._log.inter_token,
-            events,
-            self._heap.wake,
-            self,
-        )
+        time = StepTime(group.timing, info.num_blocks * info.block_tokens)
+        arguments = info, time, cache, self._log.inter_token, events, self._heap.wake, self
+        if not plan.lockstep:
+            return FastWorker(name, number, *arguments)
+        if not number % plan.ranks:
+            self._peers = []  # of the next worker
+        return LockstepRank(self._peers, self._heap.idle, name, number, *arguments)
 
     def _make_chooser(self, rng: Random) -> Chooser:
         plan, settings = self._plan, self._plan.router_settings
         instances = self.fleet.instances.copy()
         if settings.mode != KV:
-            return BalancerChooser(instances, settings.mode, rng, self._send)
+            ranks = plan.workers.ranks
+            return BalancerChooser(instances, ranks, settings.mode, rng, self._send)
         return SolverChooser(
             instances,
             settings,
             plan.workers.transfer,
             self._run_tokens,
+            plan.workers.block_tokens,
             self._workers,
             self._heap,
             rng,
@@ -180,7 +180,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self.fleet.choose(request)
 
     def _send(self, request: FastRequest, name: str) -> None:
-        worker = self._workers[int(name)]
+        worker = self._workers[name]
         self._log.record_placement(request.row, worker.number)
         worker.add(request, self._heap.time_s)
         if not worker.is_busy:
@@ -210,7 +210,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         workers, now, source = self._plan.workers, self._heap.time_s, request.source
         size, worker, fleet = workers.block_tokens, self._workers[source], self.fleet
         target = self._workers[request.worker]
-        if not fleet.workers[source].serves:
+        if worker.stopped:
             self._heap.soon.append(partial(self._compute_arriving, request, target))
             return
         prompt = FastRequest(request.trace_request, size, self._run_tokens // size, now)
@@ -219,7 +219,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         times = block_s, self._heap, fleet.end_pulled
         prompt.sink = pulled = PulledPrompt(request, target, prompt, worker, have_blocks, *times)
         fleet.pulled[pulled] = None
-        self._log.record_prefill(source)
+        self._log.record_prefill(worker.number)
         self._remote_prefills += 1
         worker.add(prompt, now)
         if not worker.is_busy:
@@ -231,5 +231,5 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         if not target.is_busy:
             self._heap.idle.append(target)
 
-    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
-        self._chooser.on_kv_events(number, events)
+    def on_kv_events(self, worker: str, events: Sequence[KvEvent]) -> None:
+        self._chooser.on_kv_events(worker, events)

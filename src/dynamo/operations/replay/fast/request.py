@@ -20,7 +20,7 @@ class PromptSink(ABC):
 
 
 class FastRequest:
-    """A request at the worker of that number. `keys`: the units of its prompt, of which the first
+    """A request at the worker of that name. `keys`: the units of its prompt, of which the first
     `units` have full blocks, `named_blocks` in all. `held`: the cached runs that it references, of
     `held_units`.
 
@@ -29,7 +29,7 @@ class FastRequest:
     runs, and others of its prompt. `recomputed`: the tokens of the answer that it had before it was
     preempted or moved last; the last of them came at `last_token_s`. `moves`: workers that died,
     `deaths`: those in a row before they gave a token. `first_step`, `end_step`: see `FastWorker`; 0
-    without a token. `source`: the worker that computes the prompt, if another one, else -1. `sink`:
+    without a token. `source`: the worker that computes the prompt, if another one. `sink`:
     gets the blocks of a prompt that is computed for another worker. `excluded`: workers that may
     not be chosen, by name.
     """
@@ -86,7 +86,7 @@ class FastRequest:
         self.held: list[Held] = []
         self.held_units = 0
         self.placed: PlacedRequest | None = None
-        self.worker = self.source = -1
+        self.worker = self.source = ""
         self.excluded: frozenset[str] = frozenset()
         self.sink: PromptSink | None = None
         self.turns: Iterator[TraceRequest] = iter(())
@@ -103,7 +103,7 @@ class FastRequest:
         self.recomputed, self.length = recomputed, self.prompt_tokens + recomputed
         self.computed = self.first_step = self.end_step = 0
         self.held, self.held_units, self.run_blocks, self.own_blocks = [], 0, 0, 0
-        self.source = -1
+        self.source = ""
 
 
 class WorkerListener(ABC):
@@ -122,5 +122,5 @@ class WorkerListener(ABC):
         """Let another worker compute a prompt whose blocks are reserved, and which has some."""
 
     @abstractmethod
-    def on_kv_events(self, number: int, events: Sequence[KvEvent]) -> None:
-        """Take note of units that the worker of that number has cached or evicted."""
+    def on_kv_events(self, worker: str, events: Sequence[KvEvent]) -> None:
+        """Take note of units that the worker of that name has cached or evicted."""

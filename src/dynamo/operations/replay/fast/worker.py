@@ -24,8 +24,9 @@ NOTHING: list[Held] = []
 
 
 class FastWorker:
-    """A worker, or one of its ranks. `wake(worker, when)` asks for `on_wake` at that time; a later
-    call replaces it.
+    """A worker, or one of its ranks, and its number among all ranks. `wake(worker, when)` asks for
+    `on_wake` at that time; a later call replaces it. `stopped`: the worker is gone.
+    `leap`, `leap_steps`: the steps that only decode, if the worker is in such.
 
     `steps` counts the steps that have ended, from 1. A request that decodes had its first token at
     the end of the step `first_step`. `arriving`: the keys of requests whose prompts other workers
@@ -35,6 +36,7 @@ class FastWorker:
 
     def __init__(
         self,
+        name: str,
         number: int,
         info: EngineInfo,
         step_time: StepTime,
@@ -44,7 +46,8 @@ class FastWorker:
         wake: Callable[[FastWorker, float], None],
         listener: WorkerListener,
     ) -> None:
-        self.number = number
+        self.name, self.number = name, number
+        self.stopped = False
         self.info = info
         self.cache = cache
         self.steps, self.link_free_s = 1, 0.0
@@ -63,8 +66,8 @@ class FastWorker:
         self._ends: list[tuple[int, int, FastRequest]] = []
         self._decoding = self._context = 0
         self._crossings = [0] * info.block_tokens
-        self._leap: Leap | None = None
-        self._leap_began_s, self._leap_steps = 0.0, 0
+        self.leap: Leap | None = None
+        self._leap_began_s, self.leap_steps = 0.0, 0
         self._sampled, self._for_others = list[FastRequest](), list[FastRequest]()
         self._late_starts: list[float] = []
         self._step_s = self._attention = self._began_s = 0.0
@@ -74,7 +77,7 @@ class FastWorker:
 
     def add(self, request: FastRequest, now: float) -> None:
         """Queue a request."""
-        request.worker = self.number
+        request.worker = self.name
         self.waiting.append(request)
         self.end_leap(now)
 
@@ -82,11 +85,11 @@ class FastWorker:
         """Stop at once, for good. Return the requests that were here, which keep the tokens that
         they have got, and prompts for other workers."""
         steps, last_s = self._count_steps(now), self._began_s
-        if (leap := self._leap) is not None and (count := steps - self.steps):
+        if (leap := self.leap) is not None and (count := steps - self.steps):
             leap.count_gaps(self._gaps, count, self._decoding)
             last_s += leap.duration_s(count)
         self.wakes += 1
-        self.steps, self._leap, self.is_busy = steps, None, False
+        self.steps, self.leap, self.is_busy, self.stopped = steps, None, False, True
         stopped = [*self.running, *self.arriving, *self.waiting]
         for request in stopped:
             done = steps - request.first_step + 1 if request.first_step else 0
@@ -129,11 +132,11 @@ class FastWorker:
 
     def end_leap(self, now: float) -> None:
         """End a leap with the step that is being computed."""
-        if self._leap is not None:
-            steps = self._leap.steps_until(now - self._leap_began_s)
-            if steps < self._leap_steps:
-                self._leap_steps = steps
-                self._wake(self, self._leap_began_s + self._leap.duration_s(steps))
+        if self.leap is not None:
+            steps = self.leap.steps_until(now - self._leap_began_s)
+            if steps < self.leap_steps:
+                self.leap_steps = steps
+                self._wake(self, self._leap_began_s + self.leap.duration_s(steps))
 
     def emitted(self, request: FastRequest, now: float) -> int:
         """Return the tokens that a request has got by `now`."""
@@ -145,9 +148,9 @@ class FastWorker:
 
     def _count_steps(self, now: float) -> int:
         """Return how many steps have ended by `now`."""
-        if self._leap is None:
+        if self.leap is None:
             return self.steps
-        return self.steps + min(self._leap.steps_ended(now - self._leap_began_s), self._leap_steps)
+        return self.steps + min(self.leap.steps_ended(now - self._leap_began_s), self.leap_steps)
 
     def begin(self, now: float) -> None:
         """Begin a step, or a leap of steps that only decode. Call while the worker is idle."""
@@ -181,13 +184,13 @@ class FastWorker:
     def on_wake(self, now: float) -> None:
         """End the step or the leap, and give tokens and ends away. The worker is then idle."""
         self.is_busy, self._counted_s = False, -1.0
-        if (leap := self._leap) is not None:
-            self._leap = None
+        if (leap := self.leap) is not None:
+            self.leap = None
             if self._late_starts:
                 self._count_late_starts(leap.first_s, now)
             else:
-                leap.count_gaps(self._gaps, self._leap_steps, self._decoding)
-            self._advance(self._leap_steps)
+                leap.count_gaps(self._gaps, self.leap_steps, self._decoding)
+            self._advance(self.leap_steps)
         elif self._decoding:
             self._count_late_starts(self._step_s, now)
             self._advance(1)
@@ -223,7 +226,7 @@ class FastWorker:
 
     def _publish(self) -> None:
         if self.kv_events is not None and (events := self.kv_events.drain()):
-            self._listener.on_kv_events(self.number, events)
+            self._listener.on_kv_events(self.name, events)
 
     def on_blocks_arrived(self, request: FastRequest, tokens: int) -> None:
         """Cache the blocks of the first `tokens` of an arriving prompt."""
@@ -248,7 +251,7 @@ class FastWorker:
 
     def end_arrival(self, request: FastRequest, now: float) -> None:
         """Let a request run whose blocks are all here."""
-        request.source = -1
+        request.source = ""
         self.arriving[request] = None  # the prompt is cached
         self.arrived.append(request)
         self.end_leap(now)
@@ -286,9 +289,22 @@ class FastWorker:
             steps = 1
         elif steps > 1:  # the blocks of the first step are allocated
             steps = 1 + self._steps_with_blocks(steps - 1)
-        self._leap = self._time.leap(self._decoding, self._context)
-        self._leap_began_s, self._leap_steps = now, steps
-        self._wake(self, now + self._leap.duration_s(steps))
+        self.leap = self._time.leap(self._decoding, self._context)
+        self._leap_began_s, self.leap_steps = now, steps
+        self._wake(self, now + self.leap.duration_s(steps))
+
+    @property
+    def next_step_s(self) -> float:
+        """The time of the first step that has begun."""
+        return self._step_s if self.leap is None else self.leap.first_s
+
+    def align(self, leap: Leap, steps: int, now: float) -> None:
+        """Take the times of these steps instead, of which the first has just begun."""
+        if self.leap is None:
+            self._step_s = leap.first_s
+        else:
+            self.leap, self.leap_steps = leap, steps
+        self._wake(self, now + leap.duration_s(steps))
 
     def _advance(self, steps: int) -> None:
         """Let every decoding sequence grow by a token in each of these steps. The blocks of the
@@ -332,13 +348,13 @@ class FastWorker:
         waiting, skipped = self.waiting, []
         while waiting and len(self.running) + len(self.arriving) < self.info.max_num_seqs:
             request = waiting[0]
-            if request.source >= 0 and request.prompt_key in self.arriving.values():
+            if request.source and request.prompt_key in self.arriving.values():
                 skipped.append(waiting.popleft())  # the blocks will be cached
                 continue
-            if not (self._budget > 0 or request.source >= 0) or not self._admit(request):
+            if not (self._budget > 0 or request.source) or not self._admit(request):
                 break
             waiting.popleft()
-            if request.source < 0:
+            if not request.source:
                 count = min(request.length - request.computed, self._budget)
                 self._allocate(
                     request, request.length if request.sink else request.computed + count
@@ -360,8 +376,8 @@ class FastWorker:
         if need > cache.available - unused:
             return False
         if 0 < full == blocks:
-            request.source = -1
-        if request.source < 0 and self._budget <= 0:
+            request.source = ""
+        if not request.source and self._budget <= 0:
             return False
         if matched:
             request.held = cache.take(matched)
@@ -371,7 +387,7 @@ class FastWorker:
         if not request.admitted:
             request.admitted = True
             request.cached_tokens = request.computed
-        if request.source >= 0:
+        if request.source:
             cache.allocate(need)
             request.own_blocks += need
             self.arriving[request] = request.prompt_key if request.output_tokens > 1 else None
