@@ -95,6 +95,22 @@ class FrontendMetrics:
             metrics = self._by_model[name] = ModelMetrics(self, name)
         return metrics
 
+    def remove_model(self, name: str) -> None:
+        """Remove the series of a model that is served no more."""
+        self._by_model.pop(name, None)
+        families = (
+            self.requests,
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.duration,
+            self.input_length,
+            self.output_length,
+            self.cached_tokens,
+        )
+        for family in families:
+            for values in [values for values in family.children if values[0] == name]:
+                family.remove(*values)
+
 
 MAX_PENDING_TIMESTAMPS = 64
 """Intervals are recorded in batches of this size, to save a call for each token."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -56,24 +56,31 @@ class ServedEmbeddingModel(msgspec.Struct, frozen=True):
     owned_by: str = "dynamo"
 
 
+M = TypeVar("M", bound=ServedModel | ServedEmbeddingModel)
+
+
 class Gateway:
     """Served models by name. The first model that is not derived is found by the name `default`,
     by "" and by None, as in requests without a model.
 
-    `models` are in order of arrival, derived ones last. `context_tokens` is their longest context;
-    0 without models.
+    `models` are in the order of `set_desired`, then of arrival, derived ones last.
+    `context_tokens` is their longest context; 0 without models.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}
         self.embedding_models: dict[str, ServedEmbeddingModel] = {}
+        self._added: dict[str, ServedModel] = {}
+        self._added_embedding_models: dict[str, ServedEmbeddingModel] = {}
+        self._adapters: dict[str, Mapping[str, ServedModel]] = {}
+        self._desired: Mapping[str, Sequence[str]] = {}
         self._pending: dict[str, str] = {}
         self._no_models_reason = "no model has been announced yet"
         self.context_tokens = 0
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever a model was added."""
+        """Call `listener` whenever a model was added or removed."""
         self._listeners.append(listener)
 
     def set_pending(self, name: str, reason: str) -> None:
@@ -86,31 +93,63 @@ class Gateway:
 
     def add(self, served: ServedModel) -> None:
         """Serve a model under its names, instead of earlier models of these names."""
-        for name in served.names:
-            self._pending.pop(name, None)
-            self.models[name] = served
-        self.models = dict(sorted(self.models.items(), key=_listing_rank))
-        self.context_tokens = max(model.context_tokens for model in self.models.values())
-        for listener in self._listeners:
-            listener()
+        self._added.pop(served.names[0], None)
+        self._added[served.names[0]] = served
+        self._update()
 
     def set_adapters(self, parent: str, adapters: Mapping[str, ServedModel]) -> None:
         """Serve these LoRA adapters of a model, and no others. Models keep their names."""
-        models = {name: model for name, model in self.models.items() if model.parent != parent}
-        for name, adapter in adapters.items():
-            models.setdefault(name, adapter)
-        self.models = dict(sorted(models.items(), key=_listing_rank))
+        self._adapters[parent] = adapters
+        self._update()
 
     def add_embedding_model(self, served: ServedEmbeddingModel) -> None:
         """Serve an embedding model under its names, instead of an earlier one of its id."""
-        others = {
-            name: model
-            for name, model in self.embedding_models.items()
-            if model.names[0] != served.names[0]
-        }
-        for name in served.names:
+        self._added_embedding_models[served.names[0]] = served
+        self._update()
+
+    def set_desired(self, desired: Mapping[str, Sequence[str]]) -> None:
+        """Set the models that are to be served, in this order, each with its aliases. The aliases
+        replace those that the model was announced with."""
+        self._desired = desired
+        self._update()
+
+    def remove(self, model: str) -> None:
+        """Forget a model of this id and its adapters. Requests that have found it continue."""
+        self._added.pop(model, None)
+        self._added_embedding_models.pop(model, None)
+        self._adapters.pop(model, None)
+        self._pending.pop(model, None)
+        self._update()
+
+    def _update(self) -> None:
+        """Compute the names under which the models are found."""
+        names = self._names_of(self._added)
+        for adapters in self._adapters.values():
+            for name, adapter in adapters.items():
+                names.setdefault(name, adapter)
+        order = {model: index for index, model in enumerate(self._desired)}
+
+        def rank(item: tuple[str, ServedModel]) -> tuple[bool, bool, int]:
+            # Models of workers come before their adapters, and both before derived models.
+            _, served = item
+            return served.derived, bool(served.parent), order.get(served.names[0], len(order))
+
+        self.models = dict(sorted(names.items(), key=rank))
+        self.embedding_models = self._names_of(self._added_embedding_models)
+        for name in (*self.models, *self.embedding_models):
             self._pending.pop(name, None)
-        self.embedding_models = others | dict.fromkeys(served.names, served)
+        self.context_tokens = max(
+            (model.context_tokens for model in self.models.values()), default=0
+        )
+        for listener in self._listeners:
+            listener()
+
+    def _names_of(self, added: Mapping[str, M]) -> dict[str, M]:
+        """Return models by all of their names. The id of a model is no other one's alias."""
+        models: dict[str, M] = {}
+        for name, served in added.items():
+            models |= dict.fromkeys((name, *self._desired.get(name, served.names)), served)
+        return {**models, **added}
 
     @property
     def not_ready_reason(self) -> str:
@@ -136,9 +175,9 @@ class Gateway:
         served = self.models.get(name)
         if served is not None:
             return name, served
-        if name in self._pending:
+        if (pending := self._pending_model(name)) in self._pending:
             raise ModelNotReady(
-                f"model {name!r} is not ready: {self._pending[name]}",
+                f"model {name!r} is not ready: {self._pending[pending]}",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
@@ -159,6 +198,15 @@ class Gateway:
             param="model",
         )
 
+    def _pending_model(self, name: str) -> str:
+        """Return the id of the desired model that a name means while it is not served."""
+        for model, aliases in self._desired.items():
+            if name == model or name in aliases:
+                return model
+            if name == DEFAULT_MODEL and model not in self.embedding_models:
+                return model
+        return name
+
     def find_embedding_model(self, name: str | None) -> tuple[str, ServedEmbeddingModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`, and
         `InvalidRequest` for a model that generates text."""
@@ -166,6 +214,10 @@ class Gateway:
         served = self.embedding_models.get(name)
         if served is not None:
             return name, served
+        if name in self._pending:
+            raise ModelNotReady(
+                f"model {name!r} is not ready: {self._pending[name]}", retry_after_s=RETRY_AFTER_S
+            )
         self.require_ready()
         if self.embedding_models and name == DEFAULT_MODEL:
             served = next(iter(self.embedding_models.values()))
@@ -180,12 +232,6 @@ class Gateway:
                 param="model",
             )
         raise ModelNotFound(f"there is no embedding model {name[:200]!r}", hint=hint, param="model")
-
-
-def _listing_rank(item: tuple[str, ServedModel]) -> tuple[bool, bool]:
-    """Order models of workers before their adapters, and both before derived models."""
-    _, served = item
-    return served.derived, bool(served.parent)
 
 
 def _format_names(names: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
-from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
+from dynamo.application.generation.concurrency_limit import ConcurrencyLimits
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat import ChatBody, chat_parts, chat_request
 from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
@@ -60,22 +60,26 @@ class TokenizationHandler:
     Requests count in `concurrency`, like those that generate text.
     """
 
-    def __init__(self, gateway: Gateway, unknown_roles: str, concurrency: ConcurrencyLimit) -> None:
+    def __init__(
+        self, gateway: Gateway, unknown_roles: str, concurrency: ConcurrencyLimits
+    ) -> None:
         self._gateway = gateway
         self._unknown_roles = unknown_roles
         self._concurrency = concurrency
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        async with self._concurrency.slot():
-            answer = await self._tokenize(decode_body(_tokenize_decoder, exchange.request))
+        body = decode_body(_tokenize_decoder, exchange.request)
+        _, served = self._gateway.find(body.model)
+        async with self._concurrency[served.names[0]].slot():
+            answer = await self._tokenize(body)
         exchange.send_value(answer)
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        async with self._concurrency.slot():
-            body = decode_body(_detokenize_decoder, exchange.request)
-            _, served = self._gateway.find(body.model)
+        body = decode_body(_detokenize_decoder, exchange.request)
+        _, served = self._gateway.find(body.model)
+        async with self._concurrency[served.names[0]].slot():
             text = await served.processor.detokenize(body.tokens)
         answer = {"prompt": text}
         if body.model is None:  # llama.cpp's clients name no model and read `content`

@@ -107,6 +107,7 @@ class DistributedRuntime:
         self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
+        self.report_models: Callable[[Mapping[str, str]], None] = lambda _: None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()

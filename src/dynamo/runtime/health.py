@@ -36,6 +36,11 @@ class ProcessHealth:
         does not call the listeners."""
         self._checks[name] = check
 
+    def remove(self, name: str) -> None:
+        """Drop the reason and the check under `name`."""
+        self._checks.pop(name, None)
+        self.set_healthy(name)
+
     def add_limitation(self, name: str, check: Callable[[], str]) -> None:
         """Call `check()` at every read; it says what does not work while the process serves on, or
         "" when all does."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
 
 import msgspec
 
@@ -37,17 +38,27 @@ class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     `desired` counts the processes that the supervisor keeps running, without those that stop on
     purpose. `start_s` is the duration of the last start. `failing` says why no process of a kind
     can be expected to serve. `kinds` is for those who change the numbers.
+    `models` has the aliases of each model that is to be served in `namespace`, by its id: a model
+    that a record does not list any more was removed.
     """
 
     desired: dict[str, int] = {}
     start_s: dict[str, float] = {}
     failing: dict[str, str] = {}
     kinds: dict[str, KindRecord] = {}
+    models: dict[str, tuple[str, ...]] = {}
+    namespace: str = ""
 
 
 def supervisor_record_key(supervisor: str) -> str:
     """Return the discovery key of the supervisor with this instance id."""
     return SUPERVISORS_PREFIX + supervisor
+
+
+def removals_prefix(namespace: str, model: str) -> str:
+    """Return the prefix of the keys of frontends that still have requests for a removed model; the
+    frontend's instance id follows."""
+    return f"/{namespace}/removals/{quote(model, safe='')}/"
 
 
 def supervised_kind(supervisor: str, kind: str) -> str:
@@ -61,7 +72,12 @@ class SupervisorView:
     def __init__(self, discovery: Discovery, clock: Clock) -> None:
         self._discovery = discovery
         self._clock = clock
+        self._listeners: list[Callable[[], None]] = []
         self.records: dict[str, SupervisorRecord] = {}
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each change of the records."""
+        self._listeners.append(listener)
 
     async def follow(self) -> None:
         """Follow the records until cancelled."""
@@ -91,3 +107,5 @@ class SupervisorView:
             except DECODE_ERRORS as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("invalid record of a supervisor", extra={"fields": fields})
+        for listener in self._listeners:
+            listener()

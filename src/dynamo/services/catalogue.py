@@ -16,6 +16,7 @@ from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.models.card import BlockIdentity, ModelCard, block_identity
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.desired_models import DesiredModels
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ MAX_RETRY_S = 15.0
 
 OpenModel = Callable[[ModelCard], Awaitable[None]]
 """Opens the model of a card. Replaces the open model of that name. Raises `DynamoError`."""
+CloseModel = Callable[[str], None]
+"""Begins to close the open model of this id."""
 ReportNotOpen = Callable[[str, str], None]
 """(model, reason): the model cannot be opened yet."""
 
@@ -69,7 +72,7 @@ class ModelRecords(Generic[T]):
         self._decode = decode
         self.by_model: defaultdict[str, dict[str, T]] = defaultdict(dict)
 
-    async def follow(self, on_change: Callable[[str], Awaitable[None]]) -> None:
+    async def follow(self, on_change: Callable[[str], Awaitable[None] | None]) -> None:
         """Call `on_change(model)` after changes until cancelled; restart a watch that fails."""
         while True:
             try:
@@ -77,7 +80,8 @@ class ModelRecords(Generic[T]):
                     self.by_model.clear()
                     async for batch in changes:
                         for model in self._apply_changes(batch):
-                            await on_change(model)
+                            if (change := on_change(model)) is not None:
+                                await change
             except Exception as error:  # noqa: BLE001 - open models stay open
                 fields = {"prefix": self._prefix, "error": str(error)}
                 log.warning("the watch of models failed", extra={"fields": fields})
@@ -118,7 +122,7 @@ class ModelOpener(Generic[T]):
         self._report_not_open = on_not_open
         self._opening: set[str] = set()
 
-    async def open_if_changed(self, name: str) -> None:
+    def open_if_changed(self, name: str) -> None:
         """Start to open the model if it is to be opened and is not being opened."""
         if name not in self._opening and self._find_card(name) is not None:
             self._opening.add(name)
@@ -142,14 +146,21 @@ class ModelOpener(Generic[T]):
 class Catalogue:
     """Opens a model when its first worker announces it, and again when most announce another card.
 
-    A model stays open while its workers are away.
+    A model stays open while its workers are away, and is closed when it was removed.
     """
 
     def __init__(
-        self, runtime: DistributedRuntime, open_model: OpenModel, on_not_open: ReportNotOpen
+        self,
+        runtime: DistributedRuntime,
+        desired: DesiredModels,
+        open_model: OpenModel,
+        close_model: CloseModel,
+        on_not_open: ReportNotOpen,
     ) -> None:
         self._runtime = runtime
+        self._desired = desired
         self._open_model = open_model
+        self._close_model = close_model
         self._report_not_open = on_not_open
         prefix = models_prefix(runtime.settings.runtime.namespace)
         self._cards = ModelRecords(runtime, prefix, msgspec.json.Decoder(ModelCard).decode)
@@ -168,9 +179,24 @@ class Catalogue:
     async def run(self) -> None:
         """Follow the cards until cancelled."""
         opener = ModelOpener(self._runtime, self._card_to_open, self._open, self._report_not_open)
-        await self._cards.follow(opener.open_if_changed)
+
+        def on_desired_change() -> None:
+            for name in [name for name in self._opened_cards if name in self._desired.removed]:
+                self._close(name)
+            for name in self._desired.aliases:  # a removed model may be back
+                opener.open_if_changed(name)
+
+        def on_cards_changed(name: str) -> None:
+            if not self._cards.by_model[name]:
+                self._desired.forget(name)
+            opener.open_if_changed(name)
+
+        self._desired.on_change(on_desired_change)
+        await self._cards.follow(on_cards_changed)
 
     def _card_to_open(self, name: str) -> ModelCard | None:
+        if name in self._desired.removed:
+            return None
         cards, opened = self._cards.by_model[name].values(), self._opened_cards.get(name)
         card = majority_card(cards, opened) if cards else None
         return None if card is None or model_identity(card) == opened else card
@@ -178,6 +204,12 @@ class Catalogue:
     async def _open(self, card: ModelCard) -> None:
         await self._open_model(card)
         self._opened_cards[card.name] = model_identity(card)
+        if card.name in self._desired.removed:
+            self._close(card.name)
+
+    def _close(self, name: str) -> None:
+        del self._opened_cards[name]
+        self._close_model(name)
 
 
 BLOCK_IDENTITY_CAPABILITY = "blocks"

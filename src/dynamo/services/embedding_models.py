@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +34,8 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
 from dynamo.services.catalogue import ModelOpener, ModelRecords
+from dynamo.services.desired_models import DesiredModels, ModelState
+from dynamo.services.model_removal import close_removed_model
 from dynamo.services.model_watcher import ensure_file
 
 log = logging.getLogger(__name__)
@@ -49,11 +51,15 @@ MAX_CHARS_PER_TOKEN = 128
 class EmbeddingModelWatcher:
     """Follows the embedding models that workers announce and adds them to a gateway.
 
-    A model stays while its workers are away; calls wait for a worker and then fail.
+    A model stays while its workers are away; calls wait for a worker and then fail. It goes when it
+    was removed.
     """
 
-    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+    def __init__(
+        self, runtime: DistributedRuntime, gateway: Gateway, desired: DesiredModels
+    ) -> None:
         self._runtime = runtime
+        self._desired = desired
         self._gateway = gateway
         prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
         self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
@@ -64,14 +70,41 @@ class EmbeddingModelWatcher:
         opener = ModelOpener(
             self._runtime, self._card_to_open, self._open, self._gateway.set_pending
         )
+
+        def on_desired_change() -> None:
+            for name in self._open_models.keys() & self._desired.removed:
+                self._close(name)
+            for name in self._desired.aliases:
+                opener.open_if_changed(name)
+
+        self._desired.on_change(on_desired_change)
         self._runtime.tasks.start(self._records.follow(opener.open_if_changed), "embedding models")
+
+    def states(self) -> Mapping[str, ModelState]:
+        """Return the state of each embedding model that was announced."""
+        return {
+            name: ModelState("loaded") if client.instances else self._desired.state(name)
+            for name, (_, client) in self._open_models.items()
+        }
+
+    def _close(self, name: str) -> None:
+        _, client = self._open_models.pop(name)
+        self._gateway.remove(name)
+
+        def count_calls() -> int:
+            return sum(client.in_flight(instance) for instance in client.instances)
+
+        removal = close_removed_model(self._runtime, name, count_calls, client.close)
+        self._runtime.tasks.start(removal, f"remove {name}")
 
     def _card_to_open(self, name: str) -> EmbeddingCard | None:
         """Return the newest card when a first worker announces a model, and again when no worker
         has the model that was opened."""
         cards = self._records.by_model[name].values()
         opened = self._open_models.get(name)
-        if not cards or (opened and any(opened[0].is_same_model(card) for card in cards)):
+        if not cards or name in self._desired.removed:
+            return None
+        if opened and any(opened[0].is_same_model(card) for card in cards):
             return None
         return max(cards, key=lambda card: card.created)
 

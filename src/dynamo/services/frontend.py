@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.adapters import AdapterOrders
+from dynamo.services.desired_models import STATES
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
@@ -57,8 +58,7 @@ class FrontendService:
         host = server.http_host
         if not server.max_body_bytes:
             gateway.on_change(lambda: self._set_body_limit(http, gateway))
-        self._model_watcher.start()
-        EmbeddingModelWatcher(runtime, gateway).start()
+        self._watch_models(gateway, application)
         if runtime.supervisor:  # other frontends on this port may serve the models already
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
@@ -71,14 +71,46 @@ class FrontendService:
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
         await queries.start()
-        runtime.metrics.gauge(
+        self._declare_metrics()
+        log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
+
+    def _watch_models(self, gateway: Gateway, application: Application) -> None:
+        """Follow the models, and let those that are removed end their requests."""
+        watcher, limits = self._model_watcher, application.generation.concurrency
+        embedding_models = EmbeddingModelWatcher(self._runtime, gateway, watcher.desired)
+        watcher.other_states = embedding_models.states
+
+        def take_requests(model: str) -> Callable[[], int]:
+            limit = limits.pop(model, None)
+            return lambda: limit.running + limit.waiting if limit is not None else 0
+
+        def report_models() -> None:
+            names = {name: model.names[0] for name, model in gateway.embedding_models.items()}
+            names |= {name: model.names[0] for name, model in gateway.models.items()}
+            self._runtime.report_models(names)
+
+        gateway.on_change(report_models)
+        watcher.take_requests = take_requests
+        watcher.on_closed = application.metrics.remove_model
+        watcher.start()
+        embedding_models.start()
+
+    def _declare_metrics(self) -> None:
+        metrics = self._runtime.metrics
+        metrics.gauge(
             "dynamo_frontend_workers",
             "Instances that serve a model",
             ("model",),
             callback=self._workers_by_label,
             merge="max",
         )
-        log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
+        metrics.gauge(
+            "dynamo_model_state",
+            "1 for the state of a model: loaded, loading, unloaded or failed; 0 for the others",
+            ("model", "state"),
+            callback=self._states_by_label,
+            merge="max",
+        )
 
     def _open_application(self, gateway: Gateway, queries: RoutingQueries) -> Application:
         runtime = self._runtime
@@ -121,9 +153,15 @@ class FrontendService:
     def _workers_by_label(self) -> Mapping[tuple[str, ...], float]:
         return {(name,): count for name, count in self._model_watcher.count_workers().items()}
 
+    def _states_by_label(self) -> Mapping[tuple[str, ...], float]:
+        states = self._model_watcher.model_states().items()
+        return {(name, each): each == state.state for name, state in states for each in STATES}
+
     def _health_facts(self) -> Mapping[str, Any]:
         """Return the fields of /health that this process adds."""
+        states = self._model_watcher.model_states()
         return {
+            "model_states": {name: state._asdict() for name, state in states.items()},
             "workers": self._model_watcher.count_workers(),
             "prefill": self._model_watcher.prefill_workers(),
             "namespace": self._runtime.settings.runtime.namespace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from urllib.parse import unquote
 
@@ -25,7 +25,9 @@ from dynamo.scheduling.processor import ChatProcessor, TextProcessor
 from dynamo.scheduling.router.features import only_decodes
 from dynamo.services.adapters import served_adapters
 from dynamo.services.catalogue import Catalogue, models_prefix
+from dynamo.services.desired_models import ModelState
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
+from dynamo.services.model_removal import close_removed_model
 from dynamo.services.routing import ProcessRouting
 
 
@@ -52,6 +54,7 @@ async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) 
 
 log = logging.getLogger(__name__)
 
+TakeRequests = Callable[[str], Callable[[], int]]
 POLL_INTERVAL_S = 0.02
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
@@ -65,14 +68,19 @@ def count_prefill_workers(count: int) -> str:
 
 
 class ModelWatcher:
-    """Opens the models that workers announce and adds them to a gateway.
+    """Opens the models that workers announce and adds them to a gateway, and forgets removed ones.
 
-    The runtime's health reports models without workers, and that no model is open yet.
+    The runtime's health reports that no model is open yet or has workers. `take_requests(model)`
+    returns a function that counts the requests in flight of a model which gets no others, and
+    `on_closed` is called when it has none. `other_states` are those of embedding models.
     """
 
     def __init__(
         self, runtime: DistributedRuntime, gateway: Gateway, routing: ProcessRouting
     ) -> None:
+        self.take_requests: TakeRequests = lambda _: lambda: 0
+        self.on_closed: Callable[[str], None] = lambda _: None
+        self.other_states: Callable[[], Mapping[str, ModelState]] = dict
         self._runtime = runtime
         self._gateway = gateway
         self._routing = routing
@@ -87,7 +95,11 @@ class ModelWatcher:
             log.warning(
                 "this deployment starts no workers", extra={"fields": {"engine.workers": 0}}
             )
-        self._catalogue = Catalogue(runtime, self._open_model, self._set_pending)
+        self.desired = routing.desired_models()
+        self.desired.on_change(self._on_desired_change)
+        self._catalogue = Catalogue(
+            runtime, self.desired, self._open_model, self._close_model, self._set_pending
+        )
         self._set_pending("", self._no_models_reason)
         runtime.health.on_change(self._on_health_change)
 
@@ -170,7 +182,7 @@ class ModelWatcher:
         update = partial(self._on_workers_changed, pipeline, served, encoder)
         pipeline.client.on_change(update)
         pipeline.client.view.on_reason_change(update)
-        runtime.health.add_check(name, partial(self._unreachable_reason, name))
+        runtime.health.add_check(name, partial(self._check_health, name))
         update()
         runtime.health.set_healthy(MODELS_HEALTH_KEY)  # from now on under the model's name
         if previous is not None:
@@ -198,7 +210,7 @@ class ModelWatcher:
         self, pipeline: ModelPipeline, served: ServedModel, encoder: str
     ) -> None:
         """Serve a model from its first reachable worker on, and report the lack of workers."""
-        name, health = served.names[0], self._runtime.health
+        name = served.names[0]
         if self._pipelines.get(name) is not pipeline:
             return
         if pipeline.client.instances:
@@ -206,12 +218,9 @@ class ModelWatcher:
                 self._add(served, encoder)
             adapters = served_adapters(served, pipeline.client.instances.values())
             self._gateway.set_adapters(name, adapters)
-            health.set_healthy(name)
-            return
-        reason = self._unreachable_reason(name)
-        health.set_unhealthy(name, reason)
-        if name not in self._gateway.models:
-            self._gateway.set_pending(name, reason)
+        elif name not in self._gateway.models:
+            self._gateway.set_pending(name, self._unreachable_reason(name))
+        self._update_health()
 
     def _unreachable_reason(self, name: str) -> str:
         """Return why a model has no worker at present, or "" if it has one."""
@@ -226,6 +235,60 @@ class ModelWatcher:
         )
         text = "; ".join(filter(None, causes))
         return "no worker of this model is reachable" + (f": {text}" if text else "")
+
+    def model_states(self) -> Mapping[str, ModelState]:
+        """Return the state of every model that is served, was announced or is to be served."""
+        states = {name: self.desired.state(name) for name in self.desired.aliases}
+        for name in self._pipelines:
+            if reason := self._unreachable_reason(name):
+                states[name] = ModelState(self.desired.state(name).state, reason)
+            else:
+                states[name] = ModelState("loaded")
+        return {**states, **self.other_states()}
+
+    def _serves_any(self) -> bool:
+        """Whether a model has a worker."""
+        if any(pipeline.client.instances for pipeline in self._pipelines.values()):
+            return True
+        return any(state.state == "loaded" for state in self.other_states().values())
+
+    def _check_health(self, name: str) -> str:
+        """Return why a model has no worker, or "" if it or another one has."""
+        return "" if self._serves_any() else self._unreachable_reason(name)
+
+    def _update_health(self) -> None:
+        health = self._runtime.health
+        for name in self._pipelines:
+            if reason := self._check_health(name):
+                health.set_unhealthy(name, reason)
+            else:
+                health.set_healthy(name)
+
+    def _on_desired_change(self) -> None:
+        """Name the models as their supervisors do, and remove those that they dropped."""
+        gateway, desired = self._gateway, self.desired
+        for model in desired.removed:
+            gateway.remove(model)
+        gateway.set_desired(desired.aliases)
+        served = gateway.models.keys() | gateway.embedding_models.keys()
+        for model in desired.aliases.keys() - served - self._pipelines.keys():
+            gateway.set_pending(model, desired.state(model).reason)
+
+    def _close_model(self, name: str) -> None:
+        """Close the pipeline of a removed model when its requests have ended."""
+        runtime, pipeline = self._runtime, self._pipelines.pop(name)
+        self._gateway.remove(name)
+        runtime.health.remove(name)
+        self._update_health()
+
+        async def close() -> None:
+            await pipeline.close()
+            if name not in self._pipelines:
+                self._routing.remove_model(name)
+                self.on_closed(name)
+
+        removal = close_removed_model(runtime, name, self.take_requests(name), close)
+        runtime.tasks.start(removal, f"remove {name}")
 
     def _on_health_change(self) -> None:
         """Answer requests with the deployment's health reason while no model is open."""

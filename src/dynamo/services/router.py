@@ -33,6 +33,7 @@ from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
+from dynamo.services.model_removal import close_removed_model
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.routing_queries import RoutingQueries
 from dynamo.telemetry.metrics import Counter
@@ -64,7 +65,10 @@ class RouterService:
         await self._serve_http(queries)
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)
-        catalogue = Catalogue(runtime, self._open_model, self._set_pending)
+        desired = self._routing.desired_models()
+        catalogue = Catalogue(
+            runtime, desired, self._open_model, self._close_model, self._set_pending
+        )
         self._incompatible_workers = catalogue.incompatible_workers
         runtime.tasks.start(catalogue.run(), MODELS_HEALTH_KEY)
         runtime.tasks.start(self._release_expired(), "unused choices")
@@ -125,6 +129,19 @@ class RouterService:
         if previous is not None:
             await previous.close()
         log.info("routes a model", extra={"fields": {"model": card.name}})
+
+    def _close_model(self, name: str) -> None:
+        """Close a removed model when it holds no request for a better moment."""
+        runtime, model = self._runtime, self._models[name]
+
+        async def close() -> None:
+            if self._models.get(name) is model:
+                del self._models[name], self._decisions[name]
+                self._routing.remove_model(name)
+            await model.close()
+
+        removal = close_removed_model(runtime, name, lambda: model.policy.waiting, close)
+        runtime.tasks.start(removal, f"remove {name}")
 
     async def _release_expired(self) -> None:
         clock = self._runtime.clock

@@ -20,6 +20,7 @@ from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.selectors import make_selector
 from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.services.desired_models import DesiredModels
 from dynamo.telemetry.model_metrics import ModelRegistry
 
 EXPLAINABLE_MODES = (KV, ADAPTIVE)
@@ -108,6 +109,11 @@ class ProcessRouting:
         self._recorders.pop(name, None)
         if (metrics := self._metrics.pop(name, None)) is not None:
             metrics.close()
+
+    def desired_models(self) -> DesiredModels:
+        """Return the models that supervisors are to serve in this namespace."""
+        namespace = self._runtime.settings.runtime.namespace
+        return DesiredModels(self.follow_supervisors(), namespace)
 
     def follow_supervisors(self) -> SupervisorView:
         """Return the view of all supervisors that the models of this process share."""

@@ -14,7 +14,9 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView, supervisor_record_key
 from dynamo.services.catalogue import Catalogue, majority_card, model_identity
+from dynamo.services.desired_models import DesiredModels
 
 CARD = ModelCard(
     names=("org/tiny",),
@@ -38,10 +40,18 @@ class CatalogueUser:
         self.runtime = runtime
         self.opened: list[ModelCard] = []
         self.not_open: list[tuple[str, str]] = []
+        self.closed: list[str] = []
         self.failures = 0
+        self.supervisors = SupervisorView(runtime.discovery, runtime.clock)
+        self.desired = DesiredModels(self.supervisors, "dynamo")
         self.catalogue = Catalogue(
-            runtime, self._open, lambda *report: self.not_open.append(report)
+            runtime,
+            self.desired,
+            self._open,
+            self.closed.append,
+            lambda *report: self.not_open.append(report),
         )
+        runtime.tasks.start(self.supervisors.follow())
         runtime.tasks.start(self.catalogue.run())
 
     async def _open(self, card: ModelCard) -> None:
@@ -49,6 +59,11 @@ class CatalogueUser:
             self.failures -= 1
             raise ModelUnavailable("no worker offers its tokenizer")
         self.opened.append(card)
+
+    async def supervise(self, *models: str) -> None:
+        record = SupervisorRecord(models=dict.fromkeys(models, ()), namespace="dynamo")
+        key = supervisor_record_key("supervisor-1")
+        await self.runtime.discovery.put(key, msgspec.json.encode(record))
 
     async def announce(self, instance: str, card: ModelCard | None) -> None:
         key = f"/dynamo/models/org%2Ftiny/{instance}"
@@ -160,3 +175,34 @@ async def test_an_unreadable_card_hides_no_other(user: CatalogueUser) -> None:
     await user.announce("c", CARD)
     await until(lambda: user.opened)
     assert user.opened == [CARD]
+
+
+async def test_a_model_that_its_supervisor_drops_is_closed_and_not_opened_again(
+    user: CatalogueUser,
+) -> None:
+    await user.supervise("org/tiny", "other")
+    await user.announce("w1", CARD)
+    await until(lambda: len(user.opened) == 1)
+    await user.supervise("other")
+    await until(lambda: user.closed == ["org/tiny"])
+    await user.announce("w2", CARD)
+    await user.settle()
+    assert len(user.opened) == 1
+
+    await user.announce("w1", None)
+    await user.announce("w2", None)
+    await user.supervise("org/tiny", "other")
+    await user.announce("w3", CARD)
+    await until(lambda: len(user.opened) == 2)
+
+
+async def test_a_model_stays_open_when_its_supervisor_is_gone(user: CatalogueUser) -> None:
+    await user.supervise("org/tiny")
+    await user.announce("w1", CARD)
+    await until(lambda: len(user.opened) == 1)
+    await user.runtime.discovery.delete(supervisor_record_key("supervisor-1"))
+    await user.announce("w1", None)
+    await user.settle()
+
+    assert not user.closed
+    assert list(user.desired.aliases) == ["org/tiny"]

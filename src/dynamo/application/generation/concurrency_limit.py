@@ -1,4 +1,4 @@
-"""The limit on generation requests in progress (`server.max_concurrent_requests`)."""
+"""The limits on requests in progress of each model (`server.max_concurrent_requests`)."""
 
 from __future__ import annotations
 
@@ -78,3 +78,31 @@ class ConcurrencyLimit:
             if not slot.done():
                 self.running += 1
                 slot.set_result(None)
+
+
+class ConcurrencyLimits(dict[str, ConcurrencyLimit]):
+    """The limit of each model's requests, by the model's id; by "" that of requests for vectors."""
+
+    def __init__(self, limit: int, waiting_limit: int) -> None:
+        super().__init__()
+        self._limits = limit, waiting_limit
+
+    def __missing__(self, model: str) -> ConcurrencyLimit:
+        created = self[model] = ConcurrencyLimit(*self._limits)
+        return created
+
+    @property
+    def running(self) -> int:
+        """The number of requests that run."""
+        return sum(limit.running for limit in self.values())
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return sum(limit.waiting for limit in self.values())
+
+    def update_limits(self, limit: int, waiting_limit: int) -> None:
+        """Apply other limits. Requests that run or wait already are not rejected."""
+        self._limits = limit, waiting_limit
+        for each in self.values():
+            each.update_limits(limit, waiting_limit)

@@ -14,7 +14,7 @@ from dynamo.application.access import CallerLimits, caller_key
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics, TokenTiming
 from dynamo.application.gateway import Gateway, ServedModel
-from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
+from dynamo.application.generation.concurrency_limit import ConcurrencyLimits
 from dynamo.application.generation.deadlines import Deadlines
 from dynamo.application.generation.replies import (
     MAX_HOLD_S,
@@ -92,7 +92,7 @@ class GenerationHandler:
         self._metrics = metrics
         self._caller_limits = caller_limits
         self.stories: Stories | None = None
-        self.concurrency = ConcurrencyLimit(
+        self.concurrency = ConcurrencyLimits(
             server.max_concurrent_requests, server.max_waiting_requests
         )
         self.deadlines = Deadlines(clock, server.request_timeout)
@@ -146,8 +146,8 @@ class GenerationHandler:
 
     async def count_tokens(self, exchange: Exchange, chat: ChatParts) -> int:
         """Return the tokens in the prompt of a chat. Raises as `answer_chat`."""
-        async with self.concurrency.slot():
-            request, served = self.read_chat_request(exchange, chat)
+        request, served = self.read_chat_request(exchange, chat)
+        async with self.concurrency[served.names[0]].slot():
             if exchange.request.is_large:
                 await exchange.request.pause()
             return len(await served.processor.tokenize(request))
@@ -193,7 +193,7 @@ class GenerationHandler:
         options: TextOptions,
         prompts: int = 1,
     ) -> HttpReply:
-        deadlines = self.deadlines
+        deadlines, limit = self.deadlines, self.concurrency[exchange.model]
         metrics = self._metrics.for_model(exchange.model)
         usage_counter, started = UsageCounter(options.n), self._clock.now()
         if self.stories is not None:
@@ -206,9 +206,9 @@ class GenerationHandler:
         reply.hold_s = self._hold_s
         deadline = deadlines.start(started, exchange.request.headers)
         try:
-            if not self.concurrency.try_acquire():
+            if not limit.try_acquire():
                 reply.accepted = True
-                await self.concurrency.acquire()
+                await limit.acquire()
             try:
                 if exchange.request.is_large:
                     await exchange.request.pause()
@@ -218,7 +218,7 @@ class GenerationHandler:
                 del call  # frees the conversation while it is answered
                 await answer
             finally:
-                self.concurrency.release()
+                limit.release()
             reply.check_complete()
             return reply
         except asyncio.CancelledError:
@@ -239,7 +239,7 @@ class GenerationHandler:
         deadlines = self.deadlines
         deadline = deadlines.start(self._clock.now(), exchange.request.headers)
         try:
-            async with self.concurrency.slot():
+            async with self.concurrency[""].slot():
                 remaining_s = deadline.expires_at - self._clock.now()
                 yield _make_context(exchange, remaining_s, passes_key=self._passes_key)
         except asyncio.CancelledError:

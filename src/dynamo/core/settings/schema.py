@@ -54,14 +54,14 @@ class ServerSettings(SettingsSection, frozen=True):
     )
     max_concurrent_requests: int = setting(
         4096,
-        "running requests of one frontend; further ones wait, then are rejected. The value is "
+        "running requests of a model at one frontend; further ones wait, then are rejected. It is "
         "high because a stream costs little; Dynamo's 100 would leave workers idle",
         flag="--max-concurrent-requests",
         ge=1,
         reload=True,
     )
     max_waiting_requests: int = setting(
-        1024, "waiting requests beyond which 503 overloaded is sent", ge=0, reload=True
+        1024, "waiting requests of a model beyond which 503 overloaded is sent", ge=0, reload=True
     )
     request_timeout: float = setting(
         300.0,

@@ -57,7 +57,7 @@ class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a child. `key` is the key of its process record in discovery. `fatal` is the
     error of a child that cannot start, even if it is started again. `code` is the exit code for the
-    command in that case."""
+    command in that case. `models` are those that a frontend serves, by each of their names."""
 
     state: ProcessState = "starting"
     address: str = ""
@@ -66,6 +66,7 @@ class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     fatal: str = ""
     hint: str = ""
     code: int = 1
+    models: dict[str, str] = {}
 
     def to_error(self) -> DynamoError:
         """Convert `fatal` to the error that the command raises."""

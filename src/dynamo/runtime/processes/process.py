@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
-from dynamo.runtime.processes.process_group import kind_of_process
+from dynamo.runtime.processes.process_names import kind_of_process
 from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     process_key,
@@ -172,6 +172,7 @@ class ProcessRunner:
             start_ticks=start_ticks(os.getpid()),
         )
         self._key = process_key(record)
+        self._report = ChildReport()
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
         runtime.on_role_change(self._publish_role)
 
@@ -188,6 +189,7 @@ class ProcessRunner:
             self._parent.count_calls = runtime.requests.count_calls
             runtime.on_serving = self._parent.answer_pings
             runtime.shared_memory = self._parent.shared_memory
+            runtime.report_models = self._report_models
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
@@ -279,11 +281,21 @@ class ProcessRunner:
             state=state, status_url=self._status.url, address=address, engine=runtime.engine
         )
         await self._publish_record()
+        self._report = ChildReport(
+            state=state,
+            address=address,
+            status_url=self._status.url,
+            key=self._key,
+            models=self._report.models,
+        )
         if self._parent is not None:
-            url = self._status.url
-            self._parent.send_report(
-                ChildReport(state=state, address=address, status_url=url, key=self._key)
-            )
+            self._parent.send_report(self._report)
+
+    def _report_models(self, models: Mapping[str, str]) -> None:
+        """Tell the supervisor under which names this process serves which models."""
+        if self._parent is not None and models != self._report.models:
+            self._report = replace(self._report, models=dict(models))
+            self._parent.send_report(self._report)
 
     async def _publish_role(self, role: str) -> None:
         await self._record_writer.update(role=role)

@@ -1,0 +1,90 @@
+"""The models that supervisors are to serve, as frontends and routers learn them from discovery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView
+
+State = Literal["loaded", "loading", "unloaded", "failed"]
+STATES: tuple[State, ...] = ("loaded", "loading", "unloaded", "failed")
+STARTING_TEXT = "its supervisor starts a worker"
+NO_WORKERS_TEXT = "its supervisor keeps no worker of it running"
+
+
+class ModelState(NamedTuple):
+    """The state of a model, and why it is not loaded."""
+
+    state: State
+    reason: str = ""
+
+
+class DesiredModels:
+    """The aliases of each model that is to be served in a namespace, by the model's id.
+
+    A model is removed when its supervisor lists it no more and no other one does. It stays when its
+    supervisor is gone, since that may come back.
+    """
+
+    def __init__(self, view: SupervisorView, namespace: str) -> None:
+        self._view = view
+        self._namespace = namespace
+        self._listed: dict[str, frozenset[str]] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        self.removed: set[str] = set()
+        view.on_change(self._on_records_changed)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when a model may have been added or removed, or has another state."""
+        self._listeners.append(listener)
+
+    def forget(self, model: str) -> None:
+        """Forget that a model was removed: no worker announces it any more."""
+        self.removed.discard(model)
+
+    def state(self, model: str) -> ModelState:
+        """Return the state of a model without a worker that answers."""
+        reasons, running = [], 0
+        for record, kind in self._kinds_of(model):
+            if reason := record.failing.get(kind):
+                reasons.append(reason)
+            running += record.desired.get(kind, 0)
+        if running:
+            return ModelState("loading", STARTING_TEXT)
+        if reasons:
+            return ModelState("failed", reasons[0])
+        return ModelState("unloaded", NO_WORKERS_TEXT)
+
+    def _kinds_of(self, model: str) -> Iterator[tuple[SupervisorRecord, str]]:
+        for record in self._records().values():
+            for kind, described in record.kinds.items():
+                if described.model == model:
+                    yield record, kind
+
+    def _records(self) -> dict[str, SupervisorRecord]:
+        return {
+            supervisor: record
+            for supervisor, record in self._view.records.items()
+            if record.namespace == self._namespace
+        }
+
+    def _on_records_changed(self) -> None:
+        desired: dict[str, tuple[str, ...]] = {}
+        dropped: set[str] = set()
+        for supervisor, record in self._records().items():
+            for model, aliases in record.models.items():
+                desired.setdefault(model, aliases)
+            dropped |= self._listed.get(supervisor, frozenset()) - record.models.keys()
+            self._listed[supervisor] = frozenset(record.models)
+        dropped -= desired.keys()
+        self.removed = (self.removed | dropped) - desired.keys()
+        orphans = {
+            model: aliases
+            for model, aliases in self.aliases.items()
+            if model not in desired and model not in dropped
+        }
+        self.aliases = desired | orphans
+        for listener in self._listeners:
+            listener()
