@@ -37,8 +37,11 @@ COMMANDS = {
     "restart": Command(
         "dynamo.cli.control:RESTART", "replace processes one by one without downtime"
     ),
-    "add": Command("dynamo.cli.control:ADD", "add a server with an OpenAI API as a worker"),
-    "remove": Command("dynamo.cli.control:REMOVE", "remove a server that was added by its URL"),
+    "models": Command("dynamo.cli.models.served:MODELS", "list served models, move aliases"),
+    "add": Command(
+        "dynamo.cli.models.served:ADD", "add a model to a deployment, or a server as a worker"
+    ),
+    "remove": Command("dynamo.cli.models.served:REMOVE", "remove a model, or an added server"),
     "roles": Command(
         "dynamo.cli.workers.roles", "change what a worker computes: prompts, answers or both"
     ),

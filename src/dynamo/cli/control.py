@@ -1,23 +1,26 @@
-"""`dynamo scale`, `drain`, `restart`, `add` and `remove`: control requests to a deployment."""
+"""`dynamo scale`, `drain` and `restart`: control requests to a deployment."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, DeadlineExceeded
-from dynamo.core.settings.server_url import server_url
+
+if TYPE_CHECKING:
+    from dynamo.runtime.processes.control import ControlRequest
 
 DEFAULT_TIMEOUT_S = 120.0
+DEPLOYMENT_HELP = "deployment, if several run (see `dynamo ps`)"
 
 
 class ControlCommand(msgspec.Struct, frozen=True):
     """A command that sends a control request. `target` declares its only argument."""
 
-    name: Literal["scale", "drain", "restart", "add", "remove"]
+    name: Literal["scale", "drain", "restart"]
     description: str
     examples: str
     target: Mapping[str, Any]
@@ -26,34 +29,13 @@ class ControlCommand(msgspec.Struct, frozen=True):
         """Return the parser: the target, the deployment and the timeout."""
         parser = Parser(f"dynamo {self.name}", self.description, self.examples)
         parser.add_argument("target", **self.target)
-        parser.add_argument(
-            "--deployment", metavar="NAME|PORT", help="deployment, if several run (see `dynamo ps`)"
-        )
-        if self is ADD:
-            parser.add_argument(
-                "--model-name", default="", metavar="NAME", help="its model, if it has several"
-            )
-            parser.add_argument(
-                "--kv-events",
-                default="",
-                metavar="tcp://HOST:PORT[/REPLAY_PORT]",
-                help="where it publishes its KV events; without them its cache is predicted",
-            )
-        parser.add_argument(
-            "--timeout",
-            type=float,
-            default=DEFAULT_TIMEOUT_S,
-            metavar="SECONDS",
-            help=f"wait so long (default: {DEFAULT_TIMEOUT_S:g}); the deployment completes the "
-            "request even after a timeout",
-        )
+        parser.add_argument("--deployment", metavar="NAME|PORT", help=DEPLOYMENT_HELP)
+        add_timeout_flag(parser)
         return parser
 
     def run(self, arguments: Sequence[str]) -> int:
         """Send the request and print the deployment's messages until it is done."""
-        from dynamo.cli.stop import select_deployments
-        from dynamo.runtime.deployment import live_deployments
-        from dynamo.runtime.processes.control import ControlRequest, send_control_request
+        from dynamo.runtime.processes.control import ControlRequest
         from dynamo.runtime.processes.process_group import DEFAULT_KIND
 
         args = self.parser().parse(arguments)
@@ -61,27 +43,49 @@ class ControlCommand(msgspec.Struct, frozen=True):
         if self is SCALE and not (name and count.isdecimal()):
             hint = "e.g. dynamo scale worker=5"
             raise ConfigError(f"{args.target!r} is not KIND=COUNT", hint=hint)
-        (deployment,) = select_deployments(live_deployments(), args.deployment)
         unnamed = self is RESTART and not name
-        if self is ADD or self is REMOVE:
-            name = server_url(name)
         request = ControlRequest(
-            self.name,
-            DEFAULT_KIND if unnamed else name,
-            int(count),
-            unnamed,
-            args.model_name if self is ADD else "",
-            args.kv_events if self is ADD else "",
+            self.name, DEFAULT_KIND if unnamed else name, int(count), unnamed=unnamed
         )
-        try:
-            for message in send_control_request(request, deployment.folder, args.timeout):
-                print(message, flush=True)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{deployment.id} is not done after {args.timeout:g} s",
-                hint="the deployment continues; `dynamo ps` shows its state",
-            ) from None
-        return 0
+        return print_progress(request, args.deployment, args.timeout)
+
+
+def add_timeout_flag(parser: Parser) -> None:
+    """Add --timeout, after which the deployment completes the request all the same."""
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"wait so long (default: {DEFAULT_TIMEOUT_S:g}); the deployment completes the "
+        "request even after a timeout",
+    )
+
+
+def print_progress(request: ControlRequest, deployment: str | None, timeout_s: float) -> int:
+    """Send a request, print the deployment's messages and return the exit code. Raises as
+    `send`."""
+    for message in send(request, deployment, timeout_s):
+        print(message, flush=True)
+    return 0
+
+
+def send(request: ControlRequest, deployment: str | None, timeout_s: float) -> Iterator[str]:
+    """Send a request to the deployment of this name or port, or the only one, and yield its
+    messages. Raises the errors of the request, `ConfigError`, `NotFound` and
+    `DeadlineExceeded`."""
+    from dynamo.cli.stop import select_deployments
+    from dynamo.runtime.deployment import live_deployments
+    from dynamo.runtime.processes.control import send_control_request
+
+    (selected,) = select_deployments(live_deployments(), deployment)
+    try:
+        yield from send_control_request(request, selected.folder, timeout_s)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{selected.id} is not done after {timeout_s:g} s",
+            hint="the deployment continues; `dynamo ps` shows its state",
+        ) from None
 
 
 SCALE = ControlCommand(
@@ -114,19 +118,4 @@ RESTART = ControlCommand(
         "metavar": "PROCESS|KIND",
         "help": "also an instance; default: every worker, or every process of a graph",
     },
-)
-ADD = ControlCommand(
-    "add",
-    "Add a server with an OpenAI API to a deployment, as one more worker of its model. The command "
-    "returns when it serves. Its model must be that of the deployment.",
-    """\
-  dynamo add http://10.0.0.5:8000
-  dynamo add http://10.0.0.5:8000 --model-name smollm2""",
-    {"metavar": "URL", "help": "the server, e.g. http://10.0.0.5:8000"},
-)
-REMOVE = ControlCommand(
-    "remove",
-    "Remove a server from a deployment. Its requests in flight move to other workers.",
-    "  dynamo remove http://10.0.0.5:8000",
-    {"metavar": "URL", "help": "the server, as it was added"},
 )

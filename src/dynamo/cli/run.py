@@ -13,6 +13,7 @@ from dynamo.cli.inputs.batch_file import add_batch_flags, parse_batch_options
 from dynamo.cli.parsing import Parser, served_model_names
 from dynamo.cli.settings_flags import (
     add_settings_flags,
+    config_path,
     load_settings,
     read_settings,
     settings_files,
@@ -70,7 +71,8 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
     args = parser().parse(arguments)
     source, extra = parse_words(args.words)
-    settings = checked_settings(load_settings(args, extra=extra), print_note)
+    loaded = load_settings(args, extra=extra)
+    settings = checked_settings(loaded, print_note)
 
     if source.startswith(BATCH):
         from dynamo.cli.inputs.batch import run_batch
@@ -80,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
         from dynamo.cli.inputs.text import run_text
 
         return run_text(settings)
-    return serve_http(settings, args, extra, workers_only=source == NONE)
+    return serve_http(settings, args, extra, workers_only=source == NONE, defaults=loaded.settings)
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
@@ -140,9 +142,11 @@ def serve_http(
     extra: Mapping[str, SourcedValue],
     *,
     workers_only: bool = False,
+    defaults: Settings | None = None,
 ) -> int:
     """Serve a deployment until it is stopped. A reload reads the settings from `args` and `extra`
-    again. With `workers_only`, there is no HTTP port, and remote frontends use the workers."""
+    again. `defaults` are those of models that are added. With `workers_only`, there is no HTTP
+    port, and remote frontends use the workers."""
     from dynamo.cli.progress_bar import ProgressBar
     from dynamo.services.deployment.launch import (
         SettingsSource,
@@ -166,7 +170,7 @@ def serve_http(
     def reload() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
         return checked_settings(read_settings(args, extra=extra)), specs
 
-    source = SettingsSource(reload, settings_files(args))
+    source = SettingsSource(reload, settings_files(args), defaults or settings, config_path(args))
     prepare = make_preparation(settings.each_model, bar)
     return serve(
         settings,

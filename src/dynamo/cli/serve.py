@@ -14,6 +14,7 @@ from dynamo.cli.engine_check import check_engines
 from dynamo.cli.parsing import Parser, format_table, served_model_names
 from dynamo.cli.settings_flags import (
     add_settings_flags,
+    config_path,
     load_settings,
     read_settings,
     settings_files,
@@ -139,7 +140,7 @@ def serve_plan(
         prepare=make_preparation([part.settings for part in plan.with_role("worker")], bar),
         logs=bar,
         specs=partial(process_specs, plan),
-        source=SettingsSource(read, settings_files(args)),
+        source=SettingsSource(read, settings_files(args), settings, config_path(args)),
         http=plan.serves_http,
     )
 

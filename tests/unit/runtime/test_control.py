@@ -14,8 +14,10 @@ from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.control import ControlRequest, ControlServer, send_control_request
 from dynamo.runtime.processes.process_group import ProcessGroup
+from dynamo.runtime.processes.served_models import ServedModels
 
 UNUSED = cast("ProcessGroup", None)
+UNUSED_MODELS = cast("ServedModels", None)
 
 
 class FakeProcessGroup:
@@ -31,8 +33,8 @@ async def test_the_second_supervisor_logs_what_it_joins(
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
     first, second = (
-        ControlServer(UNUSED, deployment.folder),
-        ControlServer(UNUSED, deployment.folder),
+        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder),
+        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder),
     )
     await first.start()
     assert not caplog.records
@@ -62,7 +64,9 @@ async def test_the_second_supervisor_logs_what_it_joins(
 async def test_a_deleted_control_socket_is_created_again(tmp_path: Path) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
-    control = ControlServer(cast("ProcessGroup", FakeProcessGroup()), deployment.folder)
+    control = ControlServer(
+        cast("ProcessGroup", FakeProcessGroup()), UNUSED_MODELS, deployment.folder
+    )
     await control.start()
     shutil.rmtree(deployment.folder.parent)
     deployment.create_folder()

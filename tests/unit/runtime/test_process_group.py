@@ -28,7 +28,7 @@ from dynamo.runtime.processes.exit_status import (
     describe_exit,
     killed_by_oom,
 )
-from dynamo.runtime.processes.process_group import kind_of_process
+from dynamo.runtime.processes.process_names import kind_of_process
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Supervisor
 

@@ -153,3 +153,36 @@ def _same_value(spec: SettingSpec, first: Any, second: Any) -> bool:
         return first == second or bool(parse_value(spec, first) == parse_value(spec, second))
     except ValueError:
         return False
+
+
+def edit_models(text: str, entry: Mapping[str, Any] | None, name: str) -> str:
+    """Return a YAML text with another entry in its list `models`, or without one. Raises
+    `ValueError`."""
+    import yaml
+
+    root = yaml.compose(text, yaml.SafeLoader)
+    nodes = {key.value: value for key, value in root.value} if root is not None else {}
+    models = nodes.get("models")
+    if models is None or models.id != "sequence" or models.flow_style:
+        raise ValueError("it has no block list `models:` with lines that begin with `- `")
+    lines = text.splitlines(keepends=True)
+
+    def end_of(node: Any) -> int:
+        end: int = node.end_mark.line + bool(node.end_mark.column)
+        while lines[end - 1].strip().startswith("#") or not lines[end - 1].strip():
+            end -= 1  # PyYAML counts what follows a node as a part of it
+        return end
+
+    if entry is not None:
+        end = end_of(models.value[-1])
+        lines[end - 1] = lines[end - 1].rstrip("\n") + "\n"
+        indent = " " * models.start_mark.column
+        lines.insert(end, f"{indent}- {msgspec.json.encode(entry).decode()}\n")
+        return "".join(lines)
+    for node in models.value:
+        values = yaml.SafeLoader("").construct_document(node)
+        names = values.get("names", values.get("name", ()))
+        if name in ([names] if isinstance(names, str) else names)[:1]:
+            del lines[node.start_mark.line : end_of(node)]
+            return "".join(lines)
+    raise ValueError(f"no entry of `models` begins its names with {name!r}")

@@ -157,14 +157,21 @@ class ChildProcess:
         return self.pid != 0 and self._watchdog.hung
 
     @property
+    def start_error(self) -> str:
+        """Why the process can never start, or an empty string."""
+        if self.ever_ready or not self.report.fatal:
+            return ""
+        return f"cannot start: {self.report.fatal}"
+
+    @property
     def unhealthy_reason(self) -> str:
         """Why the process does not serve, or an empty string."""
         if self.hung:
             return f"its event loop does not answer; it is killed after {KILL_AFTER_S:g} s"
         if self.ready:
             return ""
-        if self.crash_loop_reason:
-            return self.crash_loop_reason
+        if reason := self.crash_loop_reason or self.start_error:
+            return reason
         state = self.report.state if self.pid else "not running"
         return f"{state} after {self.last_exit}" if self.last_exit == HUNG_EXIT_TEXT else state
 

@@ -11,13 +11,14 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from dynamo.core.errors import DynamoError, ErrorRecord, InvalidRequest, NotFound, error_types
 from dynamo.runtime.deployment import CONTROL_SOCKET, Deployment
 from dynamo.runtime.processes.process_group import ControlProgressCallback, ProcessGroup
+from dynamo.runtime.processes.served_models import ServedModels
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +34,21 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
     For `add` and `remove`, `name` is the URL of a server, `model` its model's name there,
     and `kv_events` the address of its KV events.
+    For `add_model`, `entry` has the settings of an entry of `models` by key; `save` writes it into
+    the settings file. For `alias`, `name` is the alias and `model` what it is to mean.
     `unnamed`: the user named nothing, and `name` is what supervisors of earlier versions restart.
     """
 
-    do: Literal["scale", "drain", "restart", "add", "remove"]
+    do: Literal[
+        "scale", "drain", "restart", "add", "remove", "add_model", "remove_model", "alias", "models"
+    ]
     name: str
     count: int = 0
     unnamed: bool = False
     model: str = ""
     kv_events: str = ""
+    entry: dict[str, Any] = {}
+    save: bool = False
 
 
 class ControlProgress(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,8 +67,9 @@ _decode_progress = msgspec.json.Decoder(ControlProgress).decode
 class ControlServer:
     """Executes control requests in the supervisor."""
 
-    def __init__(self, group: ProcessGroup, folder: Path) -> None:
+    def __init__(self, group: ProcessGroup, models: ServedModels, folder: Path) -> None:
         self._group = group
+        self._models = models
         self._folder = folder
         self._server: asyncio.Server | None = None
 
@@ -108,7 +116,8 @@ class ControlServer:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             try:
                 request = _decode_request(await reader.readline())
-                log.info("control request", extra={"fields": msgspec.to_builtins(request)})
+                shown = msgspec.structs.replace(request, entry={})  # an entry may have secrets
+                log.info("control request", extra={"fields": msgspec.to_builtins(shown)})
                 await self._execute(request, lambda message: send(ControlProgress(message)))
             except (msgspec.DecodeError, ValueError) as error:
                 message = f"not a control request: {error}"
@@ -128,6 +137,14 @@ class ControlServer:
             await self._group.add_url(request.name, request.model, request.kv_events, progress)
         elif request.do == "remove":
             await self._group.remove_url(request.name, progress)
+        elif request.do == "add_model":
+            await self._models.add(request.entry, progress, save=request.save)
+        elif request.do == "remove_model":
+            await self._models.remove(request.name, progress, save=request.save)
+        elif request.do == "alias":
+            await self._models.set_alias(request.name, request.model, progress)
+        elif request.do == "models":
+            progress(msgspec.json.encode(self._models.statuses()).decode())
         else:
             await self._group.restart("" if request.unnamed else request.name, progress)
 

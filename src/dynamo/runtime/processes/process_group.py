@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.process_names import check_replicas, kind_of_process
 
 log = logging.getLogger(__name__)
 
-MAX_REPLICAS = 1024
-"""A larger number on one host is taken for a typing error."""
 KILL_GRACE_S = 5.0
 """A child that still runs this long after its drain time is killed."""
 NOTICE_S = 0.02
@@ -30,18 +29,6 @@ DEFAULT_KIND = "worker"
 
 ControlProgressCallback = Callable[[str], None]
 """Receives the progress of a control request as text."""
-
-
-def kind_of_process(name: str) -> str:
-    """The common name of replicas: `worker` for `worker-2`."""
-    head, _, tail = name.rpartition("-")
-    return head if head and tail.isdecimal() else name
-
-
-def check_replicas(kind: str, count: int) -> None:
-    """Check a number of replicas. Raises `ConfigError`."""
-    if not 0 <= count <= MAX_REPLICAS:
-        raise ConfigError(f"cannot run {count} {kind} processes: a host runs 0 to {MAX_REPLICAS}")
 
 
 def _is_called(child: ChildProcess, name: str) -> bool:
@@ -207,6 +194,43 @@ class ProcessGroup:
             _let_leave(children)
         await self._stop_leaving(children, progress)
 
+    def worker_models(self) -> Sequence[str]:
+        """Return the model of each worker that is to run."""
+        return [child.spec.model for child in self._staying if child.spec.role == DEFAULT_KIND]
+
+    def spec_of_model(self, model: str) -> ChildSpec:
+        """Return the spec of workers of a model."""
+        return next(spec for spec in self._specs.values() if spec.model == model)
+
+    async def start_model(
+        self, specs: Sequence[ChildSpec], progress: ControlProgressCallback
+    ) -> None:
+        """Start the processes of another model, and wait until all serve. Raises as `scale`."""
+        async with self._lock:
+            used_names = {child.spec.name for child in self.children}
+            for spec in specs:
+                if spec.name in used_names or kind_of_process(spec.name) in self._specs:
+                    raise ConfigError(
+                        f"there is a process {spec.name} already",
+                        hint="choose another --model-name, or wait until the old model has left",
+                    )
+            await self._require_space()
+            self.update_specs(specs)
+            added = [self._start_new_child(spec) for spec in specs]
+        for child in added:
+            await self._wait_until_ready(child)
+            progress(f"{child.spec.name} serves")
+
+    async def remove_model(self, model: str, progress: ControlProgressCallback) -> None:
+        """Stop and remove all processes of a model."""
+        async with self._lock:
+            for specs in (self._specs, self._specs_by_name):
+                for name in [name for name, spec in specs.items() if spec.model == model]:
+                    del specs[name]
+            leaving = [child for child in self._staying if child.spec.model == model]
+            _let_leave(leaving)
+        await self._stop_leaving(leaving, progress)
+
     def _children_of_url(self, url: str) -> list[ChildProcess]:
         return [child for child in self._staying if url in child.spec.settings.engine.urls]
 
@@ -338,9 +362,9 @@ class ProcessGroup:
         raise ModelUnavailable(f"{child.spec.name} cannot start: {reason}", hint=hint)
 
     def _remove_child(self, child: ChildProcess) -> None:
-        self.children.remove(child)
-        del self._run_tasks[child]
-        self._on_removed()
+        if self._run_tasks.pop(child, None) is not None:  # else another request has removed it
+            self.children.remove(child)
+            self._on_removed()
 
     def _kind_called(self, name: str) -> str:
         """Return the kind of this name, or the only kind of this role, in upper or lower case, or

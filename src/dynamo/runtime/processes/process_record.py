@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -21,11 +22,12 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
-from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.deployment import Deployment, ProcessRecord, new_instance_id
 from dynamo.runtime.discovery import RepublishingDiscovery
+from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import planes_of
 from dynamo.runtime.processes.child import ChildProcess
-from dynamo.runtime.processes.process_group import kind_of_process
+from dynamo.runtime.processes.process_names import kind_of_process
 from dynamo.runtime.supervisors import KindRecord, SupervisorRecord
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,26 @@ PROCESSES_PREFIX = "/_processes/"
 def process_key(record: ProcessRecord) -> str:
     """Return the key of a process in discovery."""
     return f"{PROCESSES_PREFIX}{record.role}/{record.instance}"
+
+
+SUPERVISOR = "supervisor"
+
+
+def supervisor_record(
+    deployment: Deployment, namespace: str, address: str, cards: dict[str, tuple[str, ...]]
+) -> ProcessRecord:
+    """Return the record of this process, which is the supervisor of a deployment."""
+    return ProcessRecord(
+        deployment=deployment.id,
+        role=SUPERVISOR,
+        name=SUPERVISOR,
+        pid=os.getpid(),
+        namespace=namespace,
+        address=address,
+        instance=new_instance_id(SUPERVISOR),
+        start_ticks=start_ticks(os.getpid()),
+        cards_by_name=cards,
+    )
 
 
 class ProcessRecordWriter:
@@ -117,8 +139,8 @@ def describe_workers(
         state = "draining"
         if child.desired:
             state = "ready" if child.ready else "starting"
-            if child.crash_loop_reason:
-                failing[kind] = f"{child.spec.name} {child.crash_loop_reason}"
+            if reason := child.crash_loop_reason or child.start_error:
+                failing[kind] = f"{child.spec.name} {reason}"
             else:
                 desired[kind] += 1
         if kind not in kinds:
@@ -162,6 +184,15 @@ class SupervisorDiscovery:
         as the server is reachable. An empty key is ignored."""
         if key and not planes_of(self._settings).discovery.startswith(SELF_EXPIRING_PLANES):
             self._submit(partial(self._delete, key))
+
+    async def list_keys(self, prefix: str) -> Sequence[str]:
+        """Return the keys below a prefix. Raises `PlaneUnavailable`."""
+        if self._background is None:
+            return ()
+        return await self._background.run(self._list_keys(prefix))
+
+    async def _list_keys(self, prefix: str) -> Sequence[str]:
+        return list(await (await self._open()).get(prefix))
 
     async def close(self) -> None:
         """Withdraw the records. Records that could not be deleted expire with their leases."""

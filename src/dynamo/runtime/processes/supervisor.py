@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,13 +18,10 @@ from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.deployment import (
     ChildStatus,
     Deployment,
-    ProcessRecord,
     WaitingChild,
-    new_instance_id,
     report_unsafe_roots,
 )
 from dynamo.runtime.health import PREPARATION_REASON
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.child_logs import PrefixedLogWriter
@@ -34,12 +30,15 @@ from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.runtime.processes.parent_pipe import ChildReport
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_record import (
+    SUPERVISOR,
     ProcessRecordWriter,
     SupervisorDiscovery,
     describe_workers,
     process_key,
+    supervisor_record,
 )
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
+from dynamo.runtime.processes.served_models import ModelSources, ServedModels
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.runtime.shared_memory import SharedMemoryBroker
@@ -48,8 +47,6 @@ from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
-
-SUPERVISOR = "supervisor"
 
 Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
 """Work that some processes need before they start. Its argument receives progress as text. A raised
@@ -76,6 +73,7 @@ class Supervisor:
         out: LogStream | None = None,
         prepare: Prepare | None = None,
         reload: SettingsReloader | None = None,
+        models: ModelSources | None = None,
     ) -> None:
         metrics = Registry()
         self._can_reload = reload is not None
@@ -92,7 +90,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._stop_requested, self._kill_requested = asyncio.Event(), asyncio.Event()
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
-        record = _own_record(deployment, settings.runtime.namespace, address, cards)
+        record = supervisor_record(deployment, settings.runtime.namespace, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
@@ -110,7 +108,8 @@ class Supervisor:
         self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
         self._group = self._create_group(specs)
-        self._control = ControlServer(self._group, deployment.folder)
+        self._models = self._create_models(models)
+        self._control = ControlServer(self._group, self._models, deployment.folder)
         self.children = self._group.children
 
     async def run(self) -> int:
@@ -261,6 +260,17 @@ class Supervisor:
             self._on_child_removed,
         )
 
+    def _create_models(self, sources: ModelSources | None) -> ServedModels:
+        return ServedModels(
+            self._group,
+            sources,
+            self._record_writer.record.namespace,
+            self._drain_s,
+            self._clock,
+            on_change=self._on_models_changed,
+            list_keys=self._discovery.list_keys,
+        )
+
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
         self._restarts.labels(spec.name)
         return ChildProcess(
@@ -285,15 +295,31 @@ class Supervisor:
         self._restarts.labels(child.spec.name).inc()
 
     def _on_child_change(self, child: ChildProcess) -> None:
-        # A child that fails after that was added to a deployment that serves without it.
-        serving = self.ready.is_set()
-        if child.report.fatal and not (child.ever_ready or serving) and self.failure is None:
+        if child.start_error and self._needs(child) and self.failure is None:
             self.failure = child.report
             self._stop_requested.set()
         self._group.on_child_change()
-        if all(child.ready for child in self.children):
+        if self.failure is None and all(
+            child.ready or child.start_error for child in self.children
+        ):
             self.ready.set()
         self._record_child_status()
+        self._announce_processes()
+
+    def _needs(self, child: ChildProcess) -> bool:
+        """Whether the deployment cannot start without a child. A child that is added later is not
+        needed, nor are those of a model beside others."""
+        if self.ready.is_set():
+            return False
+        startable = {each.spec.model for each in self.children if not each.start_error}
+        return not child.spec.model or not startable - {child.spec.model, ""}
+
+    def _on_models_changed(self) -> None:
+        """Announce the models. Processes of removed ones are forgotten when they have left."""
+        models = {child.spec.model for child in self.children} | self._models.aliases.keys()
+        for kind in [kind for kind, record in self._kinds.items() if record.model not in models]:
+            del self._kinds[kind]
+            self._start_s.pop(kind, None)
         self._announce_processes()
 
     def _on_child_removed(self) -> None:
@@ -303,6 +329,8 @@ class Supervisor:
     def _announce_processes(self) -> None:
         """Announce in discovery which workers this supervisor keeps running."""
         record = describe_workers(self.children, self._start_s, self._kinds)
+        namespace = self._record_writer.record.namespace
+        record = replace(record, models=self._models.aliases, namespace=namespace)
         self._discovery.announce(supervisor_record_key(self._record_writer.record.instance), record)
 
     async def _refresh_announcements(self) -> None:
@@ -329,22 +357,6 @@ class Supervisor:
                 children=status, waiting=waiting, shared_bytes=shared
             )
             self._tasks.start(update, "process record")
-
-
-def _own_record(
-    deployment: Deployment, namespace: str, address: str, cards: dict[str, tuple[str, ...]]
-) -> ProcessRecord:
-    return ProcessRecord(
-        deployment=deployment.id,
-        role=SUPERVISOR,
-        name=SUPERVISOR,
-        pid=os.getpid(),
-        namespace=namespace,
-        address=address,
-        instance=new_instance_id(SUPERVISOR),
-        start_ticks=start_ticks(os.getpid()),
-        cards_by_name=cards,
-    )
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -22,14 +23,15 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.processes.parent_pipe import ParentPipe
 from dynamo.runtime.processes.ports import reserve_port
-from dynamo.runtime.processes.process_group import check_replicas
 from dynamo.runtime.processes.reload import SettingsReloader
+from dynamo.runtime.processes.served_models import ModelSources
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.services.deployment.accelerators import assign_cards, keep_cards
+from dynamo.services.deployment.added_models import added_model_specs, save_model
 from dynamo.services.deployment.model_groups import (
     ReplicaGroup,
     answering_groups,
-    replica_settings,
+    group_specs,
     shared_settings,
     worker_groups,
 )
@@ -57,10 +59,13 @@ MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
 
 
 class SettingsSource(NamedTuple):
-    """Where reloads read settings: `read` reads them again; `files` are the files to watch."""
+    """Where reloads read settings: `read` reads them again; `files` are the files to watch.
+    `defaults` are those of models that are added; `config` is the file that lists the models."""
 
     read: Callable[[], tuple[Settings, MakeProcessSpecs]]
-    files: Sequence[str] = ()
+    files: Sequence[str]
+    defaults: Settings
+    config: str
 
 
 class ProcessService(Protocol):
@@ -105,27 +110,12 @@ def deployment_specs(settings: Settings) -> list[ChildSpec]:
         ReplicaGroup("router", "router", settings.router.replicas, shared),
         *answering_groups(settings),
     ]
-    return _group_specs(groups)
+    return group_specs(groups)
 
 
 def worker_specs(settings: Settings) -> list[ChildSpec]:
     """Return the workers only, for frontends that run elsewhere."""
-    return _group_specs(worker_groups(settings))
-
-
-def _group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
-    return [
-        ChildSpec(
-            role=group.role,
-            name=name,
-            settings=replica_settings(group.role, group.settings, index, group.replicas),
-            stop_order=order,
-            needs_preparation=group.role == "worker",
-            model=group.model,
-        )
-        for order, group in enumerate(group for group in groups if group.replicas)
-        for index, name in enumerate(replica_names(group.name, group.replicas))
-    ]
+    return group_specs(worker_groups(settings))
 
 
 def serve(
@@ -164,6 +154,7 @@ def serve(
             out=logs,
             prepare=prepare,
             reload=source and make_reload(source, port, deployment.id, processes),
+            models=source and make_model_sources(source, port, deployment.id),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
@@ -198,6 +189,19 @@ def with_port_and_deployment(settings: Settings, port: int, deployment: str = ""
     return replace(settings, server=server, runtime=replace(settings.runtime, deployment=name))
 
 
+def make_model_sources(source: SettingsSource, port: int, deployment: str) -> ModelSources:
+    """Return what makes the processes of models that commands add, and saves them."""
+    settings = with_port_and_deployment(source.defaults, port, deployment)
+
+    async def make_specs(entry: Mapping[str, Any], other_workers: int) -> Sequence[ChildSpec]:
+        return await asyncio.to_thread(added_model_specs, settings, entry, other_workers)
+
+    async def save(entry: Mapping[str, Any] | None, name: str) -> str:
+        return await asyncio.to_thread(save_model, source.config, entry, name)
+
+    return ModelSources(make_specs, save)
+
+
 def make_reload(
     source: SettingsSource, port: int, deployment: str, started: Sequence[ChildSpec] = ()
 ) -> SettingsReloader:
@@ -208,9 +212,3 @@ def make_reload(
         return keep_cards(specs(with_port_and_deployment(settings, port, deployment)), started)
 
     return SettingsReloader(read, source.files)
-
-
-def replica_names(role: str, count: int) -> list[str]:
-    """Return the process names of a role. Raises `ConfigError` for too many processes."""
-    check_replicas(role, count)
-    return [role] if count == 1 else [f"{role}-{number}" for number in range(1, count + 1)]

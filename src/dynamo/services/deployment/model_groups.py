@@ -21,6 +21,8 @@ from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 from dynamo.inference.engines.choice import with_engine
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
 from dynamo.models.location import locate_model
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.process_names import check_replicas
 
 log = logging.getLogger(__name__)
 
@@ -304,3 +306,25 @@ def replica_settings(role: str, settings: Settings, index: int, replicas: int) -
         )
     devices = engine.device_ids[index * share : (index + 1) * share]
     return replace(settings, engine=replace(engine, device_ids=devices))
+
+
+def group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
+    """Return the processes of groups, which stop in this order."""
+    return [
+        ChildSpec(
+            role=group.role,
+            name=name,
+            settings=replica_settings(group.role, group.settings, index, group.replicas),
+            stop_order=order,
+            needs_preparation=group.role == "worker",
+            model=group.model,
+        )
+        for order, group in enumerate(group for group in groups if group.replicas)
+        for index, name in enumerate(replica_names(group.name, group.replicas))
+    ]
+
+
+def replica_names(role: str, count: int) -> list[str]:
+    """Return the process names of a role. Raises `ConfigError` for too many processes."""
+    check_replicas(role, count)
+    return [role] if count == 1 else [f"{role}-{number}" for number in range(1, count + 1)]

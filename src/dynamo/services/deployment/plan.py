@@ -28,12 +28,12 @@ from dynamo.services.components import (
     Router,
     Worker,
 )
-from dynamo.services.deployment.launch import replica_names
 from dynamo.services.deployment.model_groups import (
     check_disaggregation,
     check_models_answered,
     model_id,
     process_prefix,
+    replica_names,
     replica_settings,
     role_groups,
     shared_settings,

@@ -1,0 +1,110 @@
+"""Models that are added to a running deployment, and the settings file that lists them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings, SourcedValue
+from dynamo.core.settings.document import edit_models
+from dynamo.core.settings.load import with_model_entry
+from dynamo.core.settings.schema_cluster import WorkersSettings
+from dynamo.core.settings.server_url import lacks_tokenizer
+from dynamo.inference.engines.choice import with_engine
+from dynamo.models.location import locate_model
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.services.deployment.accelerators import assign_cards
+from dynamo.services.deployment.model_groups import (
+    group_specs,
+    model_names,
+    model_worker_groups,
+)
+
+ORIGIN = "dynamo add"
+STOP_ORDER = 1 << 10
+"""Workers of added models stop with the last ones."""
+
+
+def added_model_specs(
+    settings: Settings, entry: Mapping[str, Any], other_workers: int
+) -> Sequence[ChildSpec]:
+    """Return the processes of an entry of `models` for a deployment with these settings. Blocks.
+    Raises `ConfigError` and `ModelUnavailable`."""
+    model = with_engine(with_model_entry(_defaults(settings), sourced_entry(entry)))
+    if not lacks_tokenizer(model):
+        locate_model(model.model.path)
+    names = model_names(model)
+    if not names:
+        raise ConfigError("the model has no name", hint="give it one with --model-name NAME")
+    groups = model_worker_groups(model, names[0], other_workers + model.worker_count)
+    if not any(group.settings.engine.role != "prefill" for group in groups):
+        raise ConfigError(
+            f"{names[0]} would have no worker that computes answers",
+            hint="give --workers N, or --decode-workers N beside --prefill-workers",
+        )
+    specs = group_specs(groups)
+    return assign_cards(
+        [replace(spec, stop_order=STOP_ORDER, needs_preparation=False) for spec in specs]
+    )
+
+
+def sourced_entry(entry: Mapping[str, Any]) -> Mapping[str, SourcedValue]:
+    """Return the values of an entry with where they come from."""
+    return {
+        key: SourcedValue(
+            [sourced_entry(each) for each in value]
+            if isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
+            else value,
+            ORIGIN,
+        )
+        for key, value in entry.items()
+    }
+
+
+def _defaults(settings: Settings) -> Settings:
+    """Return settings without what belongs to a model that the deployment serves already."""
+    engine = replace(
+        settings.engine,
+        workers=1,
+        role="both",
+        urls=(),
+        url_model="",
+        url_kv_events=(),
+        lora_modules=(),
+        device_ids=(),
+    )
+    return replace(
+        settings,
+        engine=engine,
+        workers=WorkersSettings(),
+        prefill_workers=(),
+        decode_workers=(),
+        models=(),
+    )
+
+
+def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
+    """Write an entry into the list `models` of a settings file, or delete that of a name, and
+    return the file. Other lines stay as they are. Blocks. Raises `ConfigError`."""
+    if not path:
+        raise ConfigError(
+            "the deployment was started without a settings file, so nothing is saved",
+            hint="start it with -f FILE, whose list `models` names its models",
+        )
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        changed = edit_models(text, entry, name)
+        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+        temporary.write_text(changed, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise ConfigError(f"{path} is not changed: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not changed: {error}") from None
+    return path
