@@ -168,7 +168,8 @@ def edit_models(text: str, entry: Mapping[str, Any] | None, name: str) -> str:
     lines = text.splitlines(keepends=True)
 
     def end_of(node: Any) -> int:
-        end: int = node.end_mark.line + bool(node.end_mark.column)
+        mark, ends_line = node.end_mark, node.id == "scalar" or node.flow_style
+        end: int = mark.line + (ends_line or bool(mark.index == len(text) and mark.column))
         while lines[end - 1].strip().startswith("#") or not lines[end - 1].strip():
             end -= 1  # PyYAML counts what follows a node as a part of it
         return end
