@@ -76,7 +76,8 @@ class Cluster(Connector):
     def set_size(self, kind: str, count: int) -> None:
         """Start or drain workers: those that do not serve yet leave first, at once."""
         wanted = self.wanted(kind)
-        for worker in sorted(wanted, key=lambda each: -each.ready_s)[: len(wanted) - count]:
+        newest = sorted(wanted, key=lambda each: -each.ready_s)
+        for worker in newest[: max(0, len(wanted) - count)]:
             serves = worker.ready_s <= self.now_s
             worker.gone_s = self.now_s + (self.drain_s if serves else 0.0)
         for _ in range(count - len(wanted)):

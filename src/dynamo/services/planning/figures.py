@@ -15,6 +15,7 @@ from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.core.timing.model import Timing
 from dynamo.core.values import Load
+from dynamo.operations.planner.policies.policy import DEFAULT_START_S
 from dynamo.operations.planner.values import Demand, EngineLimits
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
@@ -22,6 +23,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.scheduling.workers.worker import engine_info
 from dynamo.services.model_pipeline import WORKER_COMPONENT
+from dynamo.services.planning.backtests import WorkerFacts
 from dynamo.services.scrape_targets import ScrapeTarget, ScrapeTargets
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -66,6 +68,13 @@ class DeploymentFigures:
         await self._loads.subscribe(self._runtime.events, component)
         workers = namespace.component(WORKER_COMPONENT)
         self._workers = await workers.endpoint("generate").client()
+
+    def worker_facts(self, start_s: float) -> WorkerFacts | None:
+        """Return what is known of the workers of the only model, or None."""
+        for model, timing in self._timings.items() if len(self._timings) == 1 else ():
+            limits = self._limits.get(model, EngineLimits())
+            return WorkerFacts(timing, limits, start_s or DEFAULT_START_S)
+        return None
 
     async def measure(self) -> Mapping[str, Demand]:
         """Return the demand of each model since the last call. Where there is one model only, ""

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
 
 from dynamo.core.errors import DynamoError
 from dynamo.core.plugins import PLANNER_CONNECTORS
 from dynamo.core.settings import Settings
 from dynamo.operations.planner.connectors.connector import Connector
 from dynamo.operations.planner.decisions import PLANNER_FOLDER, PlannerLog, read_decisions
-from dynamo.operations.planner.options import make_planner, rail_settings
+from dynamo.operations.planner.options import make_planner, make_policy, rail_settings
 from dynamo.operations.planner.planner import MAX_SAMPLES, describe, plan_once
 from dynamo.operations.planner.values import ScaleDecision
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.planning.backtests import run_backtest, start_thread
 from dynamo.services.planning.figures import DeploymentFigures
+from dynamo.services.planning.record import RECORD_FOLDER
 
 log = logging.getLogger(__name__)
 
+RETRY_BACKTEST_S, BACKTEST_INTERVAL_S = 60.0, 6 * 3600.0
 PLANNERS_PREFIX = "/_planners/"
 """The prefix of the keys of planners in discovery. The one that was there first acts."""
 
@@ -35,7 +44,8 @@ class PlannerService:
         past = await runtime.clock.offload(read_decisions, folder, MAX_SAMPLES)
         self._planner = make_planner(settings)
         self._planner.resume(past)
-        self._figures = DeploymentFigures(runtime)
+        self._resume_backtest(past)
+        self._figures, self._start_s = DeploymentFigures(runtime), 0.0
         await self._figures.open()
         self._declare_metrics()
         runtime.on_settings_change(self._on_settings_change)
@@ -44,6 +54,8 @@ class PlannerService:
         since = f"{runtime.clock.wall():017.6f}"
         await runtime.discovery.put(self._key, since.encode())
         runtime.tasks.start(self._run(), "planner")
+        if settings.planner.policy == "flow":
+            runtime.tasks.start(self._run_backtests(), "backtests")
 
     def _on_settings_change(self, settings: Settings) -> None:
         self._planner.rails.settings = rail_settings(settings)
@@ -60,6 +72,36 @@ class PlannerService:
             was_first = is_first
             await clock.sleep_until(due_s)
 
+    def _resume_backtest(self, past: Sequence[ScaleDecision]) -> None:
+        """Go on with the headroom of the last decision until there is a new backtest."""
+        samples = [sample for each in past for sample in each.proposed.values()]
+        facts = samples[-1].facts if samples else {}
+        if "eta" in facts:
+            self._set_policy(eta=facts["eta"], peak=int(facts["peak"]))
+
+    def _set_policy(self, **tested: Any) -> None:
+        self._planner.policy = make_policy(self._runtime.settings, **tested)
+
+    async def _run_backtests(self) -> None:
+        """Backtest the policy as soon as the record is long enough, and then now and then."""
+        clock, settings = self._runtime.clock, self._runtime.settings
+        record = deployment_of(settings).folder / RECORD_FOLDER
+        while True:
+            await clock.sleep(RETRY_BACKTEST_S)
+            facts = self._figures.worker_facts(self._start_s)
+            if facts is None:
+                continue
+            try:
+                work = partial(run_backtest, settings, record, facts)
+                tested = await asyncio.wrap_future(start_thread(work))
+            except (DynamoError, OSError) as error:
+                if not self._planner.policy.options.eta:
+                    self._set_policy(eta_missing=str(error))
+                continue
+            self._set_policy(eta=tested.eta, peak=tested.peak)
+            log.info("backtest", extra={"fields": msgspec.to_builtins(tested)})
+            await clock.sleep(BACKTEST_INTERVAL_S)
+
     async def _is_first(self) -> bool:
         """Return whether no other planner of the namespace was there before."""
         try:
@@ -72,7 +114,8 @@ class PlannerService:
     async def _decide(self) -> None:
         now = self._runtime.clock.wall()
         figures = self._figures.measure
-        await plan_once(self._planner, self._connector, figures, self._keep, now)
+        made = await plan_once(self._planner, self._connector, figures, self._keep, now)
+        self._start_s = max((kind.start_s for kind in made.kinds.values()), default=0.0)
 
     def _keep(self, decision: ScaleDecision) -> None:
         """Record a decision before its orders are given."""

@@ -79,6 +79,8 @@ class FlowPolicy(ScalePolicy):
             "work": work,
             "forecast": forecast,
             "factor": factor,
+            "eta": eta,
+            "peak": float(self.options.peak),
             **size_fact("both", wanted),
             **length_facts(capacity.lengths),
         }
