@@ -89,27 +89,14 @@ class DeploymentFigures:
         texts = await run_all(*(_scrape(target) for target in targets))
         now, first = self._runtime.clock.now(), not self._before
         counted = {
-            target.targets[0]: _count(text) for target, text in zip(targets, texts, strict=True)
+            target.targets[0]: count_figures(text)
+            for target, text in zip(targets, texts, strict=True)
         }
-        changes = self._changes(counted)
+        changes = sum_changes(counted, self._before)
         seconds, self._before, self._before_s = now - self._before_s, counted, now
         if first:
             raise PlaneUnavailable("there are figures from the next decision on")
         return self._demands(changes, seconds)
-
-    def _changes(self, counted: Mapping[str, Counter[tuple[str, str]]]) -> Counter[tuple[str, str]]:
-        """Return what frontends have counted since the last call, and their states."""
-        changes = Counter[tuple[str, str]]()
-        for frontend, figures in counted.items():
-            before = self._before.get(frontend, Counter())
-            for (model, name), value in figures.items():
-                change = value - before[model, name]
-                if name in STATES:
-                    changes[model, name] += value
-                    changes[model, f"more_{name}"] += change
-                else:  # a frontend that was started again counts from 0
-                    changes[model, name] += change if change >= 0 else value
-        return changes
 
     def _demands(self, changes: Counter[tuple[str, str]], seconds: float) -> Mapping[str, Demand]:
         workers = defaultdict[str, list[Instance]](list)
@@ -187,7 +174,7 @@ async def _scrape(target: ScrapeTarget) -> str:
     return answer.body.decode()
 
 
-def _count(text: str) -> Counter[tuple[str, str]]:
+def count_figures(text: str) -> Counter[tuple[str, str]]:
     """Return the figures of a frontend's metrics by model and name."""
     figures = Counter[tuple[str, str]]()
     for name, labels, value in _SAMPLE.findall(text):
@@ -196,3 +183,20 @@ def _count(text: str) -> Counter[tuple[str, str]]:
             if tags.get("status") not in REFUSED:
                 figures[tags.get("model", ""), figure] += float(value)  # type: ignore[assignment]
     return figures
+
+
+def sum_changes(
+    counted: Mapping[str, Counter[tuple[str, str]]], before: Mapping[str, Counter[tuple[str, str]]]
+) -> Counter[tuple[str, str]]:
+    """Return what all frontends have counted since `before`, and their states of now."""
+    changes = Counter[tuple[str, str]]()
+    for frontend, figures in counted.items():
+        earlier = before.get(frontend, Counter())
+        for (model, name), value in figures.items():
+            change = value - earlier[model, name]
+            if name in STATES:
+                changes[model, name] += value
+                changes[model, f"more_{name}"] += change
+            else:  # a frontend that was started again counts from 0
+                changes[model, name] += change if change >= 0 else value
+    return changes

@@ -36,6 +36,8 @@ LOAD_SHARE = 0.8
 class StaticPolicy(ScalePolicy):
     """Keeps the sizes of `planner.sizes`, and of other kinds the present ones."""
 
+    interval_s = 5.0
+
     def propose(self, scene: Scene) -> Proposal:
         sizes = {
             name: self.options.sizes.get(name, kind.wanted) for name, kind in scene.kinds.items()
