@@ -47,6 +47,8 @@ def stand_in_class() -> Any:
     from dynamo.inference.torch.device_region import DeviceRegion
 
     class StandInRegion(DeviceRegion):
+        memory_type = "DRAM"
+
         def share(self) -> bytes:
             key = b"%d" % id(self)
             SHARED[key] = self._blocks

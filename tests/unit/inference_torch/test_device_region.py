@@ -55,6 +55,13 @@ class TestTcp(TransferConformance):
             yield join
 
 
+class TestNixl(TransferConformance):
+    @pytest.fixture
+    async def join(self) -> AsyncIterator[JoinTransfer]:
+        async for join in join_transfer("nixl:"):
+            yield join
+
+
 class LateStream:
     """A stream whose work is done when somebody waits for it: as late as a device may."""
 
