@@ -17,6 +17,7 @@ from dynamo.core.tasks import run_all
 from dynamo.core.values import GenerateRequest, SamplingParams
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.tiers.memory_tier import MemoryTier
+from dynamo.inference.tiers.opening import plan_host_blocks
 
 rng = np.random.default_rng(5)
 PREFIXES = [rng.integers(0, 320, 60).tolist() for _ in range(4)]
@@ -71,6 +72,9 @@ async def test_a_host_budget_beyond_the_memory_is_refused(make_engine: Any) -> N
     with pytest.raises(ConfigError, match="MiB of memory are free") as caught:
         await engine.start()
     assert "--kv-host-size" in caught.value.hint
+    as_large_as_the_device = CacheSettings(enable_offloading=True, offload_targets=("cpu",))
+    with pytest.raises(ConfigError, match="takes 1000 MiB, and 10 MiB of memory are free"):
+        plan_host_blocks(as_large_as_the_device, 1, 1000, 1 << 20, 10 << 20)
 
 
 @pytest.mark.parametrize(

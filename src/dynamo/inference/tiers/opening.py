@@ -37,7 +37,7 @@ def memory_above_host(cache: CacheSettings, ranks: int, memory_bytes: int) -> in
     """Return what the host tier of one of `ranks` engines leaves of its memory. Raises
     `ConfigError` if that is nothing."""
     size = cache.cpu_size // ranks
-    _check_host_size(cache, ranks, size, memory_bytes - 1)
+    _check_host_size(ranks, size, memory_bytes - 1)
     return memory_bytes - size
 
 
@@ -49,7 +49,7 @@ def plan_host_blocks(
     if "host" not in cache.tiers:
         return 0
     size = cache.cpu_size // ranks or num_blocks * block_bytes
-    _check_host_size(cache, ranks, size, free_bytes)
+    _check_host_size(ranks, size, free_bytes)
     if size < block_bytes:
         raise ConfigError(
             f"cache.cpu_size is {cache.cpu_size} bytes a worker, and one KV block takes "
@@ -60,12 +60,12 @@ def plan_host_blocks(
     return size // block_bytes
 
 
-def _check_host_size(cache: CacheSettings, ranks: int, size: int, free_bytes: int) -> None:
+def _check_host_size(ranks: int, size: int, free_bytes: int) -> None:
     if size > free_bytes:
         raise ConfigError(
-            f"cache.cpu_size is {cache.cpu_size >> 20} MiB a worker, and {free_bytes >> 20} MiB of "
-            f"memory are free for the KV blocks of each of its {ranks} engines",
-            hint="lower --kv-host-size, or free memory",
+            f"the host tier of each of a worker's {ranks} engines takes {size >> 20} MiB, and "
+            f"{free_bytes >> 20} MiB of memory are free for it",
+            hint="set --kv-host-size to less, or free memory",
             param="cache.cpu_size",
         )
 
