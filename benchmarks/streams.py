@@ -132,11 +132,11 @@ class StreamClient:
         self._port, self._words, self._hung_s = int(url.rsplit(":", 1)[1]), words, hung_s
         self.live: set[Stream] = set()
 
-    def encode_request(self, key: int, prompt: int, tokens: int) -> bytes:
+    def encode_request(self, key: int, prompt: int, tokens: int, model: str = "smol") -> bytes:
         """Return the request of a key: always the same prompt of `prompt` words."""
         content = " ".join(random.Random(key).choices(self._words, k=prompt))
         body = {
-            "model": "smol", "messages": [{"role": "user", "content": content}], "temperature": 0,
+            "model": model, "messages": [{"role": "user", "content": content}], "temperature": 0,
             "max_tokens": tokens, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip

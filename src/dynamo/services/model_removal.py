@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from dynamo.core.errors import PlaneUnavailable
+from dynamo.models.tokenization.tokenizer import trim_heap
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisors import removals_prefix
 
@@ -37,3 +39,9 @@ async def close_removed_model(
         with suppress(PlaneUnavailable):
             await runtime.discovery.delete(key)
     await close()
+    del close
+    # The pipeline has cycles, and a ready process freezes its objects and collects rarely.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    trim_heap()

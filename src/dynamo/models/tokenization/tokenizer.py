@@ -213,7 +213,7 @@ def load_tokenizer(source: FileRef | Path, *, ensure_verified: bool = False) -> 
     cuts_verified = verification is not None and verification.cuts
     file = read_tokenizer_file(path)  # its errors name the file
     tokenizer = Tokenizer(fastest_encoder(path, verification), file, cuts_verified)
-    _trim_heap()
+    trim_heap()
     return tokenizer
 
 
@@ -229,8 +229,8 @@ def read_text_token_ids(source: FileRef | Path) -> list[int]:
     return load_tokenizer(source).text_token_ids
 
 
-def _trim_heap() -> None:
-    """Return about 30 MB of free heap to the system, which parsing a vocabulary leaves behind."""
+def trim_heap() -> None:
+    """Return free heap to the system: parsing a vocabulary leaves about 30 MB behind."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
