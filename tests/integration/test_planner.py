@@ -63,4 +63,4 @@ def test_a_planner_scales_goes_on_after_its_death_and_respects_hands(
     assert workers(deployment) == 1
     url = str(planner(deployment)["status_url"])
     metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
-    assert 'dynamo_planner_desired_replicas{kind="worker"} 1' in metrics
+    assert 'dynamo_planner_desired_workers{kind="worker"} 1' in metrics

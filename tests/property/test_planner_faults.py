@@ -36,21 +36,22 @@ class FaultyRun:
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.cluster = Cluster({"a": KindState(2), "b": KindState(1, gpus=2)})
-        self.kept: list[ScaleDecision] = []
-        self.given: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+        self.decisions: list[ScaleDecision] = []
+        self.ordered: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
         self.planner = self.make_planner()
 
     def make_planner(self) -> ScalePlanner:
         policy = FlowPolicy if self.rng.random() < 0.3 else RulePolicy
         planner = ScalePlanner(policy(PolicyOptions(eta=0.7)), Rails(RAILS), Promise(1.5, 50.0))
         stored = [
-            msgspec.json.decode(msgspec.json.encode(each), type=ScaleDecision) for each in self.kept
+            msgspec.json.decode(msgspec.json.encode(each), type=ScaleDecision)
+            for each in self.decisions
         ]
         planner.resume(stored)
         return planner
 
     def keep(self, decision: ScaleDecision) -> None:
-        self.kept.append(decision)
+        self.decisions.append(decision)
         if decision.orders and self.rng.random() < 0.1:
             raise Killed
 
@@ -98,16 +99,16 @@ class FaultyRun:
             assert cluster.gpus() <= BUDGET, cluster.now_s
 
     def check_order(self, order: Order, size: int) -> None:
-        given, now = self.given[order.kind], self.cluster.now_s
-        if given and given[-1][2] == order.count:
-            since = [each for each in self.kept if each.now_s > given[-1][0]]
+        ordered, now = self.ordered[order.kind], self.cluster.now_s
+        if ordered and ordered[-1][2] == order.count:
+            since = [each for each in self.decisions if each.now_s > ordered[-1][0]]
             shown = any(
                 each.kinds[order.kind].wanted == order.count for each in since if each.kinds
             )
-            assert shown or now > given[-1][0] + CONFIRM_S, "an order is repeated"
-        given.append((now, size, order.count))
-        recent = [after > before for at, before, after in given if at > now - 600.0]
-        turns = sum(one != other for one, other in pairwise(recent))
+            assert shown or now > ordered[-1][0] + CONFIRM_S, "an order is repeated"
+        ordered.append((now, size, order.count))
+        recent = [after > before for at, before, after in ordered if at > now - 600.0]
+        turns = sum(before != after for before, after in pairwise(recent))
         assert turns <= 4
 
 
@@ -122,4 +123,4 @@ async def run(seed: int) -> FaultyRun:
 @pytest.mark.parametrize("seed", range(12))
 def test_rails_hold_through_faults(seed: int) -> None:
     faulty = asyncio.run(run(seed))
-    assert any(faulty.given.values())
+    assert any(faulty.ordered.values())

@@ -114,8 +114,8 @@ class PlannerService:
     async def _decide(self) -> None:
         now = self._runtime.clock.wall()
         figures = self._figures.measure
-        made = await plan_once(self._planner, self._connector, figures, self._keep, now)
-        self._start_s = max((kind.start_s for kind in made.kinds.values()), default=0.0)
+        decision = await plan_once(self._planner, self._connector, figures, self._keep, now)
+        self._start_s = max((kind.start_s for kind in decision.kinds.values()), default=0.0)
 
     def _keep(self, decision: ScaleDecision) -> None:
         """Record a decision before its orders are given."""
@@ -129,24 +129,24 @@ class PlannerService:
         self._count(decision)
 
     def _declare_metrics(self) -> None:
-        metrics, by_kind = self._runtime.metrics, ("kind",)
+        metrics = self._runtime.metrics
         self._desired = metrics.gauge(
-            "dynamo_planner_desired_replicas",
+            "dynamo_planner_desired_workers",
             "Workers that the planner wants, for an autoscaler",
-            by_kind,
+            ("kind",),
         )
         self._present = metrics.gauge(
             "dynamo_planner_workers", "Workers that the planner sees", ("kind", "state")
         )
-        self._fact = metrics.gauge(
-            "dynamo_planner_fact",
-            "What the last decision found, such as work and forecast in workers",
+        self._work = metrics.gauge(
+            "dynamo_planner_work_workers",
+            "Workers that are busy all the time with what the last decision found",
             ("model", "fact"),
         )
         self._decisions = metrics.counter("dynamo_planner_decisions_total", "Decisions made")
-        self._orders = metrics.counter("dynamo_planner_orders_total", "Orders given", by_kind)
+        self._orders = metrics.counter("dynamo_planner_orders_total", "Orders given", ("kind",))
         self._bound = metrics.counter(
-            "dynamo_planner_bound_total", "Decisions in which a rail bound the size", by_kind
+            "dynamo_planner_bound_total", "Decisions in which a rail bound the size", ("kind",)
         )
 
     def _count(self, decision: ScaleDecision) -> None:
@@ -165,4 +165,5 @@ class PlannerService:
             self._bound.labels(kind).inc()
         for model, sample in decision.proposed.items():
             for fact, value in sample.facts.items():
-                self._fact.labels(model, fact).set(value)
+                if fact.startswith(("work", "forecast")):
+                    self._work.labels(model, fact).set(value)
