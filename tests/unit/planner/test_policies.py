@@ -150,7 +150,7 @@ def test_flow_adds_for_queues_and_within_its_peak() -> None:
     (plain,) = play(FlowPolicy(options), [make_demand(20)], kinds)
     (more,) = play(FlowPolicy(options), [queued], kinds)
     extra = capacity.prompt_work_ms(200_000) / 1e3 / 30
-    assert more.wanted["worker"] == math.ceil(plain.facts["work"] / 0.8 + extra)
+    assert more.facts["size both"] == math.ceil(plain.facts["work"] / 0.8 + extra)
     assert "wait" in more.why
 
 

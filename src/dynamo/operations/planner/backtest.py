@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.operations.planner.planner import ScalePlanner
-from dynamo.operations.planner.simulation import Trial, play, play_static, with_size
+from dynamo.operations.planner.simulation import TAIL_S, Trial, play, play_static, with_size
 
 ETAS = [number / 100 for number in range(95, 45, -5)]
 ALLOWED = 0.01
 """The share of promises that may be broken beyond those that many workers break, too."""
 MIN_RECORD_S = 900.0
+WARM_UP_S = 600.0
+"""The begin of a record is not scored: at most so much, and a third."""
 MIN_REQUESTS = 200
 
 MakePlanner = Callable[[float, int], ScalePlanner]
@@ -33,7 +36,8 @@ class Backtest(msgspec.Struct, frozen=True):
 
 def backtest(trial: Trial, make_planner: MakePlanner) -> Backtest:
     """Return the result of the policy on recorded requests. Takes a dozen replays."""
-    many = 1
+    warm_up_s = min(WARM_UP_S, (trial.end_s - TAIL_S) / 3)
+    trial, many = replace(trial, from_s=max(trial.from_s, warm_up_s)), 1
     before = play_static(trial, many)
     while True:  # until more workers change nothing
         after = play_static(trial, 2 * many)
