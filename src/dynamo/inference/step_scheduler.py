@@ -193,7 +193,7 @@ class StepScheduler:
         """
         running = self.running
         seen = self.waiting or self.arriving.arrived or self.tiers.can_load
-        if seen and (self._batch_changed or not plan.decode_seqs == len(plan.chunks)):
+        if seen and (self._batch_changed or plan.decode_seqs != len(plan.chunks)):
             return 0
         sampled = {chunk.sequence for chunk in plan.chunks if chunk.samples}
         if not running or not all(each in sampled and not each.stop_ids for each in running):
