@@ -17,9 +17,8 @@ from dynamo.core.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
     from dynamo.operations.configure.catalogue import EngineFacts
-    from dynamo.operations.configure.checking import Workers
     from dynamo.operations.configure.finalists import Replayed
-    from dynamo.operations.configure.plans import Plan, Question
+    from dynamo.operations.configure.plans import Plan, Question, Workers
     from dynamo.operations.configure.predictor import Predictor
     from dynamo.operations.configure.search import SearchResult
 
