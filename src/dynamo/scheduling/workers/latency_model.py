@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 FORGETTING_FACTOR = 0.98
@@ -93,15 +95,29 @@ class LatencyRegression:
 
 
 class WorkerLatencyModel:
-    """Prefill and decode times that workers of one kind share. The start values are those of a
-    mid-sized model on one GPU. `prefill`: u = steps, x = new tokens. `decode`, for one step: u = 1,
-    x = context tokens of all decoding requests."""
+    """Prefill and decode times: learnt from answers by all workers of a kind, or `published` by one
+    that sees its steps. The start values are those of a mid-sized model on one GPU. `prefill`: u =
+    steps, x = new tokens. `decode`, for one step: u = 1, x = context tokens of all decoding
+    requests. A published step has its base in `decode` alone."""
 
-    __slots__ = ("decode", "prefill")
+    __slots__ = ("decode", "prefill", "published")
 
     def __init__(self) -> None:
         self.prefill = LatencyRegression(15.0, 0.02, 1_000.0)
         self.decode = LatencyRegression(6.0, 5e-5, 20_000.0)
+        self.published: Sequence[float] = ()
+
+    def read(self, timing: Sequence[float], token_budget: int, context_per_request: float) -> None:
+        """Take over the coefficients of a `Timing`. Prompts attend to half a step's tokens, answers
+        have so many tokens of context each."""
+        self.published = timing
+        base, token, request, context, pair = timing
+        self.prefill.base, self.prefill.slope = 0.0, token + pair * token_budget / 2
+        self.decode.base, self.decode.slope = base, context + request / context_per_request
+
+    def decode_step_ms(self, context: int) -> float:
+        """Return the time of a step with so many tokens of context, without its prompts."""
+        return self.decode.predict(1.0, context) if context or self.published else 0.0
 
 
 class PrefillGroup(msgspec.Struct):

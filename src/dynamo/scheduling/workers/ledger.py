@@ -214,9 +214,11 @@ class Ledger:
         self.peers.pop(peer, None)
 
     def on_load_report(self, instance: str, load: Load, now: float) -> None:
-        """Estimate the requests of others from a load report (a `LoadListener`)."""
+        """Estimate the requests of others and the times of steps from a load report (a
+        `LoadListener`)."""
         for worker, part in self.workers.split_load(instance, load):
             worker.slots.on_load_report(part, now)
+        self.workers.read_timings(instance, load)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each request is counted once, at its workers. For tests."""

@@ -3,6 +3,7 @@ the worker will be free. Worker reports are not needed, since they always arrive
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, inf
 from typing import Protocol
 
@@ -24,6 +25,8 @@ DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
 DEFAULT_MAX_SEQUENCES = 256
 """Concurrent requests of a worker that does not announce a limit."""
+DEFAULT_CONTEXT_TOKENS = 1_000
+"""Context of a request at a worker where none decodes."""
 REFRESH_INTERVAL_S = 0.1
 """Age from which the sums over a worker's requests are computed again."""
 SAME_STEP_S = 0.001
@@ -234,6 +237,17 @@ class WorkerState:
         self.load = load
         self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
 
+    def read_timing(self, timing: Sequence[float]) -> None:
+        """Predict by the step times that the worker has learnt, instead of by those of answers."""
+        if timing == self.latency_model.published:
+            return
+        if not self.latency_model.published:  # that of all workers of its kind
+            self.latency_model, self.slowdown = WorkerLatencyModel(), WorkerSlowdown()
+        context, answers = self.decode_context_tokens, len(self.active) - self.pending_prefills
+        mean = context / answers if context and answers > 0 else DEFAULT_CONTEXT_TOKENS
+        self.latency_model.read(timing, self.token_budget, mean)
+        self._update_step_times()
+
     def update_transfer_rate(self, bytes_per_s: float) -> None:
         """Set the time to move a token's KV to the worker; 0: no rate is known."""
         self.token_transfer_ms = predict_token_transfer_ms(self.instance, bytes_per_s)
@@ -333,8 +347,7 @@ class WorkerState:
     def _update_step_times(self) -> None:
         model, factor = self.latency_model, self.slowdown.factor
         context = self.decode_context_tokens
-        decode_ms = model.decode.predict(1.0, context) if context else 0.0
-        self.step_ms = factor * (model.prefill.base + decode_ms)
+        self.step_ms = factor * (model.prefill.base + model.decode_step_ms(context))
         self.token_ms = factor * model.prefill.slope
         self._changed.add(self)
 
@@ -363,14 +376,14 @@ class WorkerState:
         steps = -(-tokens // self.token_budget)
         duration_ms = (group.end_s - group.start_s) * 1e3
         model, factor = self.latency_model, self.slowdown.factor
-        decode_ms = steps * model.decode.predict(1.0, context) if context else 0.0
+        decode_ms = steps * model.decode_step_ms(context)
         expected_ms = model.prefill.predict(steps, tokens)
         self.total_prefill_ms += expected_ms * factor
         decay = exp((self.prefill_busy_at_s - group.end_s) / PREFILL_SHARE_S)
         self.prefill_busy_s = self.prefill_busy_s * decay + expected_ms * factor * 1e-3
         self.prefill_busy_at_s = group.end_s
-        if group.delayed and duration_ms > expected_ms + decode_ms:
-            return  # most of it may be the step of a cancelled prompt
+        if model.published or (group.delayed and duration_ms > expected_ms + decode_ms):
+            return  # a worker tells it, or most of it may be the step of a cancelled prompt
         known = not model.prefill.excess(steps, tokens)
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
@@ -378,7 +391,7 @@ class WorkerState:
 
     def _observe_decode(self, placed: RequestAtWorker, emitted: int, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
-        if placed.first_token_s is None or emitted < 8:
+        if placed.first_token_s is None or emitted < 8 or self.latency_model.published:
             return
         prefill_ms = self.total_prefill_ms - placed.prefill_ms_at_first_token
         decode_ms = (now - placed.first_token_s) * 1e3 - prefill_ms
