@@ -59,7 +59,7 @@ def with_roles(prefill: int, decode: int, blocks: int) -> ReplayWorkers:
     workers=st.integers(1, 4),
     seqs=st.integers(1, 8),
     ranks=st.integers(1, 3),
-    mode=st.sampled_from(["round_robin", "least_loaded", "kv"]),
+    mode=st.sampled_from(["round_robin", "least_loaded", "power_of_two", "adaptive", "kv"]),
 )
 def test_times_are_equal_where_nothing_is_evicted(
     seed: int, answer: int, workers: int, seqs: int, ranks: int, mode: str
@@ -67,11 +67,12 @@ def test_times_are_equal_where_nothing_is_evicted(
     cluster = replace(make_workers(workers, AMPLE_BLOCKS, seqs, "reuse"), ranks=ranks)
     exact, fast = both(cluster, mode, seed, answer)
     assert fast.completed == exact.completed
-    near = 0.05 if mode == "kv" else 1e-4  # a timer that rounds otherwise may change an order
+    predicts = mode in ("kv", "adaptive")
+    near = 0.05 if predicts else 1e-4  # a timer that rounds otherwise may change an order
     assert fast.reuse_first_admission == pytest.approx(exact.reuse_first_admission, rel=near)
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=near)
-    if mode != "kv":
+    if not predicts:
         assert fast.requests_per_worker == exact.requests_per_worker
         assert fast.itl_ms.p99 == pytest.approx(exact.itl_ms.p99, rel=0.01)
 
@@ -79,8 +80,8 @@ def test_times_are_equal_where_nothing_is_evicted(
 def test_the_fast_replay_says_what_it_does_not_simulate() -> None:
     workers = replace(cluster(2), tiers=[SimulatedTier("host", 100, 1e9)])
     with pytest.raises(ConfigError, match="memory tiers") as caught:
-        FastReplay(ReplayPlan("synthetic", workers, RouterSettings(mode="adaptive")))
-    assert "adaptive" in str(caught.value)
+        FastReplay(ReplayPlan("synthetic", workers, RouterSettings(mode="mine")))
+    assert "router mode mine" in str(caught.value)
     assert caught.value.hint == "omit --fast"
 
 
@@ -152,13 +153,22 @@ def test_times_are_near_where_blocks_are_evicted(
     blocks=st.sampled_from([300, AMPLE_BLOCKS]),
     rate=st.sampled_from([5e8, 6.4e10, math.inf]),
     ranks=st.integers(1, 2),
+    mode=st.sampled_from(["kv", "kv", "round_robin", "least_loaded"]),
 )
 def test_prompts_that_other_workers_compute_take_as_long(
-    seed: int, answer: int, prefill: int, decode: int, blocks: int, rate: float, ranks: int
+    seed: int,
+    answer: int,
+    prefill: int,
+    decode: int,
+    blocks: int,
+    rate: float,
+    ranks: int,
+    mode: str,
 ) -> None:
     """Without `prefill` workers, each one is flexible."""
     workers = replace(with_roles(prefill, decode, blocks), transfer=rate, ranks=ranks)
-    exact, fast = both(workers, "kv", seed, answer, flexible=not prefill)
+    mode = mode if prefill else "kv"
+    exact, fast = both(workers, mode, seed, answer, flexible=not prefill)
     assert fast.completed == exact.completed == fast.requests
     near = 0.05 if blocks == AMPLE_BLOCKS else 0.15
     assert fast.reuse_first_admission == pytest.approx(exact.reuse_first_admission, abs=near)
@@ -182,9 +192,12 @@ def test_pairs_of_a_large_fleet_are_those_of_the_router() -> None:
     limits=st.sampled_from(
         [{"ttft_slo": 0.5}, {"max_queue_wait": 1.0}, {"max_worker_requests": 2}]
     ),
+    mode=st.sampled_from(["kv", "round_robin", "adaptive"]),
 )
-def test_admission_rejects_as_many(seed: int, workers: int, limits: dict[str, float]) -> None:
-    router = RouterSettings(mode="kv", **limits)  # type: ignore[arg-type]
+def test_admission_rejects_as_many(
+    seed: int, workers: int, limits: dict[str, float], mode: str
+) -> None:
+    router = RouterSettings(mode=mode, **limits)  # type: ignore[arg-type]
     cluster = make_workers(workers, AMPLE_BLOCKS, 3, "lru")
     plan = ReplayPlan("synthetic", cluster, router, BLOCK, 0, admission=True)
     load = chats(40, seed=seed, per_s=20.0 * workers, answer=60)
@@ -193,3 +206,19 @@ def test_admission_rejects_as_many(seed: int, workers: int, limits: dict[str, fl
     assert fast.completed + fast.rejected == exact.completed + exact.rejected
     assert fast.rejected == pytest.approx(exact.rejected, rel=0.1, abs=2)
     assert fast.ttft_ms.mean == pytest.approx(exact.ttft_ms.mean, rel=0.05)
+
+
+@pytest.mark.parametrize(("seed", "workers", "target_ms"), [(2, 2, 8.0), (0, 3, 12.0), (1, 4, 8.0)])
+def test_a_target_of_gaps_steers_alike(seed: int, workers: int, target_ms: float) -> None:
+    """No random clusters here: a single slow gap may change where many prompts are computed."""
+    roles = DisaggregationSettings(mode="flexible", itl_slo=target_ms)
+    router = RouterSettings(mode="kv", disaggregation=roles)
+    cluster = replace(make_workers(workers, AMPLE_BLOCKS, 8, "lru"), transfer=6.4e10)
+    plan = ReplayPlan("synthetic", cluster, router, BLOCK, 0)
+    load = chats(60, seed=seed, per_s=4.0, answer=100)
+    exact, _ = Replay(plan).run(load)
+    fast, _ = FastReplay(plan).run(load)
+    assert fast.completed == exact.completed == fast.requests
+    assert fast.prefills.remote == pytest.approx(exact.prefills.remote, rel=0.1)
+    assert fast.e2e_ms.mean == pytest.approx(exact.e2e_ms.mean, rel=0.03)
+    assert fast.itl_ms.mean == pytest.approx(exact.itl_ms.mean, rel=0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
@@ -18,11 +18,9 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance, InstanceFilter
 from dynamo.scheduling.admission.admission import Admission
 from dynamo.scheduling.admission.label_queues import QueuedRequest
-from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.features import decodes, only_prefills
-from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.scheduling.workers.ledger import Ledger
 
 SAMPLING, STOPS = SamplingParams(), StopConditions()
 
@@ -33,22 +31,17 @@ class FastAdmission(Admission):
 
     def __init__(
         self,
-        instances: Mapping[str, Instance],
-        solver: PlacementSolver,
+        ledger: Ledger,
+        policy: Policy,
         heap: EventHeap,
         settings: RouterSettings,
         forward: Callable[[FastRequest], None],
         reject: Callable[[FastRequest, DynamoError], None],
     ) -> None:
         self.queued: dict[str, FastRequest] = {}
-        self._views = _Instances(decodes), _Instances(only_prefills)
-        for view in self._views:
-            view.update(instances)
+        self._views = InstanceSet(decodes), InstanceSet(only_prefills)
         clients = [cast("Client", view) for view in self._views]
-        policy = cast("Policy", _SolverPrediction(solver))
-        super().__init__(
-            clients[0], solver.ledger, policy, heap, settings, prefill_client=clients[1]
-        )
+        super().__init__(clients[0], ledger, policy, heap, settings, prefill_client=clients[1])
         self._heap, self._forward, self._reject = heap, forward, reject
 
     def admit(self, request: FastRequest) -> None:
@@ -116,8 +109,8 @@ class _Slot:
         self.on_ready(error)
 
 
-class _Instances:
-    """The part of a client that admission uses."""
+class InstanceSet:
+    """The part of a client that admission uses: the instances that it `accepts`."""
 
     def __init__(self, accepts: InstanceFilter) -> None:
         self.instances: Mapping[str, Instance] = {}
@@ -125,26 +118,13 @@ class _Instances:
         self._listeners: list[Callable[[], None]] = []
 
     def update(self, instances: Mapping[str, Instance]) -> None:
+        """Follow the workers."""
         accepts = self._accepts
         self.instances = {name: each for name, each in instances.items() if accepts(each)}
         for listener in self._listeners:
             listener()
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each change. The returned canceller does nothing."""
         self._listeners.append(callback)
         return callback
-
-
-class _SolverPrediction:
-    """The part of a policy that admission uses."""
-
-    predicts = True
-
-    def __init__(self, solver: PlacementSolver) -> None:
-        self._solver = solver
-
-    def predict_pair_ms(
-        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
-    ) -> float | None:
-        cost = self._solver.cost
-        return cost.predict_ms(workers, tokens, ahead, now) if isinstance(cost, PairCost) else None

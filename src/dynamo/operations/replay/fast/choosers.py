@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -32,9 +33,13 @@ from dynamo.scheduling.router.costs.pair import PairCost
 from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 from dynamo.scheduling.router.factory import make_solver
 from dynamo.scheduling.router.features import decodes, only_prefills
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
+from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import data_parallel_ranks
 
 Send = Callable[[FastRequest, str], None]
@@ -62,17 +67,19 @@ class Chooser(WorkerListener):
         """The requests that wait for a worker."""
         return ()
 
+    def on_load_report(self, worker: str, load: Load) -> None:
+        """Take note of the load of a worker."""
+
 
 class BalancerChooser(Chooser):
-    """A mode that knows nothing of models, such as round robin."""
+    """A mode that knows nothing of models, such as round robin, without ranks and roles."""
 
     def __init__(
-        self, instances: Mapping[str, Instance], ranks: int, mode: str, rng: Random, send: Send
+        self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
     ) -> None:
         self._pick = MODES[canonical_mode(mode)]
         self._loads: list[InstanceLoad] = []
-        self._ranks = ranks
-        self._counts, self._choices = Counter[str](), Counter[str]()
+        self._counts = Counter[str]()
         self._balancer = LoadBalancer(rng, self._counts.__getitem__)
         self._send = send
         self.update_instances(instances)
@@ -86,23 +93,10 @@ class BalancerChooser(Chooser):
     def choose(self, request: FastRequest) -> None:
         name = self._pick(self._balancer, self._loads).instance.id
         self._counts[name] += 1
-        if self._ranks > 1:
-            name = self._choose_rank(name)
         self._send(request, name)
-
-    def _choose_rank(self, instance: str) -> str:
-        """Choose a rank as `RankBalancer` does: with the fewest requests, ties to the next one."""
-        self._choices[instance] += 1
-        first, ranks = self._choices[instance], self._ranks
-        names = [worker_name(instance, (first + rank) % ranks) for rank in range(ranks)]
-        name = min(names, key=self._counts.__getitem__)
-        self._counts[name] += 1
-        return name
 
     def on_finished(self, request: FastRequest) -> None:
         self._counts[request.worker] -= 1
-        if self._ranks > 1:
-            self._counts[request.worker.partition("/")[0]] -= 1
 
     def on_first_token(self, request: FastRequest) -> None:
         pass
@@ -114,7 +108,7 @@ class BalancerChooser(Chooser):
         pass
 
 
-class _EmittedTokens:
+class EmittedTokens:
     """The token log of a request whose tokens are counted when somebody asks."""
 
     __slots__ = ("_clock", "_request", "_workers")
@@ -151,7 +145,97 @@ class _RemovedRuns(RemovedBlocks):
         return [run * self._blocks + block for run in runs for block in blocks]
 
 
-class SolverChooser(Chooser):
+class LedgerChooser(Chooser):
+    """A mode with the ledger of a router, and with admission if it `admits`. `hold` keeps a request
+    until there is a worker for it."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Mapping[str, FastWorker],
+        heap: EventHeap,
+        send: Send,
+        reject: Reject,
+        hold: Callable[[FastRequest], None],
+    ) -> None:
+        self._workers, self._heap = workers, heap
+        self._send, self._reject, self._hold = send, reject, hold
+        self._settings, self.ledger = settings, Ledger(heap)
+        self._can_answer = False
+        self._admission: FastAdmission | None = None
+
+    def _open_admission(self, policy: Policy) -> None:
+        """Admit requests from now on. `policy` predicts for it."""
+        limits = self._heap, self._settings, self._submit, self._reject
+        self._admission = FastAdmission(self.ledger, policy, *limits)
+
+    @abstractmethod
+    def _submit(self, request: FastRequest) -> None:
+        """Send an admitted request to a worker, now or later."""
+
+    def choose(self, request: FastRequest) -> None:
+        if self._admission is not None and not request.moves:
+            self._admission.admit(request)
+        else:
+            self._submit(request)
+
+    def update_instances(self, instances: Mapping[str, Instance]) -> None:
+        self._can_answer = any(map(decodes, instances.values()))
+        self.ledger.workers.update_instances(instances)
+
+    @property
+    def waiting(self) -> Iterable[FastRequest]:
+        return () if self._admission is None else self._admission.queued.values()
+
+    def _hold_pending(self, request: FastRequest) -> None:
+        self._hold(request)
+        if self._admission is not None:
+            self._admission.on_not_placed(request)
+
+    def _send_placed(self, request: FastRequest, placed: PlacedRequest) -> None:
+        request.placed = placed
+        tokens = EmittedTokens(request, self._workers, self._heap)
+        placed.attach_token_log(tokens)  # type: ignore[arg-type]
+        if placed.decode_worker is not None:
+            request.source = placed.worker.name
+        self._send(request, placed.answering.name)
+
+    def on_first_token(self, request: FastRequest) -> None:
+        if request.placed is not None:
+            if self.ledger.on_started:
+                started = Started("", request.cached_tokens, request.prompt_tokens)
+                for notify in self.ledger.on_started:
+                    notify(request.placed, started)
+            self.ledger.first_token(request.placed)
+
+    def on_finished(self, request: FastRequest) -> None:
+        self._end(request, None)
+
+    def on_lost(self, request: FastRequest) -> None:
+        self._end(request, WorkerFailed("the worker has died"))
+
+    def _end(self, request: FastRequest, error: DynamoError | None) -> None:
+        if request.placed is not None:
+            request.placed.output_tokens = request.output_tokens
+            self.ledger.end(request.placed, error)
+            request.placed = None  # its token log refers to the request
+
+    def on_load_report(self, worker: str, load: Load) -> None:
+        now = self._heap.time_s
+        self.ledger.on_load_report(worker, load, now)
+        self._on_load(worker, load, now)
+        if self._admission is not None:
+            self._admission.on_load_report(worker, load, now)
+
+    @abstractmethod
+    def _on_load(self, worker: str, load: Load, now: float) -> None:
+        """Let the policy see the load of a worker."""
+
+    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
+        pass
+
+
+class SolverChooser(LedgerChooser):
     """Mode kv: the router's ledger, index and solver. A block is a run of the trace."""
 
     def __init__(
@@ -170,13 +254,10 @@ class SolverChooser(Chooser):
         *,
         admits: bool,
     ) -> None:
-        """`hold` keeps a request until there is a worker for it."""
-        self._workers, self._heap = workers, heap
+        super().__init__(settings, workers, heap, send, reject, hold)
         self._run_tokens, self._transfer = run_tokens, transfer
-        self._send, self._reject, self._hold = send, reject, hold
         self._view = CacheView(heap, block_tokens=run_tokens)
-        self._ledger = ledger = Ledger(heap)
-        self.solver = make_solver(settings, self._view, rng, ledger)
+        self.solver = make_solver(settings, self._view, rng, self.ledger)
         self._own_cost, self._pair_cost = self.solver.cost, PairCost(settings.disaggregation)
         if transfer is None:  # else the router's own shortlist has the best pairs
             self.solver.make_shortlist = LeastLoadedCandidates
@@ -184,20 +265,17 @@ class SolverChooser(Chooser):
             blocks = run_tokens // block_tokens
             self._pair_cost.removed_blocks = _RemovedRuns(blocks)
         self._known: Mapping[str, Instance] = {}
-        self._can_answer = False
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
         self._due_s: float | None = None
-        self._admission: FastAdmission | None = None
         if admits:
-            limits = heap, settings, self._submit, reject
-            self._admission = FastAdmission({}, self.solver, *limits)
+            self._open_admission(cast("Policy", _SolverPrediction(self.solver)))
         self.update_instances(instances)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
-        view, states, before = self._view, self._ledger.workers, self._known
+        view, states, before = self._view, self.ledger.workers, self._known
         self._known = instances
-        states.update_instances(instances)
+        super().update_instances(instances)
         for name in before.keys() - instances.keys():
             for rank in data_parallel_ranks(before[name]):
                 view.remove_worker(worker_name(name, rank))
@@ -209,7 +287,6 @@ class SolverChooser(Chooser):
                 load = Load(transfer_bytes_per_s=self._transfer)
                 report = replace(load, ranks=(load,) * len(ranks))
                 states.on_load_report(name, report, self._heap.time_s)
-        self._can_answer = any(map(decodes, instances.values()))
         self._use_cost()
         view.set_cacheless_workers(states.cacheless)
         if self._admission is not None:
@@ -228,17 +305,6 @@ class SolverChooser(Chooser):
         self.solver.cost = pairs if priced else self._own_cost
         self._view.removed_blocks = pairs.removed_blocks if priced else None
 
-    def choose(self, request: FastRequest) -> None:
-        if self._admission is not None and not request.moves:
-            self._admission.admit(request)
-        else:
-            self._submit(request)
-
-    def _hold_pending(self, request: FastRequest) -> None:
-        self._hold(request)
-        if self._admission is not None:
-            self._admission.on_not_placed(request)
-
     def _submit(self, request: FastRequest) -> None:
         if not self._can_answer:
             self._hold_pending(request)
@@ -252,37 +318,23 @@ class SolverChooser(Chooser):
         self.solver.submit(pending)
         self._schedule()
 
-    def on_first_token(self, request: FastRequest) -> None:
-        if request.placed is not None:
-            if self._ledger.on_started:
-                started = Started("", request.cached_tokens, request.prompt_tokens)
-                for notify in self._ledger.on_started:
-                    notify(request.placed, started)
-            self._ledger.first_token(request.placed)
-            if len(self.solver):
-                self._schedule()
-
-    def on_finished(self, request: FastRequest) -> None:
-        self._end(request, None)
-
-    def on_lost(self, request: FastRequest) -> None:
-        self._end(request, WorkerFailed("the worker has died"))
-
     @property
     def waiting(self) -> Iterable[FastRequest]:
-        queued = () if self._admission is None else self._admission.queued.values()
-        return [*self._requests.values(), *queued]
+        return [*self._requests.values(), *super().waiting]
+
+    def on_first_token(self, request: FastRequest) -> None:
+        super().on_first_token(request)
+        if len(self.solver):
+            self._schedule()
 
     def _end(self, request: FastRequest, error: DynamoError | None) -> None:
-        if request.placed is not None:
-            request.placed.output_tokens = request.output_tokens
-            self._ledger.end(request.placed, error)
-            request.placed = None  # its token log refers to the request
-            if len(self.solver):
-                self._schedule()
+        super()._end(request, error)
+        if len(self.solver):
+            self._schedule()
 
-    def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
-        pass
+    def _on_load(self, worker: str, load: Load, now: float) -> None:
+        self.ledger.workers.on_load_report(worker, load, now)
+        self._pair_cost.steering.on_load_report(worker, load, now)
 
     def on_kv_events(self, worker: str, events: Sequence[KvEvent]) -> None:
         self._view.apply(worker, events)
@@ -298,12 +350,7 @@ class SolverChooser(Chooser):
         while True:
             for result in solver.place(now):
                 request = self._requests.pop(result.request.id)
-                request.placed = placed = result.placed
-                tokens = _EmittedTokens(request, self._workers, self._heap)
-                placed.attach_token_log(tokens)  # type: ignore[arg-type]
-                if placed.decode_worker is not None:
-                    request.source = placed.worker.name
-                self._send(request, placed.answering.name)
+                self._send_placed(request, result.placed)
             if not solver.unfinished:
                 break
         for pending, error in solver.pop_rejected():
@@ -321,3 +368,18 @@ class SolverChooser(Chooser):
             self._due_s = None
             if len(self.solver):
                 self._schedule()
+
+
+class _SolverPrediction:
+    """The part of a policy that admission uses."""
+
+    predicts = True
+
+    def __init__(self, solver: PlacementSolver) -> None:
+        self._solver = solver
+
+    def predict_pair_ms(
+        self, workers: Sequence[WorkerState], tokens: int, ahead: int, now: float
+    ) -> float | None:
+        cost = self._solver.cost
+        return cost.predict_ms(workers, tokens, ahead, now) if isinstance(cost, PairCost) else None

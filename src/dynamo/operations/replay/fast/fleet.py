@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dynamo.core.errors import DynamoError, NoWorkers, PoisonedRequest, WorkerFailed
 from dynamo.operations.replay.fast.choosers import Chooser
 from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.load_reports import LoadReports
 from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.operations.replay.fast.worker import FastWorker
@@ -66,6 +67,7 @@ class FastFleet(ReplayFleet):
         self._plan, self._heap, self._log, self._requests = plan, heap, log, requests
         self.pulled: dict[PulledPrompt, None] = {}
         self.fallbacks = Counter[str]()
+        self.reports: LoadReports | None = None
         self._held: dict[FastRequest, None] = {}
         rate, size = plan.workers.transfer, self.run_tokens * plan.workers.kv_bytes_per_token
         self._transfer = {} if rate is None else {"transfer": [{"slot_bytes": size}]}
@@ -130,6 +132,18 @@ class FastFleet(ReplayFleet):
         if self.draining:
             self.check_draining()
 
+    def report_loads(self, reports: LoadReports) -> None:
+        """Report the loads of all workers from now on."""
+        self.reports = reports
+        for worker in self.workers:
+            reports.start(str(worker.number), self._machines_of(worker))
+
+    def report_request(self, name: str) -> None:
+        """Take note that the rank of this name gets a request or a prompt for another worker."""
+        number = int(name.partition("/")[0])
+        if self.reports is not None:
+            self.reports.on_request(str(number), self._machines_of(self.workers[number]))
+
     def _machines_of(self, worker: FleetWorker) -> list[FastWorker]:
         """Return the ranks of a worker; none before it serves."""
         names = self._plan.workers.names_of(worker.number)
@@ -163,6 +177,8 @@ class FastFleet(ReplayFleet):
         if worker.state == "ready":
             if not self._machines_of(worker):
                 self._make_machines(worker)
+                if self.reports is not None:
+                    self.reports.start(name, self._machines_of(worker))
             self.instances[name] = self._announce(worker)
         else:
             for machine in self._machines_of(worker):

@@ -15,7 +15,9 @@ from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.fleet import FastFleet, FleetRequests
+from dynamo.operations.replay.fast.load_reports import LoadReports
 from dynamo.operations.replay.fast.lockstep import LockstepRank
+from dynamo.operations.replay.fast.policy_chooser import PolicyChooser
 from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
@@ -28,7 +30,8 @@ from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
-from dynamo.scheduling.router.factory import KV
+from dynamo.scheduling.router.factory import KV, make_cost
+from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 
 PROGRESS_EVERY = 256
 """Completed requests between two reports of progress."""
@@ -45,16 +48,10 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
     ) -> None:
         """Raise `ConfigError` for what only the exact replay simulates."""
         super().__init__(plan, progress, drive)
-        workers, routing = plan.workers, plan.router_settings
-        mode = resolve_mode_alias(routing.mode)
+        mode = resolve_mode_alias(plan.router_settings.mode)
         missing = {
-            "an inter-token latency that steers": bool(routing.disaggregation.itl_slo),
-            "memory tiers": bool(workers.tiers),
-            f"admission in router mode {mode}": plan.admission and mode != KV,
-            f"prompts that other workers compute in router mode {mode}": (
-                workers.transfer is not None and mode != KV
-            ),
-            f"router mode {mode}": mode not in {KV, *MODES},
+            "memory tiers": bool(plan.workers.tiers),
+            f"router mode {mode}": mode not in {KV, ADAPTIVE, *MODES},
         }
         if unknown := [name for name, used in missing.items() if used]:
             raise ConfigError(
@@ -76,7 +73,10 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self.fleet: FastFleet
         self.fleet = fleet = FastFleet(plan, self._heap, self._log, self, rng)
         self._workers = fleet.machines
-        self._chooser = fleet.chooser = self._make_chooser(rng)
+        self._chooser = fleet.chooser = chooser = self._make_chooser(rng)
+        if self._reads_loads:
+            publish = chooser.on_load_report
+            fleet.report_loads(LoadReports(self._heap, plan.workers.transfer, publish))
         self._schedule_changes()
         self._conversations, self._open = iter(conversations), 1
         self._upcoming: TraceConversation
@@ -113,31 +113,36 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         time = StepTime(group.timing, info.num_blocks * info.block_tokens)
         arguments = info, time, cache, self._log.inter_token, events, self._heap.wake, self
         if not plan.lockstep:
-            return FastWorker(name, number, *arguments)
-        if not number % plan.ranks:
-            self._peers = []  # of the next worker
-        return LockstepRank(self._peers, self._heap.idle, name, number, *arguments)
+            worker = FastWorker(name, number, *arguments)
+        else:
+            if not number % plan.ranks:
+                self._peers = []  # of the next worker
+            worker = LockstepRank(self._peers, self._heap.idle, name, number, *arguments)
+        worker.gap_target_s = self._plan.router_settings.disaggregation.itl_slo * 1e-3
+        return worker
+
+    @property
+    def _reads_loads(self) -> bool:
+        """Whether the router reads load reports."""
+        settings = self._plan.router_settings
+        if settings.mode == KV:
+            reported = settings.disaggregation.itl_slo
+            return bool(reported or make_cost(settings).uses_load_reports)
+        return resolve_mode_alias(settings.mode) == ADAPTIVE
 
     def _make_chooser(self, rng: Random) -> Chooser:
         plan, settings = self._plan, self._plan.router_settings
-        instances = self.fleet.instances.copy()
-        if settings.mode != KV:
-            ranks = plan.workers.ranks
-            return BalancerChooser(instances, ranks, settings.mode, rng, self._send)
-        return SolverChooser(
-            instances,
-            settings,
-            plan.workers.transfer,
-            self._run_tokens,
-            plan.workers.block_tokens,
-            self._workers,
-            self._heap,
-            rng,
-            self._send,
-            self.reject,
-            self.fleet.hold,
-            admits=plan.admission,
-        )
+        instances, workers = self.fleet.instances.copy(), plan.workers
+        arguments = self._workers, self._heap, rng, self._send, self.reject, self.fleet.hold
+        size, admits = workers.block_tokens, plan.admission
+        if settings.mode == KV:
+            sizes = self._run_tokens, size
+            every = instances, settings, workers.transfer, *sizes, *arguments
+            return SolverChooser(*every, admits=admits)
+        plain = workers.ranks == 1 and workers.transfer is None and not admits
+        if plain and resolve_mode_alias(settings.mode) in MODES:
+            return BalancerChooser(instances, settings.mode, rng, self._send)
+        return PolicyChooser(instances, settings, size, *arguments, admits=admits)
 
     def _start_next(self) -> None:
         """Put the next conversation of the trace on the heap."""
@@ -182,6 +187,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
     def _send(self, request: FastRequest, name: str) -> None:
         worker = self._workers[name]
         self._log.record_placement(request.row, worker.number)
+        if self.fleet.reports is not None:
+            self.fleet.report_request(name)
         worker.add(request, self._heap.time_s)
         if not worker.is_busy:
             self._heap.idle.append(worker)
@@ -221,6 +228,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         fleet.pulled[pulled] = None
         self._log.record_prefill(worker.number)
         self._remote_prefills += 1
+        if fleet.reports is not None:
+            fleet.report_request(source)
         worker.add(prompt, now)
         if not worker.is_busy:
             self._heap.idle.append(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from math import ceil
 
 import msgspec
@@ -60,6 +61,10 @@ class Leap(msgspec.Struct, frozen=True):
         """Return how many steps have ended after `elapsed_s`."""
         steps = self.steps_until(elapsed_s)
         return steps if self.duration_s(steps) <= elapsed_s else steps - 1
+
+    def count_slow(self, steps: int, target_s: float) -> int:
+        """Return how many of the first `steps` take longer than `target_s`, which grow."""
+        return steps - bisect_right(range(steps), target_s, key=self.step_s)
 
     def count_gaps(self, gaps: LatencyHistogram, steps: int, decoding: int) -> None:
         """Count the times between tokens of the first `steps` in a few parts."""

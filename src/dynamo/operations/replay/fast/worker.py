@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 
-from dynamo.core.values import EngineInfo
+from dynamo.core.values import EngineInfo, Load
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
@@ -25,8 +25,9 @@ NOTHING: list[Held] = []
 
 class FastWorker:
     """A worker, or one of its ranks, and its number among all ranks. `wake(worker, when)` asks for
-    `on_wake` at that time; a later call replaces it. `stopped`: the worker is gone.
-    `leap`, `leap_steps`: the steps that only decode, if the worker is in such.
+    `on_wake` at that time; a later call replaces it. `stopped`: the worker is gone. Gaps
+    between tokens above `gap_target_s`, if any, are reported. `leap`, `leap_steps`: the steps that
+    only decode, if the worker is in such.
 
     `steps` counts the steps that have ended, from 1. A request that decodes had its first token at
     the end of the step `first_step`. `arriving`: the keys of requests whose prompts other workers
@@ -47,6 +48,8 @@ class FastWorker:
         listener: WorkerListener,
     ) -> None:
         self.name, self.number = name, number
+        self.gap_target_s = 0.0
+        self._gap_count = self._slow_gaps = 0
         self.stopped = False
         self.info = info
         self.cache = cache
@@ -122,8 +125,31 @@ class FastWorker:
 
     @property
     def queued_tokens(self) -> int:
-        """The prompt tokens that are not computed yet."""
-        return sum(each.length - each.computed for each in (*self.waiting, *self.prefilling))
+        """The prompt tokens that are not computed yet, of prompts that are computed here."""
+        waiting = sum(each.length for each in self.waiting if not each.source)
+        return waiting + sum(each.length - each.computed for each in self.prefilling)
+
+    def report_load(self, now: float, transfer: float) -> Load:
+        """Return the load as an engine reports it."""
+        steps, cache = self._count_steps(now), self.cache
+        blocks = self.info.num_blocks - cache.available
+        gaps, slow_gaps = self._gap_count, self._slow_gaps
+        if self.leap is not None and (ended := steps - self.steps):
+            blocks += self._blocks_needed(self.steps + 1, ended)
+            gaps += ended * self._decoding
+            slow_gaps += self.leap.count_slow(ended, self.gap_target_s) * self._decoding
+        return Load(
+            running=len(self.running) + len(self.arriving),
+            waiting=len(self.waiting),
+            prefill_tokens=self.queued_tokens,
+            active_blocks=blocks,
+            total_blocks=self.info.num_blocks,
+            steps=steps,
+            arriving=len(self.arriving),
+            gaps=gaps,
+            slow_gaps=slow_gaps,
+            transfer_bytes_per_s=transfer,
+        )
 
     @property
     def decoding(self) -> int:
@@ -189,7 +215,11 @@ class FastWorker:
             if self._late_starts:
                 self._count_late_starts(leap.first_s, now)
             else:
-                leap.count_gaps(self._gaps, self.leap_steps, self._decoding)
+                steps = self.leap_steps
+                leap.count_gaps(self._gaps, steps, self._decoding)
+                if target_s := self.gap_target_s:
+                    self._gap_count += steps * self._decoding
+                    self._slow_gaps += leap.count_slow(steps, target_s) * self._decoding
             self._advance(self.leap_steps)
         elif self._decoding:
             self._count_late_starts(self._step_s, now)
@@ -278,6 +308,10 @@ class FastWorker:
     def _count_late_starts(self, step_s: float, now: float) -> None:
         """Count the gaps of one step. First tokens of arrived requests came before it began."""
         late, self._late_starts = self._late_starts, []
+        if target_s := self.gap_target_s:
+            self._gap_count += self._decoding
+            self._slow_gaps += (self._decoding - len(late)) * (step_s > target_s)
+            self._slow_gaps += sum(now - token_s > target_s for token_s in late)
         if count := self._decoding - len(late):
             self._gaps.add(step_s, count)
         for token_s in late:
