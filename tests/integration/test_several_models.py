@@ -1,0 +1,146 @@
+"""Several models on one port: their processes, changes of them while clients ask, and the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Deployment, until
+
+SETTINGS = """\
+router: {mode: kv}
+engine: {kind: mock, speedup_ratio: 1000}
+models:
+- {path: MODEL, names: [qwen, chat], workers: 2}
+- {path: MODEL, name: small, engine: {block_size: 32}}
+"""
+
+
+def ask(deployment: Deployment, model: str, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+    """Return the status of an answer, and its body."""
+    body = {"model": model, "messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4}
+    request = urllib.request.Request(
+        deployment.url + path,
+        json.dumps(body).encode() if path.endswith("completions") else None,
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def dynamo(deployment: Deployment, *words: object) -> tuple[int, str]:
+    """Run a command on the deployment; return its exit code and what it has written."""
+    command = [sys.executable, "-m", "dynamo", *map(str, words), "--deployment", deployment.port]
+    result = subprocess.run(
+        [*map(str, command)],
+        env=deployment.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return result.returncode, result.stdout
+
+
+def models(deployment: Deployment) -> dict[str, tuple[list[str], str, int]]:
+    code, output = dynamo(deployment, "models", "--json")
+    assert code == 0, output
+    return {
+        row["name"]: (row["aliases"], row["state"], row["workers"]) for row in json.loads(output)
+    }
+
+
+@contextmanager
+def clients(deployment: Deployment, *names: str) -> Iterator[list[tuple[str, int]]]:
+    """Ask for models again and again; collect name and status of each answer."""
+    answers, ended = list[tuple[str, int]](), threading.Event()
+
+    def run(name: str) -> None:
+        while not ended.is_set():
+            answers.append((name, ask(deployment, name)[0]))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_models_come_and_go_beside_each_other(
+    start: Callable[..., Deployment], tiny_model: Path, tmp_path: Path
+) -> None:
+    """One deployment serves all steps: a start takes longer than they do."""
+    file = tmp_path / "models.yaml"
+    file.write_text(SETTINGS.replace("MODEL", str(tiny_model)))
+    deployment = start("-f", file)
+    until(lambda: ask(deployment, "", "/health")[0] == 200 and len(models(deployment)) == 2)
+
+    names = sorted(process["name"] for process in deployment.processes())
+    assert names == ["frontend", "qwen-worker-1", "qwen-worker-2", "small-worker", "supervisor"]
+    for name in ("qwen", "chat", "small", "default"):
+        until(lambda name=name: ask(deployment, name)[0] == 200)
+    assert ask(deployment, "default")[1]["model"] == "qwen"
+    health = ask(deployment, "", "/health")[1]
+    assert health["workers"] == {"qwen": 2, "small": 1}
+    assert {name: state["state"] for name, state in health["model_states"].items()} == {
+        "qwen": "loaded",
+        "small": "loaded",
+    }
+
+    with clients(deployment, "qwen", "small", "chat") as answers:
+        before = file.read_text()
+        added = ("add", tiny_model, "out=mock", "--model-name", "third", "--save")
+        code, output = dynamo(deployment, *added)
+        assert (code, output.splitlines()[-1]) == (0, "third is served")
+        assert '"names":["third"]' in file.read_text()
+        assert ask(deployment, "third")[0] == 200
+        assert dynamo(deployment, "models", "--alias", "chat=third")[0] == 0
+        assert models(deployment)["third"] == (["chat"], "loaded", 1)
+        assert dynamo(deployment, "models", "--alias", "chat=small")[0] == 0
+        assert dynamo(deployment, "scale", "small=2")[0] == 0
+        code, output = dynamo(deployment, "remove", "third", "--save")
+        assert (code, output.splitlines()[-1]) == (0, "third is removed")
+        assert file.read_text() == before
+    assert {status for _, status in answers} == {200}
+
+    status, body = ask(deployment, "third")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert "'small'" in body["error"]["message"]
+    with urllib.request.urlopen(deployment.url + "/metrics") as page:
+        metrics = page.read().decode()
+    assert 'model="third"' not in metrics
+    assert 'dynamo_model_state{model="small",state="loaded"} 1' in metrics
+    assert 'dynamo_admission_waiting_requests{model="qwen"} 0' in metrics
+
+    for words, error in (
+        (("add", tiny_model, "--model-name", "qwen"), "'qwen' is a model of this deployment"),
+        (("add", "/nowhere", "--model-name", "x"), "there is no file or folder /nowhere"),
+        (("add", tiny_model, "out=none", "--model-name", "x"), "unknown engine 'none'"),
+        (("add", tiny_model, "--http-port", "1"), "about the whole deployment"),
+        (("models", "--alias", "qwen=small"), "is the name of a model"),
+        (("models", "--alias", "x=nothing"), "no model 'nothing'"),
+        (("remove", "nothing"), "no model 'nothing'"),
+    ):
+        code, output = dynamo(deployment, *words)
+        assert code != 0
+        assert error in output
+    code, output = dynamo(deployment, "remove", "qwen")
+    assert "the default model is small now" in output
+    assert ask(deployment, "default")[1]["model"] == "small"
+    assert "only model" in dynamo(deployment, "remove", "small")[1]
