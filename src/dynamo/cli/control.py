@@ -36,7 +36,7 @@ class ControlCommand(msgspec.Struct, frozen=True):
     def run(self, arguments: Sequence[str]) -> int:
         """Send the request and print the deployment's messages until it is done."""
         from dynamo.runtime.processes.control import ControlRequest
-        from dynamo.runtime.processes.process_group import DEFAULT_KIND
+        from dynamo.runtime.processes.process_names import DEFAULT_KIND
 
         args = self.parser().parse(arguments)
         name, _, count = args.target.partition("=") if self is SCALE else (args.target, "", "0")

@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
-from dynamo.runtime.processes.process_names import check_replicas, kind_of_process
+from dynamo.runtime.processes.process_names import (
+    DEFAULT_KIND,
+    check_replicas,
+    kind_called,
+    kind_of_process,
+    url_worker_kind,
+)
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +29,6 @@ NOTICE_S = 0.02
 """Time between a notice and the signal to stop, which must not overtake it."""
 URL_START_TIMEOUT_S = 60.0
 """A new worker of a server's URL that does not serve within this time is removed."""
-
-DEFAULT_KIND = "worker"
-"""The processes that a restart without a name replaces, and the role of all workers."""
 
 ControlProgressCallback = Callable[[str], None]
 """Receives the progress of a control request as text."""
@@ -159,12 +162,11 @@ class ProcessGroup:
         executed while the worker starts. Raises `ConfigError` if there are no workers, or one has
         the URL, and `ModelUnavailable` if it cannot start."""
         async with self._lock:
-            if DEFAULT_KIND not in self._specs:
-                raise ConfigError("the deployment has no workers", hint="start one by dynamo run")
+            kind = url_worker_kind(self._specs)
             if self._children_of_url(url):
                 raise ConfigError(f"{url} is served already", hint="see `dynamo ps`")
             await self._require_space()
-            spec = self._specs[DEFAULT_KIND]
+            spec = self._specs[kind]
             engine = replace(
                 spec.settings.engine,
                 kind="openai",
@@ -177,7 +179,7 @@ class ProcessGroup:
                 model_settings = replace(model_settings, path=DEFAULT_MODEL.name)
             settings = replace(spec.settings, engine=engine, model=model_settings)
             spec = replace(spec, settings=settings)
-            child = self._start_new_child(replace(spec, name=next(self._free_names(DEFAULT_KIND))))
+            child = self._start_new_child(replace(spec, name=next(self._free_names(kind))))
         await self._wait_until_ready(child)
         progress(f"{child.spec.name} serves {url}")
 
@@ -367,21 +369,8 @@ class ProcessGroup:
             self._on_removed()
 
     def _kind_called(self, name: str) -> str:
-        """Return the kind of this name, or the only kind of this role, in upper or lower case, or
-        the only kind of the workers of this model."""
         specs = [*self._specs.values(), *(child.spec for child in self.children)]
-        kinds = {kind_of_process(spec.name): spec for spec in specs}
-        if name in kinds:
-            return name
-        called = [
-            kind
-            for kind, spec in kinds.items()
-            if name and (name.lower() in (spec.role, kind.lower()) or name == spec.model)
-        ]
-        if len(called) > 1:
-            hint = f"the kinds are: {', '.join(sorted(called))}"
-            raise NotFound(f"no kind of process is called {name!r}", hint=hint)
-        return called[0] if called else name
+        return kind_called(name, {kind_of_process(spec.name): spec for spec in specs})
 
     def _children_of_kind(self, kind: str) -> list[ChildProcess]:
         children = [child for child in self._staying if kind_of_process(child.spec.name) == kind]

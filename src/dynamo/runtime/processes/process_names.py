@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dynamo.core.errors import ConfigError
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dynamo.core.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from dynamo.runtime.processes.child import ChildSpec
+
+DEFAULT_KIND = "worker"
+"""The processes that a restart without a name replaces, and the role of all workers."""
 
 MAX_REPLICAS = 1024
 """A larger number on one host is taken for a typing error."""
@@ -18,3 +27,33 @@ def check_replicas(kind: str, count: int) -> None:
     """Check a number of replicas. Raises `ConfigError`."""
     if not 0 <= count <= MAX_REPLICAS:
         raise ConfigError(f"cannot run {count} {kind} processes: a host runs 0 to {MAX_REPLICAS}")
+
+
+def kind_called(name: str, kinds: Mapping[str, ChildSpec]) -> str:
+    """Return the kind of this name, or the only kind of this role, in upper or lower case, or the
+    only kind of the workers of this model. Raises `NotFound` for one of several."""
+    if name in kinds:
+        return name
+    called = [
+        kind
+        for kind, spec in kinds.items()
+        if name and (name.lower() in (spec.role, kind.lower()) or name == spec.model)
+    ]
+    if len(called) > 1:
+        hint = f"the kinds are: {', '.join(sorted(called))}"
+        raise NotFound(f"no kind of process is called {name!r}", hint=hint)
+    return called[0] if called else name
+
+
+def url_worker_kind(kinds: Mapping[str, ChildSpec]) -> str:
+    """Return the kind of workers to which a server is added. Raises `ConfigError` if there are none
+    or those of several models."""
+    workers = [kind for kind, spec in kinds.items() if spec.role == DEFAULT_KIND]
+    if DEFAULT_KIND in workers:
+        return DEFAULT_KIND
+    if len(workers) != 1:
+        raise ConfigError(
+            f"the deployment has {'workers of several kinds' if workers else 'no workers'}",
+            hint="add the server as a model of its own: out=openai and --model-name NAME",
+        )
+    return workers[0]
