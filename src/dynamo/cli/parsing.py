@@ -90,6 +90,10 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def has(self, flag: str) -> bool:
+        """Return whether the command has a flag of its own with this name."""
+        return flag in self._option_string_actions
+
     def add_flags(self, groups: Mapping[str, Sequence[Flag]]) -> None:
         """Add flags by the title of their group in the help."""
         for title, flags in groups.items():

@@ -27,7 +27,7 @@ def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> 
         specs = [
             spec for spec in setting_specs_by_key().values() if spec.key.startswith(f"{section}.")
         ]
-        flagged = [spec for spec in specs if spec.meta.flag]
+        flagged = [spec for spec in specs if spec.meta.flag and not parser.has(spec.meta.flag)]
         if flagged:
             visible = shown is None or section in shown
             group = parser.add_argument_group(section, description) if visible else parser

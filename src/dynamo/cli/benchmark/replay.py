@@ -46,6 +46,7 @@ UNSUPPORTED_SETTINGS = (
     "engine.role",
     "engine.threads",
     "engine.speedup_ratio",
+    "engine.startup",
 )
 """Settings of the router and engine sections that a replay does not simulate."""
 SIMULATED_SETTINGS = (

@@ -196,6 +196,9 @@ class EngineSettings(SettingsSection, frozen=True):
     speedup_ratio: float = setting(
         1.0, "mock: divides modelled time", flag="--speedup-ratio", ge=1e-6
     )
+    startup: float = setting(
+        0.0, "mock: time that a start takes", flag="--startup", unit="seconds", ge=0
+    )
     script: str = setting(
         "",
         'script: file of JSON lines {"when": "text in the prompt", "text": "answer"}',

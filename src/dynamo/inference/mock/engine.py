@@ -96,6 +96,7 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """Create the engine from the settings and the model's tokenizer. Weights are not needed."""
     from dynamo.models.tokenization.tokenizer import read_text_token_ids
 
+    await inputs.clock.sleep(inputs.settings.engine.startup)
     vocabulary = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer_file)
     return make_mock_engine(
         inputs.settings.engine,
