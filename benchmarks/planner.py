@@ -2,6 +2,7 @@
 """Compare policies of the planner in fast replays of recorded arrivals.
 
     benchmarks/planner.py TRACES [--only NAME] [--startup 30,120,300] [--policies flow,rule,...]
+    benchmarks/planner.py --roles 300 [--startup 15,60]      prompts and answers apart, 16 GPUs
 
 TRACES is a folder with azure2023_conv.csv, mooncake_conversation_trace.jsonl and servegen/. The first
 half of a trace is history, the second is scored. Prints the avoidable broken promises (above those
@@ -21,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.settings.schema_router import RouterSettings
@@ -215,6 +217,51 @@ def play_best_static(trial: Trial, floor_at: int) -> tuple[int, TrialResult, flo
     return high, best, floor
 
 
+def turning(turn_s: float) -> list[Arrival]:
+    """Long prompts and short answers for 900 s, then the reverse, and so on, each turn in a time."""
+    rng, arrivals = np.random.default_rng(3), []
+    kinds = ((13.0, (6000, 0.5), (120, 0.5), 0), (75.0, (600, 0.6), (700, 0.4), 1))
+    for rate, (prompt, prompt_sigma), (answer, answer_sigma), phase in kinds:
+        now = 0.0
+        while (now := now + rng.exponential(1 / rate)) < 3600:
+            number, inside = divmod(now, 900)
+            own = 1.0 if number % 2 == phase else 0.0
+            if number and inside < turn_s:
+                own = inside / turn_s if own else 1 - inside / turn_s
+            if rng.random() < own:
+                lengths = (
+                    rng.lognormal(math.log(prompt), prompt_sigma),
+                    rng.lognormal(math.log(answer), answer_sigma),
+                )
+                arrivals.append((now, max(1, int(lengths[0])), max(1, int(lengths[1]))))
+    return arrivals
+
+
+def compare_roles(turn_s: float, startups: Sequence[float], sizes: Sequence[int]) -> None:
+    """Print what fixed sizes and `flow` do with 16 workers of two roles."""
+    requests = conversations(turning(turn_s), 0.0, math.inf)
+
+    def trial_of(prefill: int, start_s: float) -> Trial:
+        groups = [
+            ReplayGroup(prefill, replace(ENGINE, roles=("prefill",)), TIMING),
+            ReplayGroup(16 - prefill, replace(ENGINE, roles=("decode",)), TIMING),
+        ]
+        trial = make_trial(requests, start_s, 600.0, "kv")
+        workers = ReplayWorkers(groups, "lru", prefix_caching=False, transfer=1e15)
+        return replace(trial, plan=replace(trial.plan, workers=workers))
+
+    for prefill in sizes:
+        began = time.process_time()
+        result = play(trial_of(prefill, 15.0), None)
+        report(f"{turn_s:.0f} s", f"fixed {prefill}:{16 - prefill}", result, 0.0, began)
+    for start_s in startups:
+        began = time.process_time()
+        policy = PLANNER_POLICIES.load("flow")(PolicyOptions())
+        rails = Rails(RailSettings(budget=16, cooldown_s=0.0))
+        result = play(trial_of(8, start_s), ScalePlanner(policy, rails, PROMISE))
+        report(f"{turn_s:.0f} s", f"{start_s:.0f} s flow", result, 0.0, began)
+
+
 def report(name: str, what: str, result: TrialResult, floor: float, began: float) -> None:
     """Print a row."""
     avoidable = 100 * (result.broken - floor)
@@ -228,7 +275,9 @@ def report(name: str, what: str, result: TrialResult, floor: float, began: float
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("traces", type=Path, nargs="?")
+    parser.add_argument("--roles", type=float, help="seconds in which the mix turns")
+    parser.add_argument("--fixed", default="8,9", help="--roles: workers for prompts")
     parser.add_argument("--only", default=",".join(ARRIVALS))
     parser.add_argument("--startup", default="30,120,300")
     parser.add_argument("--policies", default="flow")
@@ -238,6 +287,10 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=40, help="workers that break what none avoids")
     parser.add_argument("--mode", default="least_loaded", help="of the router")
     args = parser.parse_args()
+    if args.roles:
+        startups = [float(each) for each in args.startup.split(",")]
+        compare_roles(args.roles, startups, [int(each) for each in args.fixed.split(",")])
+        return
     for name in args.only.split(","):
         arrivals = ARRIVALS[name](args.traces)
         half_s = max(at for at, *_ in arrivals) / 2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.timing.model import Timing
@@ -15,6 +17,7 @@ from dynamo.operations.planner.values import EngineLimits
 from dynamo.scheduling.request_record import RequestRecord
 from dynamo.services.planning.backtests import WorkerFacts, run_backtest
 from dynamo.services.planning.figures import count_figures, sum_changes
+from dynamo.services.planning.planner import PLANNERS_PREFIX, PlannerService
 
 METRICS = """\
 # HELP dynamo_frontend_requests_total Requests
@@ -62,3 +65,18 @@ def test_a_backtest_plays_the_record(tmp_path: Path) -> None:
     tested = run_backtest(Settings(), tmp_path, FACTS)
     assert tested.peak == 1
     assert tested.broken == 0.0
+
+
+async def test_of_two_planners_the_older_acts() -> None:
+    plane = await open_discovery("memory:two-planners")
+    planners = []
+    for name, since in (("b", 1.0), ("a", 2.0)):
+        planner = PlannerService()
+        planner._key = f"{PLANNERS_PREFIX}test/{name}"
+        planner._runtime = SimpleNamespace(discovery=plane)  # type: ignore[assignment]
+        await plane.put(planner._key, f"{since:017.6f}".encode())
+        planners.append(planner)
+    assert [await each._is_first() for each in planners] == [True, False]
+    await plane.delete(planners[0]._key)
+    assert await planners[1]._is_first()
+    await plane.close()

@@ -27,22 +27,11 @@ EXAMPLES = """\
   dynamo plan --dry-run trace.jsonl --startup 60s --planner.budget 8 --plot sizes.png"""
 SHARED_FLAGS = ("prompts computed by other workers",)
 REPLAY_DEFAULTS = {
-    "synthetic": None,
-    "trace_block_size": 0,
-    "smear": 0.0,
-    "seed": 0,
-    "good": None,
-    "fast": True,
-    "events": None,
-    "gpus": None,
-    "host_blocks": 0,
-    "disk_blocks": 0,
-    "shared_blocks": 0,
-    "host_gbps": 1.0,
-    "disk_gbps": 1.0,
-    "shared_gbps": 1.0,
-}
-"""The values of the flags of a replay that a plan does not have."""
+    row.names.split()[0].removeprefix("--").replace("-", "_"): row.default
+    for rows in REPLAY_FLAGS.values()
+    for row in rows
+} | {"fast": True}
+"""The values of the flags of a replay, most of which a plan does not have."""
 FLAGS: Mapping[str, Sequence[Flag]] = {
     "plan": (
         Flag("--dry-run", "play the policy on recorded requests, and order nothing", False),
@@ -75,7 +64,8 @@ def parser() -> Parser:
         help="default: the deployment that planned, or whose requests were recorded, last",
     )
     parser.add_flags({**FLAGS, **{title: REPLAY_FLAGS[title] for title in SHARED_FLAGS}})
-    parser.set_defaults(**REPLAY_DEFAULTS)
+    own = vars(parser.parse_args([]))
+    parser.set_defaults(**{name: each for name, each in REPLAY_DEFAULTS.items() if name not in own})
     add_settings_flags(parser, shown=("planner", "router", "engine", "workers"))
     return parser
 

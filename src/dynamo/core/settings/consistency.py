@@ -12,6 +12,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkerGroupSettings,
     override,
 )
+from dynamo.core.settings.schema_planner import PlannerSettings
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -25,13 +26,7 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             "the smallest and the largest priority, such as [0, 10]",
             param="server.priority_range",
         )
-    if 0 < settings.planner.max < settings.planner.min:
-        raise ConfigError(
-            f"planner.min = {settings.planner.min} ({origins['planner.min']}) is above "
-            f"planner.max = {settings.planner.max} ({origins['planner.max']})",
-            hint="a range of sizes has the smallest first",
-            param="planner.min",
-        )
+    _check_planner(settings.planner, origins)
     _check_block_sizes(settings)
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):
@@ -47,6 +42,24 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
                     "`host:`",
                     param=f"{key}.device_ids",
                 )
+
+
+def _check_planner(planner: PlannerSettings, origins: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a range that is empty, and for a size that is none."""
+    if 0 < planner.max < planner.min:
+        raise ConfigError(
+            f"planner.min = {planner.min} ({origins['planner.min']}) is above "
+            f"planner.max = {planner.max} ({origins['planner.max']})",
+            hint="a range of sizes has the smallest first",
+            param="planner.min",
+        )
+    for size in planner.sizes:
+        if not size.rpartition("=")[2].isdecimal():
+            raise ConfigError(
+                f"{size!r} in planner.sizes ({origins['planner.sizes']}) is not KIND=COUNT",
+                hint="e.g. worker=3",
+                param="planner.sizes",
+            )
 
 
 def _check_tiers(cache: CacheSettings, section: str, origins: Mapping[str, str]) -> None:

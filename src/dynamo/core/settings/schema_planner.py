@@ -51,9 +51,7 @@ class PlannerSettings(SettingsSection, frozen=True):
     )
     min: int = setting(1, "fewest workers of a kind", ge=0, reload=True)
     max: int = setting(0, "most workers of a kind; 0: no limit", ge=0, reload=True)
-    sizes: tuple[str, ...] = setting(
-        (), "policy static: the size of each kind, as worker=3", entries=r"[^=]+=\d+"
-    )
+    sizes: tuple[str, ...] = setting((), "policy static: the size of each kind, as worker=3")
     hold_s: float = setting(
         900.0, "how long a size that somebody else has set is left alone", unit="seconds", ge=0
     )
