@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.inference_torch.test_torch_shapes import BlockHarness
 
 from dynamo.models.checkpoint.quantization import BF16, F16, F32, Q8_0, read_values, widen
 
@@ -34,6 +33,8 @@ def stored_matrix(kind: int) -> Any:
 def test_pieces_are_converted_once(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, kind: int, dtype: str
 ) -> None:
+    from tests.unit.inference_torch.test_torch_shapes import BlockHarness
+
     from dynamo.inference.torch import backend as module
 
     backend: Any = BlockHarness(tiny_llama).backend
