@@ -128,6 +128,7 @@ def part_live(bench: Bench) -> None:
         roles.chat("a" * bench.size(8192, 400), 2)
         moved, took_s = (roles.metric(n) - was for n, was in zip(names, before, strict=True))
         assert moved, "no KV block moved"
+        assert roles.metric('dynamo_transfer_bytes_total{backend="shm"}'), "blocks moved by TCP"
         least = 0.6 * bench.speeds["copy"] / 2
         bench.figure("hand-over between two workers", moved / took_s / 1e9, "GB/s", least=least)
     flags = ("--kv-host-size", bench.size("2GB", "64MB"), "--kv-offload-policy", "lru")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import time
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpu_setup import BLOCK_TOKENS, Bench, Skipped
+from gpu_tiers import check_copies, measure_tiers
 
 
 def part_card(bench: Bench) -> None:
@@ -38,6 +38,8 @@ def part_card(bench: Bench) -> None:
         bench.keep_speed(
             "from the card", len(host) / bench.seconds(lambda: host.copy_(part)) / 1e9, "GB/s"
         )
+    with bench.step("copies of blocks"):
+        check_copies(bench)
     shapes = bench.size([(8, 2, 128), (6, 2, 80), (4, 4, 64), (32, 8, 128)], [(2, 1, 16)])
     for dtype in (torch.float32, torch.bfloat16)[: bench.size(2, 1)]:
         for shape in shapes:
@@ -251,73 +253,6 @@ async def part_qwen(bench: Bench) -> None:
     with bench.step("qwen: tiers"):
         await measure_tiers(bench, engine)
     await engine.stop()
-
-
-async def measure_tiers(bench: Bench, plain: Any) -> None:
-    """Measure loads from host memory, and decode while blocks go there."""
-    from native_engine import answer, decode, rng
-
-    from dynamo.core.settings.schema_cache import CacheSettings
-
-    cache = CacheSettings(cpu_size=bench.size(8 << 30, 1 << 24), offload_policy="lru")
-    prompt, batch, tokens = bench.size(4096, 200), bench.size(16, 2), bench.size(128, 8)
-    blocks = max(prompt * 3 // 2, batch * (256 + tokens)) // BLOCK_TOKENS + 8
-    tiered = await bench.engine(bench.model("qwen"), cache, num_blocks=blocks)
-    rates: dict[Any, list[float]] = {plain: [], tiered: []}
-    for _ in range(bench.size(3, 1)):
-        for engine, measured in rates.items():
-            measured.append(await decode(engine, batch, bench.size(256, 32), tokens))
-    ratio = max(rates[tiered]) / max(rates[plain])
-    bench.figure("decode with a host tier, of that without", ratio, "share", least=0.97)
-    (tier,) = tiered.tiers.tiers
-    state = rng.bit_generator.state
-    for _ in range(blocks * BLOCK_TOKENS // prompt + 2):  # the last ones evict the first
-        await answer(tiered, prompt, 1)
-        stored = -1
-        while stored != tier.counters.stored_blocks:
-            stored = tier.counters.stored_blocks
-            await asyncio.sleep(0.1)
-    rng.bit_generator.state = state
-    before, load_s = tier.counters.loaded_blocks, tier.counters.load_s
-    await answer(tiered, prompt, 1)
-    loaded, load_s = tier.counters.loaded_blocks - before, tier.counters.load_s - load_s
-    assert loaded, f"nothing came from the tier, which has {stored} blocks"
-    speed = loaded * tiered.runner.region.slot_bytes / load_s / 1e9
-    bench.figure("loads from host memory", speed, "GB/s", least=0.8 * bench.speeds["to the card"])
-    await measure_stores(bench, tiered, batch, tokens)
-    await tiered.stop()
-
-
-async def measure_stores(bench: Bench, engine: Any, batch: int, tokens: int) -> None:
-    """Measure copies of blocks to host memory, and decode while they follow each other. The
-    content of the tier is lost."""
-    from native_engine import decode
-
-    from dynamo.core.clock import SystemClock
-    from dynamo.inference.tiers.copies import RegionCopies
-
-    region, blocks = engine.runner.region, engine.scheduler.pool.num_blocks
-    copies, copied = RegionCopies(region, blocks, SystemClock()), 0
-    pairs = [(slot, slot) for slot in range(blocks)]
-
-    async def store() -> None:
-        nonlocal copied
-        while True:
-            await copies.store(pairs)
-            copied += len(pairs)
-
-    alone = beside = speed = 0.0
-    for _ in range(bench.size(3, 1)):
-        alone = max(alone, await decode(engine, batch, bench.size(256, 32), tokens))
-        stores, began, copied = asyncio.ensure_future(store()), time.perf_counter(), 0
-        beside = max(beside, await decode(engine, batch, bench.size(256, 32), tokens))
-        speed = copied * region.slot_bytes / (time.perf_counter() - began) / 1e9
-        stores.cancel()
-        await asyncio.wait([stores])
-    copies.close()
-    least = 0.8 * bench.speeds["from the card"]
-    bench.figure("stores to host memory beside decode", speed, "GB/s", least=least)
-    bench.figure("decode beside them, of that without", beside / alone, "share", least=0.97)
 
 
 async def part_llama(bench: Bench) -> None:
