@@ -88,3 +88,13 @@ def test_nothing_is_told_before_there_are_enough_steps() -> None:
     assert learner.coefficients == ()
     feed(learner, TRUE, 1, rng)
     assert len(learner.coefficients) == 5
+
+
+def test_spells_of_slower_and_faster_steps_are_averaged() -> None:
+    learner, rng = TimingLearner(), Random(6)
+    for number in range(12):
+        share = 0.8 if number % 2 else 1.2
+        spell = Timing(*(share * value for value in (12.0, 0.05, 0.3, 4e-4, 2e-6)))
+        feed(learner, spell, REFIT_STEPS, rng)
+        assert learner.timing is not None
+    assert max(map(abs, predicted_errors(learner.timing, TRUE))) < 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from operator import mul
 
 from dynamo.core.timing.model import StepCounts, Timing
@@ -20,9 +21,13 @@ MIN_STEPS = 32
 REFIT_STEPS = 256
 """After so many further steps the timing is learnt again when somebody asks for it."""
 MAX_RATIO = 4.0
-"""A step that takes so many times what was learnt is a pause of something else."""
-PRIOR = 0.01
-"""Weight of the coefficients so far beside the steps, which keeps those that no step shows."""
+"""A step counts for so many times what was learnt at most: the rest is a pause."""
+MEMORY = 0.7
+"""Weight of the steps before, each time that the timing is learnt again."""
+CHANGE = 1.5
+"""Where steps take so many times what was learnt, or so many times less, the engine has changed."""
+CHANGED_MEMORY = 0.1
+"""Weight of the steps before then: it keeps coefficients that no step shows."""
 ROUNDS = 50
 INITIAL_TOKEN_S = 0.001
 
@@ -38,6 +43,7 @@ class TimingLearner:
         self._skip = SKIPPED_STEPS
         self._new_steps = 0
         self._timing: Timing | None = None
+        self._products = [[0.0] * (TERMS + 1) for _ in range(TERMS)]
         self._token_s = INITIAL_TOKEN_S
 
     def restart(self) -> None:
@@ -81,34 +87,41 @@ class TimingLearner:
     def _fit(self) -> Timing | None:
         before = self._timing
         steps = [step for step in (*self._prompts, *self._decodes) if step[-1] > 0]
-        if before is not None:
-            usual = [step for step in steps if step[-1] < MAX_RATIO * _predict_s(before, step)]
-            steps = (
-                usual if len(usual) > len(steps) / 2 else steps
-            )  # else the engine is another one
         if len(steps) < MIN_STEPS:
             return before
-        usual_s = sorted(step[-1] for step in steps)[len(steps) // 2]
-        weights = [1 / max(usual_s, step[-1]) for step in steps]
-        rows = [
-            [term * each for term in step[:-1]] for step, each in zip(steps, weights, strict=True)
-        ]
-        targets = [step[-1] * each for step, each in zip(steps, weights, strict=True)]
+        change, expected = 1.0, [_median([step[-1] for step in steps])] * len(steps)
+        if before is not None:
+            expected = [max(1e-9, _predict_s(before, step)) for step in steps]
+            change = _median([step[-1] / each for step, each in zip(steps, expected, strict=True)])
+        memory, limit = MEMORY, inf if before is None else MAX_RATIO
+        if not 1 / CHANGE < change < CHANGE:
+            memory, expected = CHANGED_MEMORY, [change * each for each in expected]
+            for line in self._products:  # as if the steps before had been as fast
+                line[:] = [*(value / change**2 for value in line[:-1]), line[-1] / change]
+        usual_s = _median(expected)
+        rows = []
+        for step, each in zip(steps, expected, strict=True):
+            weight = 1 / max(usual_s, each)  # by the measured time, fast steps would count more
+            *terms, seconds = step
+            rows.append([weight * value for value in (*terms, min(seconds, limit * each))])
         columns = list(zip(*rows, strict=True))
-        scales = [sum(column) / len(rows) or 1.0 for column in columns]
-        normal = [[sum(map(mul, a, b)) for b in columns] for a in columns]
-        normal = [
-            [value / scales[i] / scales[j] for j, value in enumerate(line)]
-            for i, line in enumerate(normal)
+        self._products = [
+            [memory * old + sum(map(mul, a, b)) for old, b in zip(line, columns, strict=True)]
+            for line, a in zip(self._products, columns, strict=False)
         ]
-        right = [
-            sum(map(mul, a, targets)) / scale for a, scale in zip(columns, scales, strict=True)
+        scales = [line[index] ** 0.5 or 1.0 for index, line in enumerate(self._products)]
+        scaled = [
+            [value / own / scale for value, scale in zip(line, (*scales, 1.0), strict=True)]
+            for line, own in zip(self._products, scales, strict=True)
         ]
         known = _values(before) if before is not None else (0.0,) * TERMS
-        start = [value * 1e-3 * scale for value, scale in zip(known, scales, strict=True)]
-        shares = _solve(normal, right, start, 0.0 if before is None else PRIOR * len(rows))
+        shares = _solve(scaled, [v * 1e-3 * scale for v, scale in zip(known, scales, strict=True)])
         values = (share / scale * 1e3 for share, scale in zip(shares, scales, strict=True))
         return Timing(*(float(f"{value:.4g}") for value in values))
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def _values(timing: Timing) -> tuple[float, ...]:
@@ -119,17 +132,14 @@ def _predict_s(timing: Timing, step: Sequence[float]) -> float:
     return float(sum(map(mul, _values(timing), step))) * 1e-3
 
 
-def _solve(
-    normal: Sequence[Sequence[float]], right: Sequence[float], start: Sequence[float], weight: float
-) -> Sequence[float]:
-    """Return the non-negative least squares solution near `start`, by coordinate descent."""
-    solution = list(start)
+def _solve(equations: Sequence[Sequence[float]], start: list[float]) -> Sequence[float]:
+    """Return the non-negative least squares solution by coordinate descent from `start`. Each of
+    the normal `equations` has its right side at the end."""
+    solution = start
     for _ in range(ROUNDS):
         for index in TOKENS_FIRST:
-            line = normal[index]
-            diagonal = line[index] + weight
-            if not diagonal:
-                continue
-            rest = right[index] - sum(map(mul, line, solution)) + line[index] * solution[index]
-            solution[index] = max(0.0, (rest + weight * start[index]) / diagonal)
+            line = equations[index]
+            if line[index]:
+                rest = line[-1] - sum(map(mul, line, solution)) + line[index] * solution[index]
+                solution[index] = max(0.0, rest / line[index])
     return solution
