@@ -219,23 +219,25 @@ class ReplayLog:
 
     def on_finished(self, request: FinishedRequest, now: float) -> None:
         """Add the measurements of a completed request whose last token came at `now`."""
+        arrived_s, first_s, tokens = request.arrived_s, request.first_token_s, request.output_tokens
+        turn = request.trace_request
         self.completed += 1
-        self.arrived_s.append(request.arrived_s)
-        self.rows.append(request.trace_request.row)
-        self.tokens.append(request.output_tokens)
-        ttft_s, tpot_s = request.first_token_s - request.arrived_s, 0.0
+        self.arrived_s.append(arrived_s)
+        self.rows.append(turn.row)
+        self.tokens.append(tokens)
+        ttft_s, tpot_s = first_s - arrived_s, 0.0
         self.ttft_s.append(ttft_s)
-        self.e2e_s.append(now - request.arrived_s)
-        if request.output_tokens > 1:
-            tpot_s = (now - request.first_token_s) / (request.output_tokens - 1)
+        self.e2e_s.append(now - arrived_s)
+        if tokens > 1:
+            tpot_s = (now - first_s) / (tokens - 1)
             self.tpot_s.append(tpot_s)
         if ttft_s <= self._max_ttft_s and tpot_s <= self._max_tpot_s:
             self.good += 1
         else:
-            self.broken_s.append(request.arrived_s)
-        self.prompt_tokens += request.trace_request.prompt_tokens
+            self.broken_s.append(arrived_s)
+        self.prompt_tokens += turn.prompt_tokens
         self.cached_tokens += request.cached_tokens
-        self.output_tokens += request.output_tokens
+        self.output_tokens += tokens
 
 
 ReplayProgressCallback = Callable[[ReplayLog], None]

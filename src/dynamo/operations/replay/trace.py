@@ -134,6 +134,9 @@ def make_synthetic_trace(
         start_s = time_s + (rng.random() * arrivals.jitter_s if arrivals.jitter_s else 0.0)
         request = TraceRequest(row, *(lengths or (_vary(load.isl, rng), _vary(load.osl, rng))))
         conversation = TraceConversation(start_s / arrivals.speed, [request])
+        if not arrivals.jitter_s:
+            yield conversation
+            continue
         heappush(delayed, (start_s, row, conversation))
         while delayed and delayed[0][0] <= time_s:
             yield heappop(delayed)[-1]

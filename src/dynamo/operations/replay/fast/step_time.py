@@ -68,11 +68,11 @@ class Leap(msgspec.Struct, frozen=True):
 
     def count_gaps(self, gaps: LatencyHistogram, steps: int, decoding: int) -> None:
         """Count the times between tokens of the first `steps` in a few parts."""
-        first, last = self.step_s(0), self.step_s(steps - 1)
-        spread = abs(last - first) / max(1e-9, min(first, last))
-        if spread <= GAP_SPREAD:
+        first, last = self.first_s, self.step_s(steps - 1)
+        if abs(last - first) <= GAP_SPREAD * first:
             gaps.add(self.duration_s(steps) / steps, steps * decoding)
             return
+        spread = abs(last - first) / max(1e-9, min(first, last))
         parts = min(steps, MAX_GAP_PARTS, 1 + ceil(spread / GAP_SPREAD))
         done, done_s = 0, 0.0
         for part in range(1, parts + 1):

@@ -394,7 +394,8 @@ class FastWorker:
                     request, request.length if request.sink else request.computed + count
                 )
                 self._plan_chunk(request, count)
-        waiting.extendleft(reversed(skipped))
+        if skipped:
+            waiting.extendleft(reversed(skipped))
 
     def _admit(self, request: FastRequest) -> bool:
         """Give a waiting request its cached runs if all of its tokens fit into blocks now."""
@@ -455,7 +456,8 @@ class FastWorker:
             self._sampled.append(request)
         if request.sink is not None:
             self._for_others.append(request)
-        self._register(request)
+        if request.units:
+            self._register(request)
 
     def _register(self, request: FastRequest) -> None:
         """Cache the full blocks of a prompt up to the position `computed`."""
