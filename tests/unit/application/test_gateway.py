@@ -1,0 +1,77 @@
+"""Models by name: order, aliases that move, removal, and which one is the default."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedModel
+from dynamo.core.errors import ModelNotFound, ModelNotReady
+
+
+def served(*names: str, context_tokens: int = 100, parent: str = "") -> ServedModel:
+    return ServedModel(names, object(), 1, context_tokens, parent=parent)
+
+
+def test_models_are_in_the_order_of_the_settings_and_the_first_is_the_default() -> None:
+    gateway = Gateway()
+    gateway.set_desired({"a": (), "b": ()})
+    gateway.set_pending("a", "its supervisor starts a worker")
+    gateway.add(served("b"))
+    with pytest.raises(ModelNotReady, match="'default' is not ready: its supervisor starts"):
+        gateway.find("default")
+    with pytest.raises(ModelNotReady):
+        gateway.find(None)
+    assert gateway.find("b")[0] == "b"
+
+    gateway.add(served("a"))
+    assert list(gateway.models) == ["a", "b"]
+    assert gateway.find(None)[0] == "a"
+
+
+def test_an_alias_moves_away_from_the_model_that_was_announced_with_it() -> None:
+    gateway = Gateway()
+    gateway.add(served("old", "chat"))
+    gateway.add(served("new"))
+    gateway.set_desired({"old": ("chat",), "new": ()})
+    assert gateway.find("chat")[1].names[0] == "old"
+    gateway.set_desired({"old": (), "new": ("chat",)})
+    assert gateway.find("chat")[1].names[0] == "new"
+
+
+def test_an_alias_never_hides_a_model() -> None:
+    gateway = Gateway()
+    gateway.add(served("a"))
+    gateway.add(served("b", "a"))
+    assert gateway.find("a")[1].names[0] == "a"
+
+
+def test_an_alias_of_a_model_without_workers_is_not_ready() -> None:
+    gateway = Gateway()
+    gateway.add(served("a"))
+    gateway.set_desired({"a": (), "b": ("chat",)})
+    gateway.set_pending("b", "no worker")
+    with pytest.raises(ModelNotReady, match="'chat' is not ready: no worker"):
+        gateway.find("chat")
+
+
+def test_a_removed_model_takes_its_aliases_adapters_and_context_with_it() -> None:
+    gateway = Gateway()
+    gateway.add(served("a", context_tokens=10))
+    gateway.add(served("b", "chat", context_tokens=99))
+    gateway.set_adapters("b", {"sql": served("sql", context_tokens=99, parent="b")})
+    assert (list(gateway.models), gateway.context_tokens) == (["a", "b", "chat", "sql"], 99)
+    gateway.remove("b")
+    assert (list(gateway.models), gateway.context_tokens) == (["a"], 10)
+    for name in ("b", "chat", "sql"):
+        with pytest.raises(ModelNotFound, match="served: 'a'"):
+            gateway.find(name)
+
+
+def test_an_embedding_model_is_no_default_for_text() -> None:
+    gateway = Gateway()
+    gateway.set_desired({"vectors": (), "a": ()})
+    gateway.add_embedding_model(ServedEmbeddingModel(("vectors",), object(), 1, 10, 2))
+    gateway.add(served("a"))
+    assert gateway.find(None)[0] == "a"
+    gateway.remove("vectors")
+    assert not gateway.embedding_models

@@ -1,0 +1,73 @@
+"""`dynamo add`: the words and flags of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.cli.models.served import ADD, MODELS, model_entry_of
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings, SourcedValue
+from dynamo.services.deployment.added_models import added_model_specs
+
+
+def entry_of(*arguments: str) -> dict[str, Any]:
+    args = ADD.parser().parse(arguments)
+    flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
+    return model_entry_of(args.words, flags)
+
+
+def test_flags_become_an_entry_of_models(tiny_model: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    entry = entry_of(
+        "out=mock", tiny_model.name, "--model-name", "a", "--model-name", "b", "--workers", "2",
+        "--engine-arg", "x=1", "--max-model-len", "64",
+    )  # fmt: skip
+
+    assert entry["path"] == str(tiny_model)
+    specs = added_model_specs(Settings(), entry, 3)
+    assert [(spec.name, spec.model) for spec in specs] == [("a-worker-1", "a"), ("a-worker-2", "a")]
+    settings = specs[0].settings
+    assert (settings.model.names, settings.model.context_tokens) == (("a", "b"), 64)
+    assert (settings.engine.kind, settings.engine.args) == ("mock", {"x": 1})
+    assert settings.worker_count == 5  # with which it shares the host's memory
+
+
+def test_groups_of_an_added_model(tiny_model: Path) -> None:
+    words = ("out=mock", str(tiny_model), "--model-name", "a", "--prefill-workers", "2")
+    specs = added_model_specs(Settings(), entry_of(*words, "--decode-workers", "1"), 0)
+
+    assert [(spec.name, spec.settings.engine.role) for spec in specs] == [
+        ("a-prefill-worker-1", "prefill"),
+        ("a-prefill-worker-2", "prefill"),
+        ("a-decode-worker", "decode"),
+    ]
+    with pytest.raises(ConfigError, match="no worker that computes answers"):
+        added_model_specs(Settings(), entry_of(*words), 0)
+
+
+def test_a_model_without_a_name_of_its_own_needs_one() -> None:
+    with pytest.raises(ConfigError, match="no name") as caught:
+        added_model_specs(Settings(), entry_of("out=openai", "http://10.0.0.1:1"), 0)
+    assert "--model-name" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", "b"), "two models: 'a' and 'b'"),
+        (("a", "--router-mode", "kv"), "--router-mode is about the whole deployment"),
+        (("a", "--flexible-workers", "2"), "--flexible-workers is about the whole deployment"),
+    ],
+)
+def test_wrong_words_of_add_are_named(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        entry_of(*arguments)
+
+
+def test_an_alias_without_a_model_is_refused() -> None:
+    for word in ("chat", "chat=", "=qwen"):
+        with pytest.raises(ConfigError, match="is not ALIAS=MODEL"):
+            MODELS.run(["--alias", word])
