@@ -196,26 +196,29 @@ class ProcessGroup:
             _let_leave(children)
         await self._stop_leaving(children, progress)
 
-    def worker_models(self) -> Sequence[str]:
-        """Return the model of each worker that is to run."""
-        return [child.spec.model for child in self._staying if child.spec.role == DEFAULT_KIND]
+    def count_workers(self) -> int:
+        """Return the number of workers that are to run."""
+        return sum(child.spec.role == DEFAULT_KIND for child in self._staying)
 
     def spec_of_model(self, model: str) -> ChildSpec:
         """Return the spec of workers of a model."""
         return next(spec for spec in self._specs.values() if spec.model == model)
+
+    def require_new_names(self, specs: Sequence[ChildSpec]) -> None:
+        """Raise `ConfigError` if a process of such a kind is there, or leaves."""
+        kinds = self._specs.keys() | {kind_of_process(child.spec.name) for child in self.children}
+        for spec in specs:
+            if kind_of_process(spec.name) in kinds:
+                raise ConfigError(
+                    f"there is a process {spec.name} already",
+                    hint="choose another --model-name, or wait until the old model has left",
+                )
 
     async def start_model(
         self, specs: Sequence[ChildSpec], progress: ControlProgressCallback
     ) -> None:
         """Start the processes of another model, and wait until all serve. Raises as `scale`."""
         async with self._lock:
-            used_names = {child.spec.name for child in self.children}
-            for spec in specs:
-                if spec.name in used_names or kind_of_process(spec.name) in self._specs:
-                    raise ConfigError(
-                        f"there is a process {spec.name} already",
-                        hint="choose another --model-name, or wait until the old model has left",
-                    )
             await self._require_space()
             self.update_specs(specs)
             added = [self._start_new_child(spec) for spec in specs]

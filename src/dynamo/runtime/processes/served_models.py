@@ -86,18 +86,22 @@ class ServedModels:
         """Start the workers of an entry of `models`, and wait until they serve. If one cannot
         start, all are stopped and the error is raised."""
         sources = self._require_sources()
-        specs = await sources.make_specs(entry, sum(map(bool, self._group.worker_models())))
+        specs = await sources.make_specs(entry, self._group.count_workers())
         spec = specs[0]
         for name in dict.fromkeys((spec.model, *spec.settings.model.names)):
             self._require_free(name)
+        self._group.require_new_names(specs)
         self._list(spec)
         self._on_change()
         try:
             await self._group.start_model(specs, progress)
+            await self._wait_for_frontends(spec.model, spec.model)
         except BaseException:
-            await asyncio.shield(self._forget(spec.model, progress))
+            if spec.model in self.aliases:  # else a command has removed the model
+                await asyncio.shield(self._forget(spec.model, progress))
             raise
-        await self._wait_for_frontends(spec.model, spec.model)
+        if spec.model not in self.aliases:
+            raise NotFound(f"{spec.model} was removed while it was added")
         if save:
             progress(f"{await sources.save(entry, '')} has the model")
         progress(f"{spec.model} is served")
@@ -146,10 +150,14 @@ class ServedModels:
     async def _wait_for_frontends(self, name: str, model: str) -> None:
         """Wait until all frontends of this supervisor serve `model` under a name."""
         deadline = self._clock.now() + FRONTENDS_S
-        while self._clock.now() < deadline and any(
-            child.report.models.get(name) != model
-            for child in self._group.children
-            if child.spec.role == "frontend" and child.ready
+        while (
+            self._clock.now() < deadline
+            and model in self.aliases
+            and any(
+                child.report.models.get(name) != model
+                for child in self._group.children
+                if child.spec.role == "frontend" and child.ready
+            )
         ):
             await self._clock.sleep(POLL_S)
 
