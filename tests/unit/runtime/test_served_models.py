@@ -1,0 +1,201 @@
+"""Models that come and go in a supervisor, with tiny real children."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from dynamo.communication.discovery import open_discovery
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, NotFound
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.processes import served_models
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.control import ControlRequest, send_control_request
+from dynamo.runtime.processes.served_models import ModelSources
+from dynamo.runtime.processes.supervisor import Supervisor
+from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord, removals_prefix
+
+Spec = Callable[..., ChildSpec]
+Supervise = Callable[..., Supervisor]
+
+SERVE = 'tell(state="ready"); signal.pause()'
+FAIL = 'tell(fatal="no weights"); sys.exit(1)'
+NAMESPACE = "dynamo"
+
+
+@asynccontextmanager
+async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        yield supervisor
+        supervisor.stop()
+        assert await running == 0
+
+
+async def control(deployment: Deployment, do: str, name: str = "", **fields: Any) -> list[str]:
+    request = ControlRequest(do, name, **fields)  # type: ignore[arg-type]
+    return await asyncio.to_thread(
+        lambda: list(send_control_request(request, deployment.folder, 20.0))
+    )
+
+
+class Sources:
+    """Makes a worker that runs the script of an entry, and notes what is saved."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.saved: list[object] = []
+
+    async def make_specs(self, entry: Mapping[str, Any], workers: int) -> Sequence[ChildSpec]:
+        assert workers == 2
+        return [model(self._spec, entry["name"], entry["script"])]
+
+    async def save(self, entry: Mapping[str, Any] | None, name: str) -> str:
+        self.saved.append(entry or name)
+        return "models.yaml"
+
+
+def model(spec: Spec, name: str, script: str = SERVE, *aliases: str) -> ChildSpec:
+    made = spec(script, f"{name}-worker")
+    section = replace(made.settings.model, names=(name, *aliases))
+    return replace(made, model=name, settings=replace(made.settings, model=section))
+
+
+@pytest.fixture
+def sources(spec: Spec) -> Sources:
+    return Sources(spec)
+
+
+@pytest.fixture
+def supervisor(spec: Spec, supervise: Supervise, sources: Sources) -> Supervisor:
+    specs = model(spec, "a", SERVE, "chat"), model(spec, "b")
+    return supervise(*specs, models=ModelSources(sources.make_specs, sources.save))
+
+
+async def until_listed(deployment: Deployment, expected: dict[str, list[str]]) -> None:
+    """Wait until the record of the supervisor lists these models with their aliases."""
+    plane = await open_discovery(deployment.discovery_url)
+    async with asyncio.timeout(10):
+        while True:
+            for value in (await plane.get(SUPERVISORS_PREFIX)).values():
+                record = msgspec.json.decode(value, type=SupervisorRecord)
+                listed = {name: list(aliases) for name, aliases in record.models.items()}
+                if (listed, list(listed), record.namespace) == (
+                    expected,
+                    list(expected),
+                    NAMESPACE,
+                ):
+                    await plane.close()
+                    return
+            await asyncio.sleep(0.01)
+
+
+async def test_models_are_listed_added_renamed_and_removed(
+    supervisor: Supervisor, deployment: Deployment, sources: Sources
+) -> None:
+    async with serving(supervisor):
+        await until_listed(deployment, {"a": ["chat"], "b": []})
+        entry = {"name": "c", "script": SERVE}
+        assert await control(deployment, "add_model", entry=entry, save=True) == [
+            "c-worker serves",
+            "models.yaml has the model",
+            "c is served",
+        ]
+        assert await control(deployment, "alias", "chat", model="c") == ["chat means c now"]
+        await until_listed(deployment, {"a": [], "b": [], "c": ["chat"]})
+        assert await control(deployment, "remove_model", "chat") == [
+            "chat was an alias of c, which is served on"
+        ]
+        assert await control(deployment, "remove_model", "c", save=True) == [
+            "c-worker has left",
+            "models.yaml lacks the model",
+            "c is removed",
+        ]
+        assert sources.saved == [entry, "c"]
+        await until_listed(deployment, {"a": [], "b": []})
+        assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
+        with pytest.raises(ConfigError, match="only model"):
+            await control(deployment, "remove_model", "b")
+
+
+async def test_a_model_that_cannot_start_is_not_added(
+    supervisor: Supervisor, deployment: Deployment
+) -> None:
+    async with serving(supervisor):
+        with pytest.raises(ModelUnavailable, match="c-worker cannot start: no weights"):
+            await control(deployment, "add_model", entry={"name": "c", "script": FAIL})
+        await until_listed(deployment, {"a": ["chat"], "b": []})
+        assert [child.spec.model for child in supervisor.children] == ["a", "b"]
+
+
+async def test_workers_of_a_removed_model_stay_while_a_frontend_has_requests(
+    supervisor: Supervisor, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_models, "NOTICE_S", 0.05)
+    plane = await open_discovery(deployment.discovery_url)
+    key = removals_prefix(NAMESPACE, "b") + "frontend-1"
+    async with serving(supervisor):
+        await plane.put(key, b"")
+        removal = asyncio.create_task(control(deployment, "remove_model", "b"))
+        await until_listed(deployment, {"a": ["chat"]})
+        assert not removal.done()
+        assert [child.spec.model for child in supervisor.children if child.ready] == ["a", "b"]
+        await plane.delete(key)
+        assert await removal == ["b-worker has left", "b is removed"]
+    await plane.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"do": "alias", "name": "a", "model": "b"}, ConfigError, "the name of a model"),
+        ({"do": "alias", "name": "x", "model": "chat"}, NotFound, "no model 'chat'"),
+        ({"do": "remove_model", "name": "x"}, NotFound, "no model 'x'"),
+        (
+            {"do": "add_model", "name": "", "entry": {"name": "chat", "script": SERVE}},
+            ConfigError,
+            "'chat' is an alias of a",
+        ),
+        (
+            {"do": "add_model", "name": "", "entry": {"name": "b", "script": SERVE}},
+            ConfigError,
+            "'b' is a model",
+        ),
+    ],
+)
+async def test_wrong_names_are_refused(
+    supervisor: Supervisor,
+    deployment: Deployment,
+    fields: dict[str, Any],
+    error: type[DynamoError],
+    text: str,
+) -> None:
+    async with serving(supervisor):
+        with pytest.raises(error, match=text):
+            await control(deployment, **fields)
+
+
+async def test_a_model_that_cannot_start_keeps_no_other_from_being_served(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(model(spec, "a", FAIL), model(spec, "b"))) as supervisor:
+        assert supervisor.failure is None
+        (answer,) = await control(deployment, "models")
+        states = {row["name"]: (row["state"], row["reason"]) for row in msgspec.json.decode(answer)}
+        assert states == {"a": ("failed", "cannot start: no weights"), "b": ("loaded", "")}
+
+
+async def test_a_deployment_without_a_model_that_can_start_ends(
+    spec: Spec, supervise: Supervise
+) -> None:
+    supervisor = supervise(model(spec, "a", FAIL), model(spec, "b", FAIL))
+    assert await supervisor.run() == 1
+    assert supervisor.failure is not None
