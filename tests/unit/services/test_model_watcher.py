@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.support.certificates import has_openssl, make_authority, make_certificate
@@ -22,6 +24,7 @@ from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.supervisors import SupervisorRecord, removals_prefix, supervisor_record_key
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
 
@@ -44,11 +47,11 @@ async def open_process(folder: Path, security: SecuritySettings) -> DistributedR
     return await DistributedRuntime.create(replace(settings, runtime=runtime, security=security))
 
 
-async def start_worker(runtime: DistributedRuntime, model: Path) -> None:
+async def start_worker(runtime: DistributedRuntime, model: Path, name: str = "tiny") -> None:
     path = model / "tokenizer.json"
     data = path.read_bytes()
     file = FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data), str(path))
-    card = ModelCard(names=("tiny",), context_tokens=4096, vocab_size=1000, tokenizer=file)
+    card = ModelCard(names=(name,), context_tokens=4096, vocab_size=1000, tokenizer=file)
     settings = EngineSettings(kind="mock", speedup_ratio=1000)
     engine = make_mock_engine(settings, range(100, 900), runtime.clock, context_tokens=4096)
     await EngineWorker(engine, card).attach(runtime)
@@ -122,5 +125,67 @@ async def test_the_reason_of_other_versions_and_dead_addresses_is_named(
         await until(lambda: "protocol 7 to 8" in health.reasons.get("tiny", ""))
         await worker.requests.close()
         await until(lambda: "connection refused" in health.reasons.get("tiny", ""))
+    for process in (runtime, worker):
+        await process.shutdown(0)
+
+
+async def list_models(runtime: DistributedRuntime, *models: str) -> None:
+    """Write the record of a supervisor that serves these models."""
+    record = SupervisorRecord(models=dict.fromkeys(models, ()), namespace="dynamo")
+    await runtime.discovery.put(supervisor_record_key("one"), msgspec.json.encode(record))
+
+
+async def test_a_frontend_is_healthy_while_one_model_has_workers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    first, second = [await open_process(tmp_path, with_secret("f")) for _ in range(2)]
+    await start_worker(first, tiny_model, "a")
+    await start_worker(second, tiny_model, "b")
+    runtime = await open_process(tmp_path, with_secret("f"))
+    watcher = ModelWatcher(runtime, Gateway(), ProcessRouting(runtime))
+    watcher.start()
+    await until(lambda: watcher.count_workers() == {"a": 1, "b": 1})
+    await first.shutdown(0)
+    await until(lambda: watcher.count_workers() == {"a": 0, "b": 1})
+    assert runtime.health.healthy
+    states = watcher.model_states()
+    assert (states["a"].state, states["b"].state) == ("unloaded", "loaded")
+    assert "no worker of this model is reachable" in states["a"].reason
+
+    await second.shutdown(0)
+    await until(lambda: runtime.health.reasons.keys() == {"a", "b"})
+    await runtime.shutdown(0)
+
+
+async def test_a_removed_model_is_closed_when_its_last_request_has_ended(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    worker = await open_process(tmp_path, with_secret("f"))
+    await list_models(worker, "a")
+    await start_worker(worker, tiny_model, "a")
+    runtime = await open_process(tmp_path, with_secret("f"))
+    gateway = Gateway()
+    watcher = ModelWatcher(runtime, gateway, ProcessRouting(runtime))
+    requests, closed = {"a": 1}, list[str]()
+    watcher.take_requests = lambda model: lambda: requests[model]
+    watcher.on_closed = closed.append
+    watcher.start()
+    await until(lambda: gateway.models)
+    processor = weakref.ref(gateway.find("a")[1].processor)
+    prefix = removals_prefix("dynamo", "a")
+
+    await list_models(worker)
+    await until(lambda: not gateway.models)
+    async with asyncio.timeout(20):
+        while list(await worker.discovery.get(prefix)) != [prefix + runtime.instance_id]:
+            await asyncio.sleep(0.01)
+    assert not closed
+    assert 'model="a"' in runtime.metrics.render()
+    requests["a"] = 0
+    await until(lambda: closed == ["a"])
+    await until(lambda: processor() is None)
+    assert 'model="a"' not in runtime.metrics.render()
+    assert not await worker.discovery.get(prefix)
+    assert runtime.health.reasons.keys() <= {"models"}
     for process in (runtime, worker):
         await process.shutdown(0)
