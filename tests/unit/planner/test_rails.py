@@ -243,6 +243,16 @@ async def test_a_restarted_planner_goes_on() -> None:
     assert "somebody set 3" in decision.bound["worker"]
 
 
+async def test_orders_to_a_deployment_that_was_started_again_do_not_count() -> None:
+    cluster = Cluster({"worker": KindState(5)})
+    decisions = [await cluster.plan(static({"worker": 5}), DEMAND)]
+    again = Cluster({"worker": KindState(1)}, now_s=60.0)
+    policy = StaticPolicy(PolicyOptions(sizes={"worker": 5}))
+    planner = ScalePlanner(policy, Rails(RailSettings()), Promise(), "another supervisor")
+    planner.resume(decisions)
+    assert [order.count for order in (await again.plan(planner, DEMAND)).orders] == [5]
+
+
 async def test_a_decision_reads_as_sentences() -> None:
     cluster = Cluster({"worker": KindState(2)})
     decision = await cluster.plan(static({"worker": 9}, RailSettings(most=4)), DEMAND)

@@ -14,10 +14,10 @@ from dynamo.operations.planner.rails import Rails, RailSettings
 from dynamo.operations.planner.values import Promise
 
 
-def make_planner(settings: Settings, **tested: Any) -> ScalePlanner:
+def make_planner(settings: Settings, source: str = "", **tested: Any) -> ScalePlanner:
     """Return the planner of the settings. `tested`: results of a backtest, as `make_policy` has."""
     rails = Rails(rail_settings(settings))
-    return ScalePlanner(make_policy(settings, **tested), rails, promise_of(settings))
+    return ScalePlanner(make_policy(settings, **tested), rails, promise_of(settings), source)
 
 
 def make_policy(

@@ -33,7 +33,10 @@ Keep = Callable[[ScaleDecision], None]
 class ScalePlanner:
     """Decides what to order. The state follows from observations and earlier decisions."""
 
-    def __init__(self, policy: ScalePolicy, rails: Rails, promise: Promise) -> None:
+    def __init__(
+        self, policy: ScalePolicy, rails: Rails, promise: Promise, source: str = ""
+    ) -> None:
+        self._source = source
         self.policy = policy
         self.rails = rails
         self.promise = promise
@@ -43,8 +46,8 @@ class ScalePlanner:
         """The results of orders since the last decision."""
 
     def resume(self, decisions: Sequence[ScaleDecision]) -> None:
-        """Go on after these decisions, oldest first."""
-        self.rails.resume(decisions)
+        """Go on after these decisions, oldest first. Orders to another source do not count."""
+        self.rails.resume(each for each in decisions if each.source == self._source)
         for decision in decisions:
             self._next_number = decision.number + 1
             for model, sample in decision.proposed.items():
@@ -84,6 +87,7 @@ class ScalePlanner:
             notes,
             orders,
             outcome,
+            self._source,
         )
 
     def _propose(

@@ -137,7 +137,8 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ScaleDecision(msgspec.Struct, frozen=True, omit_defaults=True):
     """A decision and what led to it: the sizes of the kinds, what each policy proposed, the rails
-    that bound, and the orders. `outcome` tells what came of earlier orders."""
+    that bound, and the orders. `outcome` tells what came of earlier orders. `source` names what was
+    planned: a deployment that is started again has another one."""
 
     number: int
     now_s: float
@@ -148,3 +149,4 @@ class ScaleDecision(msgspec.Struct, frozen=True, omit_defaults=True):
     notes: Sequence[str] = ()
     orders: Sequence[Order] = ()
     outcome: Sequence[str] = ()
+    source: str = ""

@@ -42,7 +42,7 @@ class PlannerService:
         self._log = PlannerLog(folder)
         self._connector: Connector = PLANNER_CONNECTORS.load(settings.planner.connector)(runtime)
         past = await runtime.clock.offload(read_decisions, folder, MAX_SAMPLES)
-        self._planner = make_planner(settings)
+        self._planner = make_planner(settings, runtime.supervisor)
         self._planner.resume(past)
         self._resume_backtest(past)
         self._figures, self._start_s = DeploymentFigures(runtime), 0.0
