@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tests.support.planner_cluster import TIMING, Cluster
 
 from dynamo.communication.discovery import open_discovery
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
@@ -120,7 +121,7 @@ class TestLocal(ConnectorConformance):
     """A supervisor with tiny real children."""
 
     @pytest.fixture
-    async def connector(self, tmp_path: Path) -> AsyncIterator[Connector]:
+    async def connector(self, tmp_path: Path) -> AsyncIterator[LocalConnector]:
         deployment = Deployment("test", tmp_path / "test")
         url = deployment.discovery_url
         runtime = replace(Settings().runtime, discovery=url, deployment="test", drain_s=5.0)
@@ -154,3 +155,17 @@ class TestLocal(ConnectorConformance):
             await asyncio.sleep(0.01)
 
         return settle
+
+    async def test_workers_of_embeddings_are_not_planned(
+        self, connector: LocalConnector, settle: Settle
+    ) -> None:
+        runtime = connector._runtime
+        embed = runtime.namespace().component("embedder").endpoint("embed")
+        supervisor = runtime.supervisor.partition("/")[0]
+        served = await embed.serve(echo, capabilities={"supervisor": f"{supervisor}/worker"})
+        assert await connector.observe() == {}
+        await served.withdraw()
+
+
+async def echo(payload: bytes, outgoing: ResponseWriter) -> None:
+    outgoing.send(payload)

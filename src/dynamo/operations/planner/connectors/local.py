@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from dynamo.core.context import Context
 from dynamo.core.errors import DECODE_ERRORS, NotFound, WorkerFailed
 from dynamo.core.values import ROLES_BY_NAME
+from dynamo.models.embedding_model import EMBED_ENDPOINT, EMBEDDING_COMPONENT
 from dynamo.operations.planner.connectors.connector import Connector
 from dynamo.operations.planner.values import KindState, Order
 from dynamo.runtime.calls.instances import Instance, decode_instance, instances_prefix
@@ -37,6 +38,8 @@ class LocalConnector(Connector):
         self._numbers: set[int] = set()
         self._roles: dict[str, str] = {}
         """The roles that processes were ordered to have."""
+        self._embedding: set[str] = set()
+        """Kinds that compute embeddings, which no policy counts."""
 
     async def observe(self) -> Mapping[str, KindState]:
         workers = await self._read()
@@ -86,11 +89,16 @@ class LocalConnector(Connector):
             owner, _, kind = str(instance.capabilities.get(SUPERVISOR_KEY)).partition("/")
             if owner == supervisor and kind in record.kinds:
                 homes[kind].append(instance)
-        return _Workers(record, homes)
+        for instance in await self._instances(EMBED_ENDPOINT, EMBEDDING_COMPONENT):
+            self._embedding.add(str(instance.capabilities.get(SUPERVISOR_KEY)).partition("/")[2])
+        kinds = {name: each for name, each in record.kinds.items() if name not in self._embedding}
+        return _Workers(replace(record, kinds=kinds), homes)
 
-    async def _instances(self, endpoint: str) -> Sequence[Instance]:
+    async def _instances(
+        self, endpoint: str, component: str = WORKER_COMPONENT
+    ) -> Sequence[Instance]:
         runtime = self._runtime
-        prefix = instances_prefix(runtime.settings.runtime.namespace, WORKER_COMPONENT, endpoint)
+        prefix = instances_prefix(runtime.settings.runtime.namespace, component, endpoint)
         records = await runtime.discovery.get(prefix)
         instances = (decode_instance(*record) for record in records.items())
         return [instance for instance in instances if instance is not None]
