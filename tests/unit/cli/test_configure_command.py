@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main
+from dynamo.operations.configure import finalists
 
 ASK = ["configure", "Qwen/Qwen3-32B", "--gpu", "h100_sxm", "--engine", "vllm", "--gpus", "8"]
 PROMISE = ["--good", "ttft=1s,tpot=30ms"]
@@ -73,6 +74,28 @@ def test_nothing_that_fits_is_exit_code_1_with_the_nearest(capsys: Captured) -> 
     assert main([*ASK, "--good", "tpot=100us"]) == 1
 
     assert "TPOT binds" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_plans_are_replayed_keeps_the_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finalists, "replay_plan", interrupt)
+
+    assert main([*ASK, *PROMISE, "--out", str(tmp_path / "plan")]) == 130
+
+    assert (tmp_path / "plan" / "serve.yaml").exists()
+    assert "Interrupted" in (tmp_path / "plan" / "why.md").read_text()
+
+
+def test_gpus_that_cannot_bear_a_rate_are_told_the_rate_that_they_bear(capsys: Captured) -> None:
+    ask = [*ASK[:6], "--gpus", "4", "--good", "tpot=30ms", "--rate"]
+    assert main([*ask, "500"]) == 1
+
+    rate = capsys.readouterr().err.split("--rate ")[1].split(",")[0]
+    assert main([*ask, rate]) == 0
 
 
 def test_rows_go_to_a_file(tmp_path: Path) -> None:
@@ -179,7 +202,9 @@ def test_wrong_input_is_told_in_a_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("services: {frontend: {}}", "unknown setting 'services'"),
+        ("services: {frontend: {}}", "has no workers that answer"),
+        ("services: [3]", "services is no mapping"),
+        ("a: [\n- b", "in line 2"),
         ("c0: 4.5", "unknown setting 'c0'"),
         ("engine: {kind: vllm, tensor_parallel_size: abc}", "wanted a number"),
         ("engine: {kind: vllm, workers: -3}", "at least 0"),

@@ -161,9 +161,10 @@ def test_written_settings_are_read_back_as_the_same_workers(
     plan, question = best(result, kind), ask()
     settings = write_yaml(files.serve_settings(plan, question, "./model"), ["note"])
     graph = write_yaml(files.graph_file(plan, question, "./model", "g"), [])
+    compose = write_yaml(files.compose_file(plan, question, "./model"), [])
 
     assert parse_config_document(settings, "serve.yaml").settings["engine.kind"].raw == "vllm"
-    for text in (settings, graph):
+    for text in (settings, graph, compose):
         path = tmp_path / "file.yaml"
         path.write_text(text)
         workers = read_configuration(path, question, worker_groups)
@@ -171,6 +172,50 @@ def test_written_settings_are_read_back_as_the_same_workers(
         assert workers.prefill_count == plan.prefill_workers
         checked = predict_plan(workers, question, predictor)
         assert checked.tpot_ms == pytest.approx(plan.tpot_ms, rel=0.35)
+
+
+def test_a_graph_of_tensorrt_llm_tells_the_format_of_its_kv(
+    tmp_path: Path, predictor: Predictor
+) -> None:
+    question = ask(engines=(find_engine("trtllm"),), kv_precision="fp8")
+    plan = Search(question, predictor).run().plans[0]
+    path = tmp_path / "graph.yaml"
+    path.write_text(write_yaml(files.graph_file(plan, question, "./model", "g"), []))
+
+    workers = read_configuration(path, ask(engines=question.engines), worker_groups)
+
+    assert workers.layout.kv_precision == "fp8"
+
+
+OLD_GRAPH = """
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoGraphDeployment
+spec:
+  services:
+    Frontend: {componentType: frontend, extraPodSpec: {mainContainer: {image: x}}}
+    Decode:
+      componentType: worker
+      replicas: 2
+      extraPodSpec:
+        mainContainer: {command: [python3, -m, dynamo.vllm], args: [--tensor-parallel-size=4]}
+    Prefill:
+      componentType: worker
+      extraPodSpec:
+        mainContainer:
+          command: [/bin/sh, -c]
+          args: ["python3 -m dynamo.vllm --model m --tensor-parallel-size 2 --is-prefill-worker"]
+"""
+
+
+def test_graphs_of_the_older_version_and_lines_for_a_shell_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(OLD_GRAPH)
+
+    workers = read_configuration(path, ask(), worker_groups)
+
+    assert (workers.count, workers.layout.tensor) == (2, 4)
+    assert workers.prefill_layout is not None
+    assert (workers.prefill_count, workers.prefill_layout.tensor) == (1, 2)
 
 
 def test_the_graph_has_a_component_for_each_kind_of_worker(result: SearchResult) -> None:

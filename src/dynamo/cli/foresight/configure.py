@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,13 +44,22 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.operations.configure.search import Search
 
     result = Search(question, predictor).run()
+    if not result.plans and result.interrupted:
+        print("interrupted before a plan was found", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if not result.plans:
         text, hint = explain_failure(result, question)
         print(f"{text}\nhint: {hint}", file=sys.stderr)
-        return EXIT_INTERRUPTED if result.interrupted else 1
+        return 1
     if args.json != "-":
         _print_found(result, question)
-    replayed = [] if result.interrupted else replay_finalists(result, question, predictor)
+    replayed: list[Replayed] = []
+    if not result.interrupted:
+        try:
+            replayed.extend(replay_finalists(result, question, predictor))
+        except KeyboardInterrupt:
+            result = msgspec.structs.replace(result, interrupted=True)
+            print("interrupted: not all finalists were replayed", file=sys.stderr)
     if args.json:
         _write_json(args.json, {"plans": result.plans, "replayed": replayed})
     if args.out:
@@ -199,19 +208,17 @@ def _print_found(result: SearchResult, question: Question) -> None:
 
 def replay_finalists(
     result: SearchResult, question: Question, predictor: Predictor
-) -> Sequence[Replayed]:
+) -> Iterator[Replayed]:
     """Replay the best plan of each kind, and its workers as flexible ones."""
     from dynamo.operations.configure.finalists import replay_plan
 
-    results = []
     for kind in ("aggregated", "disaggregated"):
         best = next((plan for plan in result.plans if plan.kind == kind), None)
         if best is None:
             continue
-        results.append(replay_plan(best, question, predictor))
+        yield replay_plan(best, question, predictor)
         if best.prefill_layout is None and best.replicas > 1:
-            results.append(replay_plan(best, question, predictor, flexible=True))
-    return results
+            yield replay_plan(best, question, predictor, flexible=True)
 
 
 def _write_files(
@@ -263,14 +270,17 @@ def _write_files(
 def _check(args: argparse.Namespace, question: Question, predictor: Predictor) -> int:
     """Predict a given configuration. Returns 1 if it breaks the promise."""
     from dynamo.operations.configure.checking import predict_plan
-    from dynamo.operations.configure.report import table_rows
+    from dynamo.operations.configure.report import promise_text, table_rows
 
     plan = predict_plan(_read_checked(args, question), question, predictor)
     if args.json:
         _write_json(args.json, plan)
     if args.json != "-":
         print("\n".join(format_table(table_rows([plan]))))
-    return 0 if plan.misses(question) <= 1 else 1
+    if plan.misses(question) <= 1:
+        return 0
+    print(f"these workers do not keep {promise_text(question)} at any batch", file=sys.stderr)
+    return 1
 
 
 def _read_checked(args: argparse.Namespace, question: Question) -> Workers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings, resolve_settings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.operations.configure.catalogue import engines, family_of
-from dynamo.operations.configure.files import HEADROOM
+from dynamo.operations.configure.files import FP8_KV, HEADROOM
 from dynamo.operations.configure.measured import MeasuredRow
 from dynamo.operations.configure.plans import (
     MOST_GPUS,
@@ -43,10 +43,10 @@ class WorkerGroup(Protocol):
 def read_configuration(
     path: Path, question: Question, groups_of: Callable[[Settings], Sequence[WorkerGroup]]
 ) -> Workers:
-    """Read the workers of settings for `dynamo serve`, by their groups, or of a
-    DynamoGraphDeployment. Raises `ConfigError`, also for workers that cannot be."""
+    """Read the workers of settings for `dynamo serve`, by their groups, of a
+    DynamoGraphDeployment, or of a compose file. Raises `ConfigError`, also for impossible ones."""
     content = read_yaml(path)
-    if content.get("kind") == "DynamoGraphDeployment":
+    if content.get("kind") == "DynamoGraphDeployment" or "services" in content:
         return _by_role(path, _read_graph(path, content, question), question)
     settings = resolve_settings(document=(path.read_text(), str(path))).settings
     by_role: dict[str, tuple[Layout, int, int]] = {}
@@ -81,7 +81,10 @@ def _by_role(
         check_layout(question, layout)
     answering = next((by_role[role] for role in ANSWERING if role in by_role), None)
     if answering is None:
-        raise ConfigError(f"{path} has no workers of {', '.join(engines())} that answer")
+        modules = ", ".join(own.module for own in engines().values())
+        raise ConfigError(
+            f"{path} has no workers that answer", hint=f"engines with times are {modules}"
+        )
     ahead = by_role.get("prefill")
     return Workers(*answering, *(ahead[:2] if ahead else ()))
 
@@ -90,20 +93,42 @@ def _read_graph(
     path: Path, content: Mapping[str, Any], question: Question
 ) -> Mapping[str, tuple[Layout, int, int]]:
     by_role: dict[str, tuple[Layout, int, int]] = {}
-    for component in _sections(_section(content, "spec"), "components"):
-        pod = _section(_section(component, "podTemplate"), "spec")
-        for container in _sections(pod, "containers"):
-            words = [
-                *map(str, container.get("command") or ()),
-                *map(str, container.get("args") or ()),
-            ]
-            module = next((word for word in words if word.startswith("dynamo.")), "")
-            engine = next((name for name, own in engines().items() if own.module == module), "")
-            if engine:
-                role = "prefill" if "prefill" in words else str(component.get("type", "worker"))
-                layout, seqs = _read_words(path, words, engine, question)
-                by_role[role] = (layout, _number(path, component.get("replicas", 1)), seqs)
+    for kind, replicas, container in _containers(content):
+        parts = [container.get(name) or () for name in ("command", "args")]
+        lines = [line for part in parts for line in ([part] if isinstance(part, str) else part)]
+        words = [word for line in lines for word in _split_words(str(line))]
+        module = next((word for word in words if word.startswith("dynamo.")), "")
+        engine = next((name for name, own in engines().items() if own.module == module), "")
+        if engine:
+            ahead = kind == "prefill" or not {"prefill", "--is-prefill-worker"}.isdisjoint(words)
+            role = "prefill" if ahead else "worker"
+            layout, seqs = _read_words(path, words, engine, question)
+            known = by_role[role][1] if role in by_role else 0
+            by_role[role] = (layout, known + _number(path, replicas), seqs)
     return by_role
+
+
+def _containers(content: Mapping[str, Any]) -> Iterator[tuple[str, object, Mapping[str, Any]]]:
+    """Yield the kind, number and container of the parts of a graph (v1beta1 has components,
+    v1alpha1 services) and of a compose file."""
+    spec = _section(content, "spec")
+    for part in _sections(spec, "components"):
+        pod = _section(_section(part, "podTemplate"), "spec")
+        for container in _sections(pod, "containers"):
+            yield str(part.get("type")), part.get("replicas", 1), container
+    for part in _section(spec, "services").values():
+        pod = _section(_mapping(part, "a service"), "extraPodSpec")
+        kind = part.get("subComponentType") or part.get("componentType")
+        yield str(kind), part.get("replicas", 1), _section(pod, "mainContainer")
+    for part in _section(content, "services").values():
+        yield "", 1, _mapping(part, "a service")
+
+
+def _split_words(line: str) -> Sequence[str]:
+    """Return the words of a flag with its value, or of a line for a shell."""
+    if re.match("--[a-z-]+=", line):
+        return line.split("=", 1)
+    return line.split() if re.search(r"-m\s+dynamo\.", line) else [line]
 
 
 def _read_words(
@@ -120,9 +145,9 @@ def _read_words(
         engine=engine,
         tensor=max(value("tp", 1), data),
         stages=value("pp", 1),
-        attention_dp=data > 1,
+        attention_dp=data > 1 or "--enable-attention-dp" in words,
         split_experts=flags.get("ep", "") in words,
-        kv_precision="fp8" if "fp8" in words else _own_kv(question),
+        kv_precision="fp8" if FP8_KV in words or "fp8" in words else _own_kv(question),
     )
     return layout, value("seqs", DEFAULT_SEQS)
 
@@ -132,7 +157,10 @@ def _own_kv(question: Question) -> str:
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = content.get(name) or {}
+    return _mapping(content.get(name) or {}, name)
+
+
+def _mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is no mapping")
     return value

@@ -12,6 +12,8 @@ STEP_TOKENS = 8192
 HEADROOM = 1.25
 """Sequences that an engine may run, over those of the plan."""
 FRONTEND_PORT = 8000
+FP8_KV = '{"kv_cache_config": {"dtype": "fp8"}}'
+"""The value of TensorRT-LLM's flag for an fp8 KV cache."""
 
 
 def serve_settings(plan: Plan, question: Question, model: str) -> Mapping[str, Any]:
@@ -92,6 +94,7 @@ def worker_command(layout: Layout, plan: Plan, question: Question, model: str) -
     """Return the command of a worker in Dynamo's images."""
     engine = engines()[layout.engine]
     flag = engine.flags
+    short = FP8_KV if layout.engine == "trtllm" else "fp8"
     own = [
         ("model", model),
         ("tp", str(_tensor(layout))),
@@ -99,14 +102,15 @@ def worker_command(layout: Layout, plan: Plan, question: Question, model: str) -
         ("seqs", str(most_seqs(plan))),
         ("tokens", str(max(STEP_TOKENS, most_seqs(plan)))),
         ("context", str(context_tokens(question))),
-        ("kv", "fp8" if layout.kv_precision == "fp8" else ""),
+        ("kv", short if layout.kv_precision == "fp8" else ""),
         ("dp", str(layout.tensor) if layout.attention_dp and "dp" in flag else ""),
     ]
     words = [part for name, value in own if value and name in flag for part in (flag[name], value)]
     if layout.split_experts:
         words += [flag["ep"], *([] if layout.engine == "vllm" else [str(layout.tensor)])]
-    if layout.attention_dp and layout.engine == "sglang":
-        words.append("--enable-dp-attention")
+    if layout.attention_dp and layout.engine != "vllm":
+        sglang = layout.engine == "sglang"
+        words.append("--enable-dp-attention" if sglang else "--enable-attention-dp")
     return ["python3", "-m", engine.module, *words]
 
 
@@ -199,12 +203,11 @@ def graph_file(plan: Plan, question: Question, model: str, name: str) -> Mapping
         if nodes > 1:
             component["multinode"] = {"nodeCount": nodes}
         components.append(component)
-    framework = "trtllm" if plan.layout.engine == "trtllm" else plan.layout.engine
     return {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
         "metadata": {"name": name},
-        "spec": {"backendFramework": framework, "components": components},
+        "spec": {"backendFramework": plan.layout.engine, "components": components},
     }
 
 

@@ -19,7 +19,7 @@ from dynamo.operations.configure.cases import CaseArrays
 from dynamo.operations.configure.files import STEP_TOKENS, most_seqs
 from dynamo.operations.configure.plans import Plan, Question
 from dynamo.operations.configure.predictor import Predictor
-from dynamo.operations.configure.search import Search
+from dynamo.operations.configure.search import MOST_WORKERS, Search
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.trace import (
@@ -159,17 +159,20 @@ def _limit(milliseconds: float) -> float:
 
 
 def _groups(plan: Plan, question: Question, predictor: Predictor) -> list[ReplayGroup]:
-    """Return two workers of an aggregated plan, or the smallest unit that a plan repeats."""
+    """Return two workers of an aggregated plan, or the smallest unit that a plan repeats, of at
+    most `MOST_WORKERS` of a kind."""
     info = _engine(plan, question)
     timing = step_timing(plan, question, predictor)
     if plan.prefill_layout is None:
         return [ReplayGroup(min(2, plan.replicas), info, timing)]
-    units = math.gcd(plan.replicas, plan.prefill_workers)
+    counts = (plan.replicas, plan.prefill_workers)
+    units = max(math.gcd(*counts), max(counts) / MOST_WORKERS)
+    answering, computing = (max(1, round(count / units)) for count in counts)
     ahead = step_timing(plan, question, predictor, prefill=True)
     decode, prefill = (msgspec.structs.replace(info, roles=(role,)) for role in SPLIT_ROLES)
     return [
-        ReplayGroup(plan.replicas // units, decode, timing),
-        ReplayGroup(plan.prefill_workers // units, prefill, ahead),
+        ReplayGroup(answering, decode, timing),
+        ReplayGroup(computing, prefill, ahead),
     ]
 
 

@@ -10,6 +10,7 @@ from dynamo.operations.configure.plans import Plan, Question
 from dynamo.operations.configure.search import SearchResult
 
 PARETO_INCHES = (8.0, 5.0)
+LONG_MS = 1000
 ENOUGH = 0.8
 """Share of answers in time from which on a replay keeps the promise."""
 REPLAY_NOTE = (
@@ -80,8 +81,13 @@ def explain_failure(result: SearchResult, question: Question) -> tuple[str, str]
     over_ttft = nearest.ttft_ms / question.ttft_ms
     over_tpot = nearest.tpot_ms / question.tpot_ms
     if max(over_ttft, over_tpot) <= 1:
-        text = f"{question.gpus} {question.gpu.name} bear at most {nearest.rate:.2f} requests/s"
-        return text, f"--rate {nearest.rate:.2f}, or more GPUs"
+        most = nearest.rate / nearest.gpus * question.gpus
+        if nearest.prefill_layout is None:
+            workers = question.gpus // nearest.layout.gpus
+            most = nearest.rate / nearest.replicas * workers
+        most = math.floor(100 * most) / 100
+        text = f"{question.gpus} {question.gpu.name} bear at most {most:g} requests/s"
+        return text, f"--rate {most:g}, or more GPUs"
     what = "TTFT" if over_ttft > over_tpot else "TPOT"
     text = (
         f"nothing keeps {promise_text(question)}: {what} binds. The nearest is "
@@ -108,7 +114,11 @@ def why_text(
         f"# {question.shape.name} on {question.gpu.name}",
         f"Asked: {_asked(question)}.",
         f"Chosen: {_plan_text(best)}.",
-        *(["The search was interrupted: better plans may exist."] if result.interrupted else []),
+        *(
+            ["Interrupted: better plans may exist, or replays are missing."]
+            if result.interrupted
+            else []
+        ),
         _list(_facts(best, question, price)),
         "## Memory of a GPU",
         _list(_memory(best, question)),
@@ -201,7 +211,10 @@ def _other_text(plan: Plan) -> str:
 
 
 def _with_bar(value: float, bar: tuple[float, float]) -> str:
-    return f"{value:.4g} ms ({bar[0]:.4g} to {bar[1]:.4g})"
+    short, low, high = (
+        f"{time:.0f}" if time >= LONG_MS else f"{time:.4g}" for time in (value, *bar)
+    )
+    return f"{short} ms ({low} to {high})"
 
 
 def _asked(question: Question) -> str:

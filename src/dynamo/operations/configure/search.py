@@ -58,7 +58,11 @@ class Search:
         except KeyboardInterrupt:
             interrupted = True
         good = [plan for plan in points if plan.misses(question) <= 1 and self._bears(plan)]
-        nearest = min(points, key=lambda plan: plan.misses(question), default=None)
+        nearest = min(
+            points,
+            key=lambda plan: (max(1.0, plan.misses(question)), -plan.rate / plan.gpus),
+            default=None,
+        )
         return SearchResult(self._rank(good), points, nearest, interrupted)
 
     def case(self, layout: Layout, concurrency: float) -> Case:

@@ -16,7 +16,9 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
+        if mark := getattr(error, "problem_mark", None):
+            reason = f"{reason} in line {mark.line + 1}"
         raise ConfigError(f"cannot read {path}: {reason}", hint="name a YAML file") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no mapping of names to values")
