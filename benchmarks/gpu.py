@@ -26,7 +26,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+MINUTES = 8.0
 PART_S = {"card": 120, "live": 240, "qwen": 120, "llama": 240}
+"""The limits of the parts in a run of so many minutes."""
 
 
 def run_part(part: str, args: argparse.Namespace, limit_s: float) -> list[dict[str, Any]]:
@@ -100,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny models and sizes")
     parser.add_argument("--parts", default=",".join(PART_S), help="default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=8.0, help="limit of the whole run")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="limit of the whole run")
     parser.add_argument("--out", default="gpu.json", help="file of figures; default: %(default)s")
     parser.add_argument("--folder", default="", help="for the models; default: a temporary folder")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
@@ -128,7 +130,8 @@ def main() -> int:
         for part in args.parts.split(","):
             left_s = end - time.monotonic()
             if left_s > 20:
-                steps += run_part(part, args, min(PART_S.get(part, 60), left_s))
+                limit_s = PART_S.get(part, 60) * args.minutes / MINUTES
+                steps += run_part(part, args, min(limit_s, left_s))
             else:
                 detail = "the time of the run is over"
                 steps.append({"step": part, "state": "skipped", "detail": detail})

@@ -122,11 +122,11 @@ def part_live(bench: Bench) -> None:
         bench.step("live: roles apart on one device"),
         Deployment(bench, "roles", *flags, "--disagg", "always") as roles,
     ):
+        wait_for_transfers(roles)
         check_text(roles.chat(prompt, 32), text)
-        names = ("dynamo_transfer_bytes_total", "dynamo_transfer_seconds_sum")
-        before = [roles.metric(name) for name in names]
+        before = transfers(roles)
         roles.chat("a" * bench.size(8192, 400), 2)
-        moved, took_s = (roles.metric(n) - was for n, was in zip(names, before, strict=True))
+        moved, took_s = (now - was for now, was in zip(transfers(roles), before, strict=True))
         assert moved, "no KV block moved"
         assert roles.metric('dynamo_transfer_bytes_total{backend="shm"}'), "blocks moved by TCP"
         least = 0.6 * bench.speeds["copy"] / 2
@@ -144,6 +144,21 @@ def part_live(bench: Bench) -> None:
         assert loaded, "no block came from the tier"
     with bench.step("live: tensor parallel 2, and kill -9 of a rank"):
         ask_ranks(bench, prompt, text)
+
+
+def transfers(roles: Deployment) -> list[float]:
+    """Return the bytes of KV blocks that moved between workers, and the seconds."""
+    return [roles.metric(f"dynamo_transfer_{name}") for name in ("bytes_total", "seconds_sum")]
+
+
+def wait_for_transfers(roles: Deployment) -> None:
+    """Ask until a prompt's blocks come from the prefill worker. A deployment serves as soon as it
+    has a decode worker, which computes prompts itself until then."""
+    end, number = time.monotonic() + 90, 0
+    while not transfers(roles)[0]:
+        assert time.monotonic() < end, "no KV block moved"
+        number += 1
+        roles.chat(f"{number} " * 100, 2)  # one token would need no hand-over
 
 
 def ask_two(bench: Bench, two: Deployment, prompt: str) -> str:

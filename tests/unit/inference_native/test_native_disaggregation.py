@@ -40,6 +40,9 @@ class EnginePeer(PrefillPeer):
     async def connect(self, rank: int) -> RegionPeer:
         return self._region
 
+    def limit_s(self, tokens: int) -> float:
+        return 100.0  # a busy machine fails no prompt
+
     async def prefill(
         self,
         rank: int,

@@ -92,3 +92,11 @@ def open_engine(
 def make_engine(tiny_llama: Path) -> MakeEngine:
     """Return `make_engine(dtype, cache, **settings)` over the tiny Llama."""
     return lambda *args, **settings: open_engine(tiny_llama, *args, **settings)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split decoding into few parts: Triton's interpreter takes milliseconds a program."""
+    from dynamo.inference.torch import kernels
+
+    monkeypatch.setattr(kernels, "PROGRAMS", 12)

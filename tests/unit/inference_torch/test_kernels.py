@@ -15,7 +15,10 @@ from dynamo.inference.model_runner import StepChunk
 
 torch = pytest.importorskip("torch", reason="make test-torch installs PyTorch")
 pytest.importorskip("triton", reason="make test-torch installs Triton")
-pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # the interpreter's exp
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),  # the interpreter's exp
+    pytest.mark.usefixtures("few_programs"),
+]
 
 SEQUENCES = {
     "one token": [(0, 1)],
@@ -28,14 +31,6 @@ SEQUENCES = {
 SHAPES = [(4, 4, 64), (4, 2, 80), (8, 2, 128), (8, 1, 64), (6, 2, 16)]
 """(query heads, kv heads, head_dim)"""
 BLOCK_TOKENS = 16
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split decoding into few parts: the interpreter takes milliseconds a program."""
-    from dynamo.inference.torch import kernels
-
-    monkeypatch.setattr(kernels, "PROGRAMS", 12)
 
 
 def make_case(shape: tuple[int, int, int], sequences: list[tuple[int, int]]) -> Any:
