@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import Deployment, free_port, until
@@ -311,3 +312,23 @@ def test_every_process_has_a_status_port(
                 assert body
                 if path == "/health":
                     json.loads(body)
+
+
+def test_a_standby_worker_takes_the_place_of_a_killed_one(
+    start: Callable[..., Deployment], tiny_model: Path
+) -> None:
+    deployment = start("out=mock", tiny_model, "--standby", 1, *FAST)
+
+    def named(name: str, state: str) -> dict[str, Any] | None:
+        listed = deployment.processes()
+        return next((p for p in listed if (p["name"], p["state"]) == (name, state)), None)
+
+    standby = until(lambda: named("worker-standby-1", "standby"))
+    chosen = chosen_worker(deployment)
+    (worker,) = [p for p in deployment.processes() if p["instance"] == chosen]
+    assert worker["name"] == "worker"
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert chosen_worker(deployment) == standby["instance"]
+    serving = until(lambda: named("worker", "ready"))
+    assert (serving["pid"], serving["restarts"]) == (standby["pid"], 1)
+    assert until(lambda: named("worker-standby-1", "standby"))["pid"] != standby["pid"]

@@ -145,8 +145,13 @@ class EngineWorker:
         return self._card
 
     async def _start_engine(self, component: Component) -> EngineInfo:
-        roles = ROLES_BY_NAME[self._runtime.settings.engine.role]
         info = await self._engine.start()
+        if self._runtime.stand_by is not None:
+            await answer_probe(self._engine)  # its first step takes longer
+            await self._runtime.stand_by()
+            self._check_role(self._runtime.settings.engine.role)
+            self._runtime.role = worker_role(self._runtime.settings.engine.role)
+        roles = ROLES_BY_NAME[self._runtime.settings.engine.role]
         self._features = info.features
         sends_events = any(
             type(rank).on_kv_events is not EngineRank.on_kv_events for rank in self._engine.ranks
@@ -235,13 +240,7 @@ class EngineWorker:
             raise InvalidRequest(
                 f"there is no role {name!r}", hint=f"known: {', '.join(ROLES_BY_NAME)}"
             )
-        kind = self._runtime.settings.engine.kind
-        check_role(kind, name)
-        if name != "both" and kind in ENGINES_WITH_CONNECTORS and not self._engine.kv_connector:
-            raise InvalidRequest(
-                f"this worker cannot have the role {name}: its engine started without a connector",
-                hint="start it with the role prefill or decode, which may be changed later",
-            )
+        self._check_role(name)
         self._prefill.set_roles(roles)
         for rank in self._engine.ranks:
             if rank.timing_learner is not None:
@@ -249,6 +248,15 @@ class EngineWorker:
         await self._announce_engine(roles=roles)
         await self._runtime.set_role(worker_role(name))
         outgoing.send(payload)
+
+    def _check_role(self, name: str) -> None:
+        kind = self._runtime.settings.engine.kind
+        check_role(kind, name)
+        if name != "both" and kind in ENGINES_WITH_CONNECTORS and not self._engine.kv_connector:
+            raise InvalidRequest(
+                f"this worker cannot have the role {name}: its engine started without a connector",
+                hint="start it with the role prefill or decode, which may be changed later",
+            )
 
     async def _announce_adapters(self) -> None:
         adapters = self._engine.adapters

@@ -59,7 +59,8 @@ class DistributedRuntime:
     supervisor and this kind of process, or is empty; the supervisor reserves the HTTP port, which
     is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop;
     a component may call it before the process is ready. `shared_memory` is what processes of a
-    supervisor share. `on_leaving(drain_s)` runs before the
+    supervisor share. `stand_by` is set in a standby process; a component calls it before it serves,
+    and it returns when the process is to serve. `on_leaving(drain_s)` runs before the
     shutdown of a process whose clients can go to others. `shutdown` closes the `clients`."""
 
     discovery: Discovery
@@ -108,6 +109,7 @@ class DistributedRuntime:
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
         self.report_models: Callable[[Mapping[str, str]], None] = lambda _: None
+        self.stand_by: Callable[[], Awaitable[None]] | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
         self.clients: set[Client] = set()

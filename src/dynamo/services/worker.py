@@ -115,6 +115,8 @@ async def _serve_embeddings(runtime: DistributedRuntime, files: ModelFiles) -> N
         source=files.source,
     )
     worker = EmbeddingServer(files.path, model, card)
+    if runtime.stand_by is not None:
+        await runtime.stand_by()
     await worker.attach(runtime)
     runtime.add_shutdown_hook(worker.close)
     runtime.health.set_healthy(MODEL_HEALTH_KEY)

@@ -8,7 +8,7 @@ from dynamo.core.errors import InternalError
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
-from dynamo.runtime.processes.child import RestartBackoff
+from dynamo.runtime.processes.restart_backoff import RestartBackoff
 
 
 def test_the_lifecycle_of_a_component() -> None:

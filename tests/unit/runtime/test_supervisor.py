@@ -170,7 +170,7 @@ async def test_a_crash_loop_is_logged_as_an_error(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.processes.child.RESTART_DELAY_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.processes.restart_backoff.RESTART_DELAY_S", 0.001)
     supervisor = supervise(spec("sys.exit(7)"))
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())

@@ -75,7 +75,7 @@ async def test_the_record_follows_starts_deaths_and_stops(
 async def test_a_process_that_waits_for_its_restart_keeps_its_row(
     spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.processes.child.RESTART_DELAY_S", 1000.0)
+    monkeypatch.setattr("dynamo.runtime.processes.restart_backoff.RESTART_DELAY_S", 1000.0)
     supervisor = supervise(spec(SERVE, "worker-1"))
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -96,7 +96,7 @@ async def test_a_process_that_waits_for_its_restart_keeps_its_row(
 async def test_a_crash_loop_is_announced(
     spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.processes.child.RESTART_DELAY_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.processes.restart_backoff.RESTART_DELAY_S", 0.001)
     supervisor = supervise(spec("sys.exit(7)", "worker"))
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())

@@ -21,6 +21,14 @@ class EngineSettings(SettingsSection, frozen=True):
         aliases=("model.engine",),
     )
     workers: int = setting(1, "worker processes", flag="--workers", ge=0)
+    standby: int = setting(
+        0,
+        "processes of each kind of worker that have loaded the model, serve nothing, and take the "
+        "place of one that dies",
+        flag="--standby",
+        ge=0,
+        le=64,
+    )
     role: str = setting(
         "both",
         "what the workers compute: prompts for other workers (prefill), answers (decode), or both; "

@@ -159,8 +159,7 @@ def _prepare_layer(weights: ModelWeights, backend: ArrayBackend, index: int) -> 
     for name, matrices in zip(before, ((query, key, value), (gate, up)), strict=True):
         for each in matrices if name else ():
             backend.scale(each, backend.prepare_vector(vector(name)))
-    biases = (query_bias, key_bias, value_bias)
-    sizes = (len(query), len(key), len(value))
+    biases, sizes = (query_bias, key_bias, value_bias), (len(query), len(key), len(value))
     return DecoderLayer(
         qkv=backend.prepare_matrix(query, key, value, bias=_join_biases(biases, sizes)),
         out=backend.prepare_matrix(out, bias=out_bias),

@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from dynamo.core.clock import Backoff, Clock
+from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
-from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
+from dynamo.runtime.processes.exit_status import (
+    count_oom_kills,
+    describe_exit,
+    killed_by_oom,
+    wait_for_pid,
+)
 from dynamo.runtime.processes.parent_pipe import (
     PING,
     PING_ANSWER,
@@ -29,45 +35,17 @@ from dynamo.runtime.processes.parent_pipe import (
     ChildReport,
     ChildStart,
 )
+from dynamo.runtime.processes.restart_backoff import RestartBackoff
 from dynamo.runtime.processes.watchdog import KILL_AFTER_S, Watchdog
 from dynamo.runtime.shared_memory import SharedMemoryBroker
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 << 10
-RESTART_DELAY_S = 0.1
-MAX_RESTART_DELAY_S = 10.0
-CRASH_LOOP_DEATHS = 5
-"""A child that died this many times in a row before it served is in a crash loop."""
-CRASH_LOOP_MAX_DELAY_S = 60.0
 HUNG_EXIT_TEXT = f"SIGKILL: its event loop did not answer for {KILL_AFTER_S:g} s"
 OUTPUT_GRACE_S = 0.2
 """The output of a dead process is read until its end, or for this time. A process that the dead one
 started in a session of its own may hold the pipe."""
-BACKOFF_RESET_S = 10.0
-"""Serving for this time resets the delay to `RESTART_DELAY_S`."""
-
-
-class RestartBackoff:
-    """Computes the restart delay, whose limit is higher in a crash loop."""
-
-    def __init__(self) -> None:
-        self._backoff = Backoff(RESTART_DELAY_S, MAX_RESTART_DELAY_S)
-        self.deaths_before_ready = 0
-
-    def next_delay_s(self, served_s: float) -> float:
-        """Record a death after serving for `served_s` (0: never). Returns the seconds to wait."""
-        if served_s >= BACKOFF_RESET_S:
-            self._backoff.reset()
-        self.deaths_before_ready = 0 if served_s > 0 else self.deaths_before_ready + 1
-        self._backoff.max_s = CRASH_LOOP_MAX_DELAY_S if self.crash_looping else MAX_RESTART_DELAY_S
-        return self._backoff.next_s()
-
-    @property
-    def crash_looping(self) -> bool:
-        """Whether the process repeatedly died before it served."""
-        return self.deaths_before_ready >= CRASH_LOOP_DEATHS
-
 
 CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -77,8 +55,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
     role needs beside the settings. `cards` are the accelerators that the process may use; without
     any, its environment says which. `model` is the id of the model that a worker serves, "" if only
-    its server knows it. `command` replaces `dynamo _child ROLE` and gets the same
-    standard input."""
+    its server knows it. A `standby` process takes the place of another one that dies. `command`
+    replaces `dynamo _child ROLE` and gets the same standard input."""
 
     role: str
     name: str
@@ -89,6 +67,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     cards: tuple[str, ...] = ()
     model: str = ""
     command: tuple[str, ...] = ()
+    standby: bool = False
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -139,7 +118,15 @@ class ChildProcess:
         self._started_at = 0.0
         self._ready_at: float | None = None
         self._notice = ChildNotice()
+        self._worker_role = ""
         self._stdin_writer: asyncio.StreamWriter | None = None
+
+    @property
+    def _settings(self) -> Settings:
+        """The settings of the process, with the role that an order has given to it."""
+        settings = self.spec.settings
+        role = self._worker_role or settings.engine.role
+        return replace(settings, engine=replace(settings.engine, role=role))
 
     @property
     def instance(self) -> str:
@@ -166,6 +153,8 @@ class ChildProcess:
     @property
     def unhealthy_reason(self) -> str:
         """Why the process does not serve, or an empty string."""
+        if self.spec.standby:
+            return ""
         if self.hung:
             return f"its event loop does not answer; it is killed after {KILL_AFTER_S:g} s"
         if self.ready:
@@ -186,8 +175,8 @@ class ChildProcess:
                 return
             self.restarts += 1
             self.last_exit = exit_text
-            self._on_death(self)
             fields = {"name": self.spec.name, "instance": self.instance, "exit": exit_text}
+            self._on_death(self)
             self.report = ChildReport()
             await self._wait_before_restart(fields, self._backoff.next_delay_s(served_s))
 
@@ -203,16 +192,27 @@ class ChildProcess:
 
     def notify_preparing(self, preparing: str) -> None:
         """Tell the process, now and after each restart, what the deployment waits for."""
-        self._send_notice(msgspec.structs.replace(self._notice, preparing=preparing))
+        self._send_notice(replace(self._notice, preparing=preparing))
 
     def reload_settings(self, settings: Settings) -> None:
         """Send reloaded settings to the process and use them after each restart."""
-        self.spec = msgspec.structs.replace(self.spec, settings=settings)
-        self._send_notice(msgspec.structs.replace(self._notice, settings=settings))
+        self.spec = replace(self.spec, settings=settings)
+        self._send_notice(replace(self._notice, settings=settings))
+
+    def exchange_places(self, dead: ChildProcess) -> None:
+        """Serve in the place of a dead process, which is started again as a standby process. Each
+        keeps its devices."""
+        own, place = self.spec, dead.spec
+        self.spec, dead.spec = _with_devices(place, own), _with_devices(own, place)
+        self.restarts, dead.restarts = dead.restarts, self.restarts
+        self.last_exit, dead.last_exit = dead.last_exit, self.last_exit
+        self._worker_role, dead._worker_role = dead._worker_role, ""
+        dead._notice = replace(dead._notice, place="", settings=None)
+        self._send_notice(replace(self._notice, settings=self._settings, place=place.name))
 
     def notify_leaving(self) -> None:
         """Tell the process before it is stopped that its clients can go to others."""
-        self._send_notice(msgspec.structs.replace(self._notice, leaving=True))
+        self._send_notice(replace(self._notice, leaving=True))
 
     def _send_notice(self, notice: ChildNotice) -> None:
         self._notice = notice
@@ -309,7 +309,13 @@ class ChildProcess:
         reader, writer = await asyncio.open_connection(sock=parent_end)
         spec = self.spec
         start = ChildStart(
-            spec.settings, spec.name, os.getpid(), spec.task, self._supervisor_id, memory_fd
+            self._settings,
+            spec.name,
+            os.getpid(),
+            spec.task,
+            self._supervisor_id,
+            memory_fd,
+            spec.standby,
         )
         writer.write(msgspec.json.encode(start) + b"\n")
         self._stdin_writer = writer
@@ -334,7 +340,7 @@ class ChildProcess:
     async def _wait_for_exit(
         self, process: subprocess.Popen[bytes], output: asyncio.Timeout
     ) -> None:
-        await _wait_for_pid(process.pid)
+        await wait_for_pid(process.pid)
         self.send_signal(signal.SIGKILL)  # kills processes that it left in its group
         output.reschedule(asyncio.get_running_loop().time() + OUTPUT_GRACE_S)
 
@@ -342,7 +348,8 @@ class ChildProcess:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 if line.startswith(PING_ANSWER):
-                    self._on_ping_answer()
+                    if self._watchdog.on_answer():
+                        self._on_change(self)
                     self.calls = int(line[len(PING_ANSWER) :].rstrip(b'"\n') or 0)
                     continue
                 try:
@@ -350,17 +357,17 @@ class ChildProcess:
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     log.warning("unreadable report", extra={"fields": {"name": self.spec.name}})
                     continue
-                if self.report.state == "ready" and self._ready_at is None:
-                    self._ready_at = self._clock.now()
-                    self.start_s = self._ready_at - self._started_at
-                    self.crash_loop_reason = ""
+                self._on_report()
                 self._on_change(self)
 
-    def _on_ping_answer(self) -> None:
-        was_hung = self._watchdog.hung
-        self._watchdog.on_answer()
-        if was_hung:
-            self._on_change(self)
+    def _on_report(self) -> None:
+        state, now = self.report.state, self._clock.now()
+        self._worker_role = self.report.worker_role or self._worker_role
+        if state in {"ready", "standby"} and self._started_at:
+            self.start_s, self._started_at = now - self._started_at, 0.0
+        if state == "ready" and self._ready_at is None:
+            self._ready_at = now
+            self.crash_loop_reason = ""
 
     async def _read_logs(self, process: subprocess.Popen[bytes]) -> None:
         reader = asyncio.StreamReader()
@@ -383,14 +390,7 @@ class ChildProcess:
                     self._on_line(self.spec.name, rest)
 
 
-async def _wait_for_pid(pid: int) -> None:
-    """Return when the child `pid` has died, without reaping it."""
-    loop = asyncio.get_running_loop()
-    died = asyncio.Event()
-    fd = os.pidfd_open(pid)
-    loop.add_reader(fd, died.set)
-    try:
-        await died.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+def _with_devices(spec: ChildSpec, owner: ChildSpec) -> ChildSpec:
+    """Return a spec with the devices of another one."""
+    engine = replace(spec.settings.engine, device_ids=owner.settings.engine.device_ids)
+    return replace(spec, settings=replace(spec.settings, engine=engine), cards=owner.cards)

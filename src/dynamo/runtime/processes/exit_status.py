@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -65,3 +67,16 @@ def _read_counter(file: Path, name: str) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.split()[:1] == [name])
+
+
+async def wait_for_pid(pid: int) -> None:
+    """Return when the child `pid` has died, without reaping it."""
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop.add_reader(fd, died.set)
+    try:
+        await died.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

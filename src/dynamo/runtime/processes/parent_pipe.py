@@ -34,7 +34,8 @@ SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run
 class ChildStart(msgspec.Struct, frozen=True):
     """The first message to a child. `supervisor` is the pid of the sender, and `supervisor_id` its
     instance id in discovery. `task` is what the child's role needs beside the settings.
-    `memory_fd` is the child's socket for shared memory, or -1."""
+    `memory_fd` is the child's socket for shared memory, or -1. A `standby` process serves nothing
+    before a notice names its `place`."""
 
     settings: Settings
     name: str
@@ -42,22 +43,26 @@ class ChildStart(msgspec.Struct, frozen=True):
     task: dict[str, Any] = {}
     supervisor_id: str = ""
     memory_fd: int = -1
+    standby: bool = False
 
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A later message to a child. `preparing` is what the deployment waits for, or empty.
     `settings` are reloaded settings; None leaves those of the start message. `leaving`: the process
-    will be stopped, and its clients can go to others."""
+    will be stopped, and its clients can go to others. `place`: the standby process serves from now
+    on under this name."""
 
     preparing: str = ""
     settings: Settings | None = None
     leaving: bool = False
+    place: str = ""
 
 
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a child. `key` is the key of its process record in discovery. `fatal` is the
     error of a child that cannot start, even if it is started again. `code` is the exit code for the
-    command in that case. `models` are those that a frontend serves, by each of their names."""
+    command in that case. `models` are those that a frontend serves, by each of their names.
+    `worker_role` is the `engine.role` that an order has given to a worker."""
 
     state: ProcessState = "starting"
     address: str = ""
@@ -67,6 +72,7 @@ class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     hint: str = ""
     code: int = 1
     models: dict[str, str] = {}
+    worker_role: str = ""
 
     def to_error(self) -> DynamoError:
         """Convert `fatal` to the error that the command raises."""

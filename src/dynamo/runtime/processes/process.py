@@ -29,7 +29,7 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
-from dynamo.runtime.processes.process_names import kind_of_process
+from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process
 from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     process_key,
@@ -108,7 +108,10 @@ async def _run(
     stopping = CancellationToken()
     _add_signal_handlers(loop, stopping, parent)
     try:
-        created = DistributedRuntime.create(settings, role=role, name=name, stopping=stopping)
+        instance_name = name.partition(STANDBY_SUFFIX)[0]
+        created = DistributedRuntime.create(
+            settings, role=role, name=instance_name, stopping=stopping
+        )
         async with await created as runtime:
             await ProcessRunner(runtime, parent).run(main)
     except DynamoError as error:
@@ -159,6 +162,8 @@ class ProcessRunner:
         self._runtime = runtime
         self._parent = parent
         self._leaves = parent is None
+        self._is_standby = parent is not None and parent.start_message.standby
+        self._place_given = asyncio.Event()
         self._status = status_server_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
         record = ProcessRecord(
@@ -184,7 +189,9 @@ class ProcessRunner:
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             start = self._parent.start_message
-            runtime.supervisor = supervised_kind(start.supervisor_id, kind_of_process(start.name))
+            self._take_place(start.name)
+            if start.standby:
+                runtime.stand_by = self._stand_by
             self._parent.on_notice(self._on_notice)
             self._parent.count_calls = runtime.requests.count_calls
             runtime.on_serving = self._parent.answer_pings
@@ -227,11 +234,16 @@ class ProcessRunner:
         if self._record_writer.record.state == "starting":
             reasons |= self._runtime.unreachable_planes()
         reason = "; ".join(f"{name}: {text}" for name, text in reasons.items())
-        if reason != self._record_writer.record.reason:
+        record = self._record_writer.record
+        if reason != record.reason and record.state != "standby":
             self._runtime.tasks.start(self._record_writer.update(reason=reason), "process record")
 
     def _on_notice(self, notice: ChildNotice) -> None:
         self._leaves |= notice.leaving
+        if notice.place and self._is_standby:
+            self._take_place(notice.place)
+            self._is_standby = False
+            self._place_given.set()
         if notice.settings is not None:
             self._runtime.update_settings(notice.settings)
         if notice.preparing:
@@ -244,6 +256,24 @@ class ProcessRunner:
         self._runtime.on_serving()
         self._runtime.health.set_healthy(STARTING_REASON)
 
+    def _take_place(self, name: str) -> None:
+        """Serve under this name."""
+        if self._parent is not None:
+            supervisor_id = self._parent.start_message.supervisor_id
+            self._runtime.name = name
+            self._runtime.supervisor = supervised_kind(supervisor_id, kind_of_process(name))
+
+    async def _stand_by(self) -> None:
+        """Wait until a process has died, whose place this one takes."""
+        gc.collect()
+        gc.freeze()
+        self._runtime.on_serving()
+        self._runtime.health.set_unhealthy(STARTING_REASON, "it serves when another process dies")
+        await self._publish_state("standby")
+        await self._place_given.wait()
+        logging = self._runtime.settings.logging
+        configure_logging(logging.level, logging.format, self._runtime.name)
+
     async def _become_ready(self) -> None:
         """Wait until the process is healthy for the first time, and publish `ready`."""
         health = self._runtime.health
@@ -252,7 +282,8 @@ class ProcessRunner:
         while not health.healthy:
             changed.clear()
             await changed.wait()
-        gc.collect()
+        if not self._place_given.is_set():
+            gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         await self._publish_state("ready")
@@ -278,9 +309,16 @@ class ProcessRunner:
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(
-            state=state, status_url=self._status.url, address=address, engine=runtime.engine
+            name=runtime.name,
+            role=runtime.role,
+            state=state,
+            status_url=self._status.url,
+            address=address,
+            engine=runtime.engine,
+            reason="" if state == "standby" else self._record_writer.record.reason,
         )
-        await self._publish_record()
+        if not self._is_standby:
+            await self._publish_record()
         self._report = ChildReport(
             state=state,
             address=address,
@@ -298,6 +336,9 @@ class ProcessRunner:
             self._parent.send_report(self._report)
 
     async def _publish_role(self, role: str) -> None:
+        if self._parent is not None:
+            name = "both" if role == "worker" else role.removesuffix("_worker")
+            self._parent.send_report(replace(self._report, worker_role=name))
         await self._record_writer.update(role=role)
         with suppress(PlaneUnavailable):  # only Prometheus reads the role there
             await self._publish_record()

@@ -20,6 +20,7 @@ from dynamo.runtime.processes.process_names import (
     kind_of_process,
     url_worker_kind,
 )
+from dynamo.runtime.processes.standby import restart_standbys, serving_instead
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class ProcessGroup:
 
     def update_specs(self, specs: Sequence[ChildSpec]) -> None:
         """Use these specs for children that are started later."""
-        self._specs |= {kind_of_process(spec.name): spec for spec in specs}
+        self._specs |= {kind_of_process(spec.name): spec for spec in specs if not spec.standby}
         self._specs_by_name |= {spec.name: spec for spec in specs}
 
     async def _stop_leaving(
@@ -232,7 +233,7 @@ class ProcessGroup:
             for specs in (self._specs, self._specs_by_name):
                 for name in [name for name, spec in specs.items() if spec.model == model]:
                     del specs[name]
-            leaving = [child for child in self._staying if child.spec.model == model]
+            leaving = [c for c in self.children if c.desired and c.spec.model == model]
             _let_leave(leaving)
         await self._stop_leaving(leaving, progress)
 
@@ -241,8 +242,8 @@ class ProcessGroup:
 
     @property
     def _staying(self) -> list[ChildProcess]:
-        """The children that are to run."""
-        return [child for child in self.children if child.desired]
+        """The children that are to serve."""
+        return [child for child in self.children if child.desired and not child.spec.standby]
 
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
         """Replace a process, or all of a kind one after the other, by the present settings. Without
@@ -255,6 +256,7 @@ class ProcessGroup:
             replaced = named or self._replaceable_children(name)
         for old in replaced:
             await self._replace_child(old, progress)
+        restart_standbys(self.children, self._specs_by_name)
 
     async def _replace_child(self, old: ChildProcess, progress: ControlProgressCallback) -> None:
         async with self._lock:
@@ -266,6 +268,7 @@ class ProcessGroup:
             new = self._start_new_child(self._replica_spec(spec, old.spec.name))
         await self._wait_until_ready(new)
         async with self._lock:
+            old = serving_instead(old, new, self._staying)
             stays = old in self.children and old.desired
             leaving = [child for child in (old if stays else new,) if child.desired]
             _let_leave(leaving)  # the new one if another request has removed the old one
@@ -372,7 +375,7 @@ class ProcessGroup:
             self._on_removed()
 
     def _kind_called(self, name: str) -> str:
-        specs = [*self._specs.values(), *(child.spec for child in self.children)]
+        specs = [*self._specs.values(), *(child.spec for child in self._staying)]
         return kind_called(name, {kind_of_process(spec.name): spec for spec in specs})
 
     def _children_of_kind(self, kind: str) -> list[ChildProcess]:

@@ -15,6 +15,8 @@ DEFAULT_KIND = "worker"
 
 MAX_REPLICAS = 1024
 """A larger number on one host is taken for a typing error."""
+STANDBY_SUFFIX = "-standby"
+"""The end of the name of standby processes, after the kind whose places they take."""
 
 
 def kind_of_process(name: str) -> str:

@@ -132,7 +132,7 @@ def describe_workers(
     desired = Counter[str]()
     failing, kinds = dict[str, str](), known.copy()
     for child in children:
-        if child.spec.role != "worker":
+        if child.spec.role != "worker" or child.spec.standby:
             continue  # no request waits for it
         kind, engine = kind_of_process(child.spec.name), child.spec.settings.engine
         start_s[kind] = child.start_s or start_s.get(kind, 0.0)

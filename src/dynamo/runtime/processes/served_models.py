@@ -184,7 +184,8 @@ class ServedModels:
         return [self._status(model) for model in self.aliases]
 
     def _status(self, model: str) -> ModelStatus:
-        children = [child for child in self._group.children if child.spec.model == model]
+        own = [child for child in self._group.children if child.spec.model == model]
+        children = [child for child in own if not child.spec.standby]
         ready = sum(child.ready for child in children)
         desired = sum(child.desired for child in children)
         reasons = [child.crash_loop_reason or child.start_error for child in children]

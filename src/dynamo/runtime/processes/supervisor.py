@@ -39,6 +39,7 @@ from dynamo.runtime.processes.process_record import (
 )
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.served_models import ModelSources, ServedModels
+from dynamo.runtime.processes.standby import take_over
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.runtime.shared_memory import SharedMemoryBroker
@@ -289,10 +290,12 @@ class Supervisor:
 
     def _on_child_death(self, child: ChildProcess) -> None:
         self._discovery.delete(child.report.key)
+        self._restarts.labels(child.spec.name).inc()
+        if not self._stop_requested.is_set():
+            take_over(child, self.children)
         self._group.on_child_change()
         self._announce_processes()
         self._record_child_status()
-        self._restarts.labels(child.spec.name).inc()
 
     def _on_child_change(self, child: ChildProcess) -> None:
         if child.start_error and self._needs(child) and self.failure is None:
@@ -300,7 +303,7 @@ class Supervisor:
             self._stop_requested.set()
         self._group.on_child_change()
         if self.failure is None and all(
-            child.ready or child.start_error for child in self.children
+            child.ready or child.start_error or child.spec.standby for child in self.children
         ):
             self.ready.set()
         self._record_child_status()

@@ -40,11 +40,13 @@ class Watchdog:
         """Whether the process has to be killed."""
         return self.silent_s >= KILL_AFTER_S
 
-    def on_answer(self) -> None:
-        """The process answered, or wants to be watched from now on."""
-        self._watched = True
+    def on_answer(self) -> bool:
+        """Record an answer, by which the process also asks to be watched. Returns whether it hung
+        until now."""
+        was_hung, self._watched = self.hung, True
         self._unanswered = False
         self.silent_s = 0.0
+        return was_hung
 
     def tick(self, now: float) -> bool:
         """Count a tick. Returns True if a ping has to be sent. Call it every `PING_INTERVAL_S`."""

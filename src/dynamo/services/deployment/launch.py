@@ -25,6 +25,7 @@ from dynamo.runtime.processes.parent_pipe import ParentPipe
 from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.served_models import ModelSources
+from dynamo.runtime.processes.standby import with_standbys
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.services.deployment.accelerators import assign_cards, keep_cards
 from dynamo.services.deployment.added_models import added_model_specs, save_model
@@ -143,7 +144,7 @@ def serve(
             _warn_if_open(settings.server)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
-        processes = assign_cards((specs or deployment_specs)(settings))
+        processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
         check_open_files(len(processes))
         log_choices()
         supervisor = Supervisor(
@@ -209,6 +210,7 @@ def make_reload(
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
-        return keep_cards(specs(with_port_and_deployment(settings, port, deployment)), started)
+        processes = specs(with_port_and_deployment(settings, port, deployment))
+        return keep_cards(with_standbys(processes), started)
 
     return SettingsReloader(read, source.files)
