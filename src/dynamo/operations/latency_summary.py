@@ -70,8 +70,8 @@ class LatencyHistogram:
         bins = np.rint(np.log(seconds[positive]) * BINS_PER_E_FOLD).astype(np.int64)
         lowest = int(bins.min(initial=0))
         counts = np.bincount(bins - lowest, times[positive])
-        found = np.flatnonzero(counts)
-        new = Counter(dict(zip((found + lowest).tolist(), map(int, counts[found]), strict=True)))
+        filled = np.flatnonzero(counts)
+        new = Counter(dict(zip((filled + lowest).tolist(), map(int, counts[filled]), strict=True)))
         new[ZERO_BIN] = int(times[~positive].sum())
         self._bins += new
 

@@ -274,21 +274,19 @@ def test_simultaneous_first_tokens_are_one_observation(
     assert worker.latency_model.prefill.observation_count == 2
 
 
-def test_published_step_times_replace_those_of_answers() -> None:
+def test_published_step_times_count_until_answers_tell_them() -> None:
     cluster = FakeCluster(2)
     worker, other = (cluster.worker_states[name] for name in "ab")
-    before, token_ms = cluster.worker_states.workers, other.token_ms
     cluster.ledger.on_load_report("a", Load(timing=(10.0, 0.05, 0.2, 1e-4, 1e-6)), cluster.now)
+    assert worker.predict_prefill_ms(1_000) == pytest.approx(10 + 50.5)
+    assert worker.latency_model.decode.predict(1.0, 2_000) == pytest.approx(10 + 2_000 * 3e-4)
+    assert other.latency_model is worker.latency_model, "both are of one kind"
 
-    prompt_ms = 1_000 * (0.05 + 1e-6 * worker.token_budget / 2)
-    assert worker.predict_prefill_ms(1_000) == pytest.approx(10 + prompt_ms)
-    assert other.token_ms == token_ms, "the other worker has published nothing"
-    assert cluster.worker_states.workers is not before, "arrays of workers are made again"
-
-    for number in range(10):
+    cluster.ledger.on_load_report("b", Load(timing=(20.0, 0.1, 0.0, 0.0, 0.0)), cluster.now)
+    assert other.predict_prefill_ms(1_000) == pytest.approx(20 + 100)
+    for number in range(40):
         run_answer(cluster, worker, 101, 0.03, name=f"r{number}")
-    assert worker.latency_model.decode_step_ms(2_000) == pytest.approx(10 + 2_000 * 3e-4)
-    assert worker.slowdown.factor == 1.0
-
-    cluster.ledger.on_load_report("a", Load(timing=(20.0, 0.05, 0.0, 0.0, 0.0)), cluster.now)
-    assert worker.predict_prefill_ms(1_000) == pytest.approx(20 + 50)
+    learnt_ms = worker.latency_model.decode.predict(1.0, 117)
+    assert learnt_ms == pytest.approx(30.0, rel=0.02)
+    cluster.ledger.on_load_report("a", Load(timing=(90.0, 9.0, 0.0, 0.0, 0.0)), cluster.now)
+    assert worker.latency_model.decode.predict(1.0, 117) == learnt_ms

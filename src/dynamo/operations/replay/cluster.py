@@ -284,9 +284,6 @@ class ReplayCluster(StagedPipeline):
         """Send a request to the engine of `instance` (a `SendTo`)."""
         worker = self._workers_by_id[instance.id]
         worker.on_load_changed()
-        learnt = [Load(timing=rank.timing_learner.coefficients) for rank in worker.ranks]
-        load = replace(learnt[0], ranks=tuple(learnt))
-        self.ledger.workers.read_timings(instance.id, load)
         await worker.engine.generate(request, context, reply)
 
 

@@ -17,6 +17,7 @@ OUTLIER_RATIO = 4.0
 that waited for memory says little about speed."""
 
 WARMUP_OBSERVATIONS = 8
+TYPICAL_TOKENS = 1_000
 
 SLOWDOWN_PRIOR_OBSERVATIONS = 20.0
 """Weight of the prior that a worker is as fast as others of its kind, in observations."""
@@ -38,6 +39,11 @@ class LatencyRegression:
         self._reach = 0.0
         self._prior = (base, slope)
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def start_from(self, base: float, slope: float) -> None:
+        """Replace the start values before the first observation."""
+        if not self.observation_count and base + slope > 0:
+            self._prior = self.base, self.slope = base, slope
 
     def predict(self, u: float, x: float) -> float:
         """Return the current estimate of y."""
@@ -95,29 +101,21 @@ class LatencyRegression:
 
 
 class WorkerLatencyModel:
-    """Prefill and decode times: learnt from answers by all workers of a kind, or `published` by one
-    that sees its steps. The start values are those of a mid-sized model on one GPU. `prefill`: u =
-    steps, x = new tokens. `decode`, for one step: u = 1, x = context tokens of all decoding
-    requests. A published step has its base in `decode` alone."""
+    """Prefill and decode times that workers of one kind share. The start values are those that a
+    worker publishes, or those of a mid-sized model on one GPU. `prefill`: u = steps, x = new
+    tokens. `decode`, for one step: u = 1, x = context tokens of all decoding requests."""
 
-    __slots__ = ("decode", "prefill", "published")
+    __slots__ = ("decode", "prefill")
 
     def __init__(self) -> None:
         self.prefill = LatencyRegression(15.0, 0.02, 1_000.0)
         self.decode = LatencyRegression(6.0, 5e-5, 20_000.0)
-        self.published: Sequence[float] = ()
 
-    def read(self, timing: Sequence[float], token_budget: int, context_per_request: float) -> None:
-        """Take over the coefficients of a `Timing`. Prompts attend to half a step's tokens, answers
-        have so many tokens of context each."""
-        self.published = timing
-        base, token, request, context, pair = timing
-        self.prefill.base, self.prefill.slope = 0.0, token + pair * token_budget / 2
-        self.decode.base, self.decode.slope = base, context + request / context_per_request
-
-    def decode_step_ms(self, context: int) -> float:
-        """Return the time of a step with so many tokens of context, without its prompts."""
-        return self.decode.predict(1.0, context) if context or self.published else 0.0
+    def start_from(self, timing: Sequence[float]) -> None:
+        """Start from the coefficients of a `Timing`, with requests of a typical length."""
+        step, token, request, context, pair = timing
+        self.prefill.start_from(step, token + pair * TYPICAL_TOKENS / 2)
+        self.decode.start_from(step, context + request / TYPICAL_TOKENS)
 
 
 class PrefillGroup(msgspec.Struct):

@@ -218,7 +218,8 @@ class Ledger:
         `LoadListener`)."""
         for worker, part in self.workers.split_load(instance, load):
             worker.slots.on_load_report(part, now)
-        self.workers.read_timings(instance, load)
+            if part.timing:
+                worker.start_from(part.timing)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each request is counted once, at its workers. For tests."""

@@ -25,8 +25,6 @@ DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens in one step of a worker that does not announce a limit."""
 DEFAULT_MAX_SEQUENCES = 256
 """Concurrent requests of a worker that does not announce a limit."""
-DEFAULT_CONTEXT_TOKENS = 1_000
-"""Context of a request at a worker where none decodes."""
 REFRESH_INTERVAL_S = 0.1
 """Age from which the sums over a worker's requests are computed again."""
 SAME_STEP_S = 0.001
@@ -237,16 +235,12 @@ class WorkerState:
         self.load = load
         self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
 
-    def read_timing(self, timing: Sequence[float]) -> None:
-        """Predict by the step times that the worker has learnt, instead of by those of answers."""
-        if timing == self.latency_model.published:
-            return
-        if not self.latency_model.published:  # that of all workers of its kind
-            self.latency_model, self.slowdown = WorkerLatencyModel(), WorkerSlowdown()
-        context, answers = self.decode_context_tokens, len(self.active) - self.pending_prefills
-        mean = context / answers if context and answers > 0 else DEFAULT_CONTEXT_TOKENS
-        self.latency_model.read(timing, self.token_budget, mean)
-        self._update_step_times()
+    def start_from(self, timing: Sequence[float]) -> None:
+        """Predict by the step times that the worker has learnt, until answers tell them."""
+        model = self.latency_model
+        if not (model.prefill.observation_count or model.decode.observation_count):
+            model.start_from(timing)
+            self._update_step_times()
 
     def update_transfer_rate(self, bytes_per_s: float) -> None:
         """Set the time to move a token's KV to the worker; 0: no rate is known."""
@@ -347,7 +341,8 @@ class WorkerState:
     def _update_step_times(self) -> None:
         model, factor = self.latency_model, self.slowdown.factor
         context = self.decode_context_tokens
-        self.step_ms = factor * (model.prefill.base + model.decode_step_ms(context))
+        decode_ms = model.decode.predict(1.0, context) if context else 0.0
+        self.step_ms = factor * (model.prefill.base + decode_ms)
         self.token_ms = factor * model.prefill.slope
         self._changed.add(self)
 
@@ -376,14 +371,14 @@ class WorkerState:
         steps = -(-tokens // self.token_budget)
         duration_ms = (group.end_s - group.start_s) * 1e3
         model, factor = self.latency_model, self.slowdown.factor
-        decode_ms = steps * model.decode_step_ms(context)
+        decode_ms = steps * model.decode.predict(1.0, context) if context else 0.0
         expected_ms = model.prefill.predict(steps, tokens)
         self.total_prefill_ms += expected_ms * factor
         decay = exp((self.prefill_busy_at_s - group.end_s) / PREFILL_SHARE_S)
         self.prefill_busy_s = self.prefill_busy_s * decay + expected_ms * factor * 1e-3
         self.prefill_busy_at_s = group.end_s
-        if model.published or (group.delayed and duration_ms > expected_ms + decode_ms):
-            return  # a worker tells it, or most of it may be the step of a cancelled prompt
+        if group.delayed and duration_ms > expected_ms + decode_ms:
+            return  # most of it may be the step of a cancelled prompt
         known = not model.prefill.excess(steps, tokens)
         model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
         if known or duration_ms < OUTLIER_RATIO * (expected_ms + decode_ms):
@@ -391,7 +386,7 @@ class WorkerState:
 
     def _observe_decode(self, placed: RequestAtWorker, emitted: int, now: float) -> None:
         """Learn from the mean time between tokens, less the prefills in between."""
-        if placed.first_token_s is None or emitted < 8 or self.latency_model.published:
+        if placed.first_token_s is None or emitted < 8:
             return
         prefill_ms = self.total_prefill_ms - placed.prefill_ms_at_first_token
         decode_ms = (now - placed.first_token_s) * 1e3 - prefill_ms

@@ -153,15 +153,6 @@ class WorkerStates:
                 worker.tier_queues = worker.tier_queues or TierQueues()
                 worker.tier_queues.update(part.tiers, now)
 
-    def read_timings(self, instance: str, load: Load) -> None:
-        """Let the workers of an instance predict by the step times that `load` reports."""
-        for worker, part in self.split_load(instance, load):
-            if part.timing:
-                model = worker.latency_model
-                worker.read_timing(part.timing)
-                if worker.latency_model is not model:
-                    self.workers = self.workers.copy()  # readers have the model
-
     def _make(self, name: str, instance: Instance, rank: int | None) -> WorkerState:
         info = engine_info(instance)
         key = (info.engine, info.max_num_batched_tokens) if info else ("", 0)
