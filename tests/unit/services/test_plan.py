@@ -16,6 +16,7 @@ from dynamo.sdk import depends, dynamo_endpoint, service
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import (
     DecodeWorker,
+    EmbeddingWorker,
     Frontend,
     PrefillWorker,
     Processor,
@@ -322,6 +323,48 @@ def test_replicas_and_batches_of_roles_reach_the_processes() -> None:
     ]
     batches = {part.name: part.settings.engine.max_num_seqs for part in plan.with_role("worker")}
     assert batches == {"decode-worker": 64, "prefill-worker": 32}
+
+
+MODELS = """\
+engine: {kind: mock}
+models:
+- {path: /a, name: qwen, workers: 2}
+- {path: /b, name: small, prefill_workers: [{}], decode_workers: [{replicas: 2}]}
+"""
+
+
+@service()
+class Other(Worker): ...
+
+
+@service()
+class Vectors(EmbeddingWorker): ...
+
+
+@service()
+class Several(Frontend): ...
+
+
+for linked in (Worker, Other, Vectors):
+    Several.link(linked)  # type: ignore[attr-defined]
+
+
+def test_a_class_of_workers_serves_every_model_but_one_with_a_path_of_its_own() -> None:
+    plan = plan_of(Several, "--Other.path=/c", file=MODELS)
+    parts = [(part.name, part.replicas, part.settings.model.path) for part in plan.processes[1:]]
+
+    assert parts == [
+        ("qwen-Worker", 2, "/a"),
+        ("small-prefill-worker", 1, "/b"),
+        ("small-decode-worker", 2, "/b"),
+        ("Other", 1, "/c"),
+        ("Vectors", 1, "minilm"),
+    ]
+    specs = process_specs(plan, plan.settings)
+    assert [spec.model for spec in specs if spec.role == "worker"][:5] == ["qwen"] * 2 + [
+        "small"
+    ] * 3
+    assert not any(spec.settings.models for spec in specs)
 
 
 MODES = {"agg": 1, "agg_router": 2, "disagg": 2, "disagg_router": 2}

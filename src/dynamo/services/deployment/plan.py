@@ -272,6 +272,8 @@ def _plan_processes(
                 name: SourcedValue(value, origin) for name, value in EMBEDDING_SETTINGS.items()
             }
             own = defaults | own
+        if "model.path" in own:  # such a class serves no model of the list
+            own[MODELS_KEY] = SourcedValue([], own["model.path"].origin)
         return _plan_workers(service, load({**shared, **own}))
     section = user_service_section(service, base.services, flags)
     args = parse_service_args(service, section)
@@ -297,18 +299,24 @@ def _plan_workers(service: type[Any], loaded: LoadedSettings) -> Sequence[Proces
     plans: list[ProcessPlan] = []
     for index, names in enumerate(unique_model_names(settings)):
         origin = loaded.origins[f"{MODELS_KEY}[{index}].engine.workers"]
-        for part in _plan_model_workers(service, settings.each_model[index], origin):
+        model = settings.each_model[index]
+        for part in _plan_model_workers(service, model, origin, from_entry=True):
             name = f"{process_prefix(names[0])}-{part.name}"
             plans.append(replace(part, group=name, model=names[0]))
     return plans
 
 
 def _plan_model_workers(
-    service: type[Any], settings: Settings, count_origin: str
+    service: type[Any], settings: Settings, count_origin: str, *, from_entry: bool = False
 ) -> Sequence[ProcessPlan]:
+    """Plan the workers of a class for a model. All groups `from_entry` of `models` are workers of a
+    class without a single role."""
     spec = spec_of(service)
     role = service.engine_role
-    if groups := list(role_groups(settings, role)):
+    groups = list(role_groups(settings, role))
+    if role == "both" and settings.prefill_workers + settings.decode_workers and from_entry:
+        groups = [*role_groups(settings, "prefill"), *role_groups(settings, "decode")]
+    if groups:
         return [
             ProcessPlan(
                 "worker",
