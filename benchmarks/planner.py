@@ -289,7 +289,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.roles:
         startups = [float(each) for each in args.startup.split(",")]
-        compare_roles(args.roles, startups, [int(each) for each in args.fixed.split(",")])
+        compare_roles(args.roles, startups, [int(each) for each in args.fixed.split(",") if each])
         return
     for name in args.only.split(","):
         arrivals = ARRIVALS[name](args.traces)

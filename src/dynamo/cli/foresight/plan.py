@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -119,7 +119,7 @@ def _dry_run(args: argparse.Namespace, loaded: LoadedSettings) -> int:
     settings, rows = loaded.settings, [("policy", "broken", "GPU-hours", "workers")]
     half_s = history.conversations[-1].start_s if history.conversations else 0.0
     missing = short_record(half_s, len(history.conversations))
-    tested: dict[str, float | str] = {"eta_missing": missing}
+    tested: dict[str, Any] = {"eta_missing": missing}
     if settings.planner.policy == "flow" and not missing and len(trial.plan.workers.groups) == 1:
         best = backtest(history, lambda eta, peak: make_planner(settings, eta=eta, peak=peak))
         tested = {"eta": best.eta, "peak": best.peak}
