@@ -22,7 +22,9 @@ from dynamo.operations.configure.cases import CaseArrays
 from dynamo.operations.configure.measured import MeasuredRow, read_silicon
 from dynamo.operations.configure.neighbours import Features, Neighbours, Similarity
 from dynamo.operations.configure.predictor import (
-    case_features,
+    TIMES,
+    Formula,
+    case_forecast,
     load_constants,
     row_split,
     split_forecast,
@@ -73,17 +75,15 @@ class Sample:
             self._cases = [row.case() for row in self.rows]
             self.arrays = CaseArrays(self._cases)
 
-    def forecast(self, times: StepTimes) -> Mapping[str, Array]:
+    def formula(self, times: StepTimes) -> Formula:
+        """Return the times of the rows in closed form."""
         if self.split:
-            ttft, tpot, _ = split_forecast(times, self._splits)
-            return {"ttft": ttft, "tpot": tpot}
-        forecast = times.forecast(self.arrays)
-        return {"ttft": forecast.ttft_ms, "tpot": forecast.tpot_ms}
+            return split_forecast(times, self._splits)
+        return case_forecast(times, self._cases, self.arrays)
 
-    def features(self, times: StepTimes) -> Features:
-        if self.split:
-            return split_forecast(times, self._splits)[2]
-        return case_features(self._cases, self.arrays, times.forecast(self.arrays))
+    def errors(self, formula: Formula) -> Mapping[str, Array]:
+        """Return logarithms of measured over computed times."""
+        return {name: np.log(self.measured[name] / getattr(formula, name)) for name in TIMES}
 
 
 class Scores:
@@ -200,13 +200,12 @@ def report(
     sample: Sample, constants: Mapping[str, float], similarity: Mapping[str, Similarity]
 ) -> None:
     """Print the errors of a sample with its own kind of rows hidden, and of choices by them."""
-    times = StepTimes(constants)
-    forecast, features = sample.forecast(times), sample.features(times)
+    formula = sample.formula(StepTimes(constants))
     prefix = "split_" if sample.split else ""
     blind: dict[str, Array] = {}
-    for name in ("ttft", "tpot"):
-        errors = np.log(sample.measured[name] / forecast[name])
-        neighbours, _, tuned = fit_neighbours(sample, features, errors, similarity[prefix + name])
+    for name, errors in sample.errors(formula).items():
+        own = similarity[prefix + name]
+        neighbours, _, tuned = fit_neighbours(sample, formula.features, errors, own)
         print(f"{prefix}{name}: formula alone {_text(score(errors, sample.chance))}")
         scores = Scores(sample, errors, neighbours)
         for title, groups in (("key", sample.keys), ("combination", sample.combinations)):

@@ -11,10 +11,11 @@ changes the weights of the corrections for so many seconds; put what it finds in
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from configurator_accuracy import (
 )
 
 from dynamo.operations.configure.catalogue import DATA
-from dynamo.operations.configure.measured import MeasuredRow, write_rows
+from dynamo.operations.configure.measured import MeasuredRow
 from dynamo.operations.configure.neighbours import Features, Similarity
 from dynamo.operations.configure.predictor import load_constants
 from dynamo.operations.configure.step_time import StepTimes
@@ -137,10 +138,9 @@ def fit_constants(together: Sample, apart: Sample) -> Mapping[str, float]:
 
     def residuals(logarithms: Array) -> Array:
         times = StepTimes(_constants(np.exp(logarithms)))
-        forecast, split = together.forecast(times), apart.forecast(times)
-        tpot = np.log(forecast["tpot"] / together.measured["tpot"]) * weights
-        ttft = np.log(forecast["ttft"] / together.measured["ttft"]) * weights * 0.4
-        decode = np.log(split["tpot"] / apart.measured["tpot"]) * 0.7
+        errors = together.errors(together.formula(times))
+        decode = apart.errors(apart.formula(times))["tpot"] * 0.7
+        tpot, ttft = errors["tpot"] * weights, errors["ttft"] * weights * 0.4
         return np.concatenate([tpot, ttft, decode, 0.2 * (logarithms - start)])
 
     fitted = least_squares(
@@ -202,8 +202,8 @@ def write_fit(
     rows: list[MeasuredRow] = []
     for sample in (together, apart):
         prefix = "split_" if sample.split else ""
-        features, forecast = sample.features(times), sample.forecast(times)
-        errors = {name: np.log(sample.measured[name] / forecast[name]) for name in ("ttft", "tpot")}
+        formula = sample.formula(times)
+        features, errors = formula.features, sample.errors(formula)
         doubts = {}
         shared = WEIGHTS
         if seconds and not sample.split:
@@ -229,6 +229,20 @@ def write_fit(
     write_rows(rows, DATA / "measured.csv", NOTES)
     write_constants(constants, similarity)
     return constants, similarity
+
+
+def write_rows(rows: Sequence[MeasuredRow], path: Path, notes: Sequence[str]) -> None:
+    """Write rows as `shipped_rows` reads them. Zeros and ones of no meaning stay empty."""
+    fields = [name for name in MeasuredRow.__struct_fields__ if name != "id"]
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {note}\n" for note in notes)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(fields)
+        for row in rows:
+            values = [getattr(row, name) for name in fields]
+            writer.writerow(
+                [f"{value:.6g}" if isinstance(value, float) else value or "" for value in values]
+            )
 
 
 NOTES = (

@@ -93,20 +93,6 @@ def shipped_rows() -> Sequence[MeasuredRow]:
     return [_convert(row) for row in rows]
 
 
-def write_rows(rows: Sequence[MeasuredRow], path: Path, notes: Sequence[str]) -> None:
-    """Write rows as `shipped_rows` reads them. Zeros and ones of no meaning stay empty."""
-    fields = [name for name in MeasuredRow.__struct_fields__ if name != "id"]
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {note}\n" for note in notes)
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(fields)
-        for row in rows:
-            values = [getattr(row, name) for name in fields]
-            writer.writerow(
-                [f"{value:.6g}" if isinstance(value, float) else value or "" for value in values]
-            )
-
-
 def _convert(row: Mapping[str, str]) -> MeasuredRow:
     return msgspec.convert({k: v for k, v in row.items() if v}, MeasuredRow, strict=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from dynamo.core.errors import ConfigError
 from dynamo.operations.configure.cases import Case, CaseArrays, Floats
 from dynamo.operations.configure.catalogue import DATA
 from dynamo.operations.configure.measured import MeasuredRow, read_silicon, shipped_rows
-from dynamo.operations.configure.neighbours import Correction, Features, Neighbours, Similarity
+from dynamo.operations.configure.neighbours import Features, Neighbours, Similarity
 from dynamo.operations.configure.shapes import ModelShape
-from dynamo.operations.configure.step_time import FEED_SLACK_MS, Forecast, StepTimes
+from dynamo.operations.configure.step_time import FEED_SLACK_MS, StepTimes
 from dynamo.operations.configure.yaml_files import read_yaml
 
 LOAD_RANGE = (-1.2, 1.0)
 MOST_FEED_LOAD = 0.95
 FEED_TURNS = 6
 ROWS_AT_ONCE = 2000
+TIMES = ("ttft", "tpot")
 FAR = 0.85
 """Novelty from which an estimate is marked as extrapolated."""
 SHORTEST_MS, LONGEST_MS = 0.01, 1e9
@@ -42,6 +43,19 @@ class Split(msgspec.Struct, frozen=True):
     def concurrency(self) -> float:
         """Requests in all workers."""
         return self.decode.concurrency * self.decode_workers
+
+    @property
+    def divides_kv(self) -> bool:
+        """Whether KV heads are divided among more or fewer GPUs when KV is handed over."""
+        return not self.decode.shape.latent and self.decode.gpus != self.prefill.gpus
+
+
+class Formula(msgspec.Struct, frozen=True):
+    """TTFT and TPOT in closed form, and the features of their correction."""
+
+    ttft: Floats
+    tpot: Floats
+    features: Features
 
 
 class Estimates(msgspec.Struct, frozen=True):
@@ -75,6 +89,7 @@ class Predictor:
         self._similarities = similarities
         self._together = [row for row in rows if not row.prefill_workers]
         self._apart = [row for row in rows if row.prefill_workers]
+        self._neighbours: dict[str, Mapping[str, Neighbours]] = {}
         self._newest: dict[tuple[str, ...], tuple[str, str, bool]] = {}
 
     @classmethod
@@ -106,69 +121,47 @@ class Predictor:
     def predict(self, cases: Sequence[Case], hidden: Sequence[str] = ()) -> Estimates:
         """Return estimates of replicas that compute prompts and answers. `hidden` has the
         combination of each case whose rows are not looked at."""
-        arrays = CaseArrays(cases)
-        forecast = self.times.forecast(arrays)
-        features = case_features(cases, arrays, forecast)
-        return self._combine(
-            forecast.ttft_ms,
-            forecast.tpot_ms,
-            _correct(self._neighbours["ttft"], features, hidden),
-            _correct(self._neighbours["tpot"], features, hidden),
-        )
+        return self._estimate("", case_forecast(self.times, cases, CaseArrays(cases)), hidden)
 
     def predict_split(self, splits: Sequence[Split], hidden: Sequence[str] = ()) -> Estimates:
         """Return estimates of prefill workers with decode workers."""
-        ttft, tpot, features = split_forecast(self.times, splits)
-        return self._combine(
-            ttft,
-            tpot,
-            _correct(self._split_neighbours["split_ttft"], features, hidden),
-            _correct(self._split_neighbours["split_tpot"], features, hidden),
-        )
+        return self._estimate("split_", split_forecast(self.times, splits), hidden)
 
-    def _combine(
-        self, ttft: Floats, tpot: Floats, first: Correction, later: Correction
-    ) -> Estimates:
-        def scaled(base: Floats, logarithm: Floats) -> Floats:
-            return np.clip(base * np.exp(logarithm), SHORTEST_MS, LONGEST_MS)
+    def _estimate(self, kind: str, formula: Formula, hidden: Sequence[str]) -> Estimates:
+        times: list[Floats] = []
+        for name in TIMES:
+            own = self._neighbours_of(kind)[name]
+            features = formula.features
+            change = own.correct_hidden(features, hidden) if hidden else own.correct(features)
+            for logarithm in (change.estimate, change.low, change.high):
+                time = getattr(formula, name) * np.exp(logarithm)
+                times.append(np.clip(time, SHORTEST_MS, LONGEST_MS))
+        ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high = times
+        return Estimates(ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, change.novelty)
 
-        return Estimates(
-            scaled(ttft, first.estimate),
-            scaled(ttft, first.low),
-            scaled(ttft, first.high),
-            scaled(tpot, later.estimate),
-            scaled(tpot, later.low),
-            scaled(tpot, later.high),
-            later.novelty,
-        )
+    def _neighbours_of(self, kind: str) -> Mapping[str, Neighbours]:
+        if kind not in self._neighbours:
+            rows = self._apart if kind else self._together
+            if kind:
+                formula = split_forecast(self.times, [row_split(row) for row in rows])
+            else:
+                cases = [row.case() for row in rows]
+                formula = case_forecast(self.times, cases, CaseArrays(cases))
+            self._neighbours[kind] = {
+                name: Neighbours(
+                    formula.features,
+                    np.log(_column(rows, f"{name}_ms") / getattr(formula, name)),
+                    _column(rows, f"{name}_doubt"),
+                    [row.combination for row in rows],
+                    self._similarities[kind + name],
+                )
+                for name in TIMES
+            }
+        return self._neighbours[kind]
 
-    @cached_property
-    def _neighbours(self) -> Mapping[str, Neighbours]:
-        cases = [row.case() for row in self._together]
-        arrays = CaseArrays(cases)
-        forecast = self.times.forecast(arrays)
-        features = case_features(cases, arrays, forecast)
-        bases = {"ttft": forecast.ttft_ms, "tpot": forecast.tpot_ms}
-        return self._make(self._together, features, bases)
 
-    @cached_property
-    def _split_neighbours(self) -> Mapping[str, Neighbours]:
-        ttft, tpot, features = split_forecast(self.times, [row_split(row) for row in self._apart])
-        return self._make(self._apart, features, {"split_ttft": ttft, "split_tpot": tpot})
-
-    def _make(
-        self, rows: Sequence[MeasuredRow], features: Features, bases: Mapping[str, Floats]
-    ) -> Mapping[str, Neighbours]:
-        groups = [row.combination for row in rows]
-        neighbours = {}
-        for name, base in bases.items():
-            kind = name.removeprefix("split_")
-            measured = np.array([getattr(row, f"{kind}_ms") for row in rows])
-            doubts = np.array([getattr(row, f"{kind}_doubt") for row in rows])
-            neighbours[name] = Neighbours(
-                features, np.log(measured / base), doubts, groups, self._similarities[name]
-            )
-        return neighbours
+def _column(rows: Sequence[MeasuredRow], name: str) -> Floats:
+    return np.array([getattr(row, name) for row in rows])
 
 
 @cache
@@ -181,20 +174,14 @@ def load_constants() -> tuple[Mapping[str, float], Mapping[str, Similarity]]:
     }
 
 
-def _correct(neighbours: Neighbours, features: Features, hidden: Sequence[str]) -> Correction:
-    if hidden:
-        return neighbours.correct_hidden(features, hidden)
-    return neighbours.correct(features)
-
-
 def row_split(row: MeasuredRow) -> Split:
     """Return the workers of a measured row."""
     return Split(row.prefill_case(), row.case(), row.prefill_workers, max(1, row.decode_workers))
 
 
-def case_features(cases: Sequence[Case], arrays: CaseArrays, forecast: Forecast) -> Features:
-    """Return what the distance of replicas is measured on."""
-    names = _names(cases)
+def case_forecast(times: StepTimes, cases: Sequence[Case], arrays: CaseArrays) -> Formula:
+    """Return the times of replicas in closed form."""
+    forecast = times.forecast(arrays)
     numbers = {
         "isl": np.log(np.maximum(arrays.isl, 1)),
         "osl": np.log(np.maximum(arrays.osl, 1)),
@@ -202,7 +189,7 @@ def case_features(cases: Sequence[Case], arrays: CaseArrays, forecast: Forecast)
         "gpus": np.log(arrays.gpus),
         "load": np.clip(forecast.load, *LOAD_RANGE),
     }
-    return Features(names, numbers)
+    return Formula(forecast.ttft_ms, forecast.tpot_ms, Features(_names(cases), numbers))
 
 
 def _names(cases: Sequence[Case]) -> Mapping[str, Sequence[str]]:
@@ -220,14 +207,13 @@ def _names(cases: Sequence[Case]) -> Mapping[str, Sequence[str]]:
     }
 
 
-def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, Floats, Features]:
-    """Return TTFT and TPOT in closed form, and the features of their correction. Prefill workers
-    are one queue; a decode worker runs what has had its first token."""
+def split_forecast(times: StepTimes, splits: Sequence[Split]) -> Formula:
+    """Return the times of prefill with decode workers in closed form. Prefill workers are one
+    queue; a decode worker runs what has had its first token."""
     prefill = CaseArrays([split.prefill for split in splits])
     cases = [split.decode for split in splits]
     decode = CaseArrays(cases)
     workers = np.array([float(split.prefill_workers) for split in splits])
-    decoders = np.array([float(split.decode_workers) for split in splits])
     everywhere = np.array([split.concurrency for split in splits])
     ahead = times.forecast(prefill, prefill=False)
     context = decode.isl + decode.osl / 2
@@ -235,7 +221,6 @@ def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, F
     running = np.maximum(held, 0.5)
     tpot = times.step_ms(decode, running, context, running)
     ttft = ahead.first_prompt_ms + FEED_SLACK_MS
-    load = np.zeros(len(splits))
     for _ in range(FEED_TURNS):
         rate = everywhere / (ttft + decode.osl * tpot)
         load = np.minimum(rate * ahead.prompt_ms / workers, MOST_FEED_LOAD)
@@ -251,27 +236,20 @@ def split_forecast(times: StepTimes, splits: Sequence[Split]) -> tuple[Floats, F
         "prefill_gpus": np.log(prefill.gpus),
         "feed": load,
     }
-    columns = (
-        np.ones(len(splits)),
+    trend = (
         np.log(ttft) - 6,
         np.log(np.maximum(everywhere, 0.1)) - 5,
         np.log(workers),
-        numbers["isl"] - 8,
         np.log(ahead.prompt_ms) - 4,
-        numbers["osl"] - 7,
         np.log(tpot) - 2.5,
+        np.log([float(split.decode_workers) for split in splits]),
+        numbers["isl"] - 8,
+        numbers["osl"] - 7,
         load,
-        np.log(decoders),
+        np.ones(len(splits)),
     )
-    reshard = [
-        str(not split.decode.shape.latent and split.decode.gpus != split.prefill.gpus)
-        for split in splits
-    ]
-    return (
-        ttft,
-        tpot,
-        Features({**_names(cases), "reshard": reshard}, numbers, np.stack(columns, 1)),
-    )
+    names = {**_names(cases), "reshard": [str(split.divides_kv) for split in splits]}
+    return Formula(ttft, tpot, Features(names, numbers, np.stack(trend, 1)))
 
 
 def predict_rows(

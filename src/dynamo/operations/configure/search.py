@@ -130,7 +130,7 @@ class Search:
     def plans_of(self, options: Sequence[Workers]) -> Sequence[Plan]:
         """Return the plans of workers that all have, or all lack, prefill workers ahead. Times of
         answers are at least what reading memory takes at its full bandwidth."""
-        question, times = self._question, self._predictor.times
+        times = self._predictor.times
         cases = [self.case(option.layout, option.seqs) for option in options]
         arrays = CaseArrays(cases)
         most = np.full(len(options), math.inf)
@@ -147,48 +147,48 @@ class Search:
             workers = np.array([option.prefill_count for option in options])
             most = 1e3 / prompts.prompt_ms * PREFILL_SHARE * workers
         least = times.fastest_ms(arrays)
-        tpot, low, high = (
-            np.maximum(times, least)
-            for times in (estimates.tpot_ms, estimates.tpot_low_ms, estimates.tpot_high_ms)
+        tpots = np.maximum(
+            [estimates.tpot_ms, estimates.tpot_low_ms, estimates.tpot_high_ms], least
         )
-        rates = 1e3 * arrays.concurrency / (estimates.ttft_ms + question.osl * tpot)
+        ttfts = np.array([estimates.ttft_ms, estimates.ttft_low_ms, estimates.ttft_high_ms])
+        rates = 1e3 * arrays.concurrency / (ttfts[0] + arrays.osl * tpots[0])
         capacity = times.capacity(arrays)
-        length = arrays.isl + arrays.osl / 2
         held = np.minimum(arrays.concurrency, capacity) / (arrays.kv_shards * arrays.stages)
-        kv_gb = held * arrays.kv_bytes(length) / 1e9
+        kv_gb = held * arrays.kv_bytes(arrays.isl + arrays.osl / 2) / 1e9
         weight_gb = times.held_weights(arrays) / 1e9
-        plans = []
-        for place, option in enumerate(options):
-            layout, rate = option.layout, float(rates[place])
-            count = option.count or self._replicas(layout, rate)
-            rate = min(rate * count, float(most[place]))
-            plan = Plan(
-                kind="disaggregated" if option.prefill_layout else "aggregated",
-                layout=layout,
-                replicas=count,
-                concurrency=option.seqs,
-                prefill_layout=option.prefill_layout,
-                prefill_workers=option.prefill_count,
-                ttft_ms=float(estimates.ttft_ms[place]),
-                tpot_ms=float(tpot[place]),
-                ttft_bar=(
-                    float(estimates.ttft_low_ms[place]),
-                    float(estimates.ttft_high_ms[place]),
-                ),
-                tpot_bar=(float(low[place]), float(high[place])),
-                rate=rate,
-                tokens_per_gpu=0.0,
-                weight_gb=float(weight_gb[place]),
-                kv_gb=float(kv_gb[place]),
-                memory_gb=question.gpu.memory,
-                capacity=float(capacity[place]),
-                extrapolated=estimates.extrapolated[place] or layout.stages > 1,
-            )
-            gpus = plan.gpus if question.goal == "cost" else max(plan.gpus, question.gpus)
-            plans.append(
-                msgspec.structs.replace(plan, tokens_per_gpu=plan.rate * question.osl / gpus)
-            )
-        return plans
+        columns = np.stack([*ttfts, *tpots, rates, most, weight_gb, kv_gb, capacity], 1).tolist()
+        return [
+            self._plan(option, numbers, option.layout.stages > 1 or far)
+            for option, numbers, far in zip(options, columns, estimates.extrapolated, strict=True)
+        ]
+
+    def _plan(self, option: Workers, numbers: Sequence[float], extrapolated: bool) -> Plan:
+        question, layout = self._question, option.layout
+        ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, rate, most, *memory = numbers
+        count = option.count or self._replicas(layout, rate)
+        ahead = option.prefill_layout
+        gpus = count * layout.gpus + (option.prefill_count * ahead.gpus if ahead else 0)
+        counted = gpus if question.goal == "cost" else max(gpus, question.gpus)
+        rate = min(rate * count, most)
+        return Plan(
+            kind="disaggregated" if ahead else "aggregated",
+            layout=layout,
+            replicas=count,
+            concurrency=option.seqs,
+            prefill_layout=ahead,
+            prefill_workers=option.prefill_count,
+            ttft_ms=ttft,
+            tpot_ms=tpot,
+            ttft_bar=(ttft_low, ttft_high),
+            tpot_bar=(tpot_low, tpot_high),
+            rate=rate,
+            tokens_per_gpu=rate * question.osl / counted,
+            weight_gb=memory[0],
+            kv_gb=memory[1],
+            memory_gb=question.gpu.memory,
+            capacity=memory[2],
+            extrapolated=extrapolated,
+        )
 
     def _replicas(self, layout: Layout, rate: float) -> int:
         """Return how many workers of `rate` requests a second the question has GPUs or load for."""
