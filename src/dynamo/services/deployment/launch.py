@@ -36,6 +36,7 @@ from dynamo.services.deployment.model_groups import (
     shared_settings,
     worker_groups,
 )
+from dynamo.services.deployment.standby_memory import check_standby_memory
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ def serve(
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
         check_open_files(len(processes))
+        check_standby_memory(processes)
         log_choices()
         supervisor = Supervisor(
             processes,
