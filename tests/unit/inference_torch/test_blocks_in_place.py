@@ -174,7 +174,7 @@ async def test_an_answer_goes_on_at_a_worker_of_the_other_kind(
     """With the blocks of the worker that it left, and without them."""
     pair = NativePair(*(make_engine(dtype) for dtype in dtypes))
     await pair.start()
-    pair.d.prefill_speed.token_s = 1.0
+    pair.d.timing_learner = KnownTokenTime(1.0)
     request = make_request(PROMPTS[3], 12, sampling=SEEDED)
     whole = (await pair.answer(pair.p, request)).ids
     rest = make_request(PROMPTS[3] + whole[:5], 7, sampling=SEEDED, resumed=5)
