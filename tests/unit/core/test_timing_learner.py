@@ -6,7 +6,14 @@ from random import Random
 
 import pytest
 
-from dynamo.core.timing.learner import MIN_STEPS, REFIT_STEPS, SKIPPED_STEPS, WINDOW, TimingLearner
+from dynamo.core.timing.learner import (
+    INITIAL_TOKEN_S,
+    MIN_STEPS,
+    REFIT_STEPS,
+    SKIPPED_STEPS,
+    WINDOW,
+    TimingLearner,
+)
 from dynamo.core.timing.model import Counts, Timing
 
 TRUE = Timing(c0=12.0, c1=0.05, c2=0.3, c3=4e-4, c4=2e-6)
@@ -98,3 +105,21 @@ def test_spells_of_slower_and_faster_steps_are_averaged() -> None:
         feed(learner, spell, REFIT_STEPS, rng)
         assert learner.timing is not None
     assert max(map(abs, predicted_errors(learner.timing, TRUE))) < 0.1
+
+
+def test_a_prompt_token_takes_what_steps_take_longer_for_it() -> None:
+    learner, rng = TimingLearner(), Random(8)
+    assert learner.token_s == INITIAL_TOKEN_S
+    for number in range(400):
+        new = rng.randint(500, 4_000) if number % 2 else 0
+        counts = Counts(new, 8, 8, 8_000, new * new / 2)
+        extra_ms = 20 + 0.05 * new if new else 0.0  # more than its tokens, as in many engines
+        learner.observe(counts, (10 + extra_ms) * 1e-3)
+    assert learner.token_s == pytest.approx(0.05e-3 + 0.02 / 2_250, rel=0.1)
+
+
+def test_a_worker_that_only_computes_prompts_of_one_length_learns_their_time() -> None:
+    learner = TimingLearner()
+    for _ in range(100):
+        learner.observe(Counts(2_000, 1, 0, 0, 2e6), 0.1)
+    assert learner.token_s == pytest.approx(5e-5, rel=0.1)

@@ -73,15 +73,18 @@ class TimingLearner:
         if self._new_steps >= (MIN_STEPS if self._timing is None else REFIT_STEPS):
             self._new_steps = 0
             self._timing = timing = self._fit()
-            tokens, attention = (sum(step[index] for step in self._prompts) for index in (1, 4))
-            if timing is not None and tokens:
-                spent_s = (timing.c1 * tokens + timing.c4 * attention) * 1e-3
-                self._token_s = spent_s / tokens or self._token_s
+            if timing is not None and self._prompts:
+                spent_s = 0.0
+                for step in self._prompts:
+                    others_s = _predict_s(timing, (1.0, 0.0, step[2], step[3]))
+                    spent_s += min(step[-1], MAX_RATIO * _predict_s(timing, step)) - others_s
+                tokens = sum(step[1] for step in self._prompts)
+                self._token_s = spent_s / tokens if spent_s > 0 else self._token_s
         return self._timing
 
     @property
     def token_s(self) -> float:
-        """The time that a prompt token takes, its attention included, in recent prompts."""
+        """The time by which recent prompts made steps longer, for each of their tokens."""
         return self._token_s if self.timing is not None else INITIAL_TOKEN_S
 
     def _fit(self) -> Timing | None:
