@@ -6,12 +6,16 @@ import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from http import HTTPStatus
 from statistics import median
 
+import msgspec
+
+from dynamo.communication.events import Event
 from dynamo.communication.http.client import HttpClient
-from dynamo.core.errors import PlaneUnavailable
+from dynamo.core.clock import Clock
+from dynamo.core.errors import DECODE_ERRORS, PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.core.timing.model import Timing
 from dynamo.core.values import Load
@@ -51,7 +55,7 @@ class DeploymentFigures:
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._targets = ScrapeTargets(runtime)
-        self._loads = LoadView(runtime.clock)
+        self._loads = _UnreadLoads(runtime.clock)
         self._workers: Client
         self._before: dict[str, Counter[tuple[str, str]]] = {}
         """The counts of each frontend at the last call, by model and figure."""
@@ -116,7 +120,7 @@ class DeploymentFigures:
             share = ended[model] / max(1, sum(ended.values())) if len(models) > 1 else 1.0
             whose = model if len(models) == 1 else ""  # states are not told by model
             states = {name: share * changes[whose, name] for name in (*STATES, "more_in_flight")}
-            loads = [self._loads.loads.get(each.id, Load()) for each in workers[model]]
+            loads = [self._loads.read(each.id) or Load() for each in workers[model]]
             demands[model] = self._demand(model, changes, states, loads, seconds)
         return {**demands, "": demands[models[0]]} if len(models) == 1 else demands
 
@@ -155,10 +159,30 @@ class DeploymentFigures:
                 infos[0].num_blocks * infos[0].block_tokens,
                 infos[0].max_num_batched_tokens,
             )
-        loads = (self._loads.loads.get(each.id) for each in instances)
+        loads = (self._loads.read(each.id) for each in instances)
         timings = [load.timing for load in loads if load is not None and load.timing]
         if timings:
             self._timings[model] = Timing(*map(median, zip(*timings, strict=True)))
+
+
+class _UnreadLoads(LoadView):
+    """Keeps the last load report of each worker as it came: a decision reads few of them."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._payloads: dict[str, bytes] = {}
+
+    def update_scores(self, event: Event) -> None:
+        if event.kind == "gone":
+            self._payloads.pop(event.publisher, None)
+        elif event.payload:
+            self._payloads[event.publisher] = event.payload
+
+    def read(self, worker: str) -> Load | None:
+        """Return the last report of a worker."""
+        with suppress(KeyError, *DECODE_ERRORS):
+            return msgspec.msgpack.decode(self._payloads[worker], type=Load)
+        return None
 
 
 async def _scrape(target: ScrapeTarget) -> str:
