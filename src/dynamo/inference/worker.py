@@ -114,10 +114,7 @@ class EngineWorker:
         runtime.health.add_limitation("kv_tiers", self._tier_problems)
         runtime.health.add_limitation("kv_events", self._event_problems)
         await self._start_publishers(f"{namespace}.{self._component}", info)
-        endpoint, add = component.endpoint, self._endpoints.append
-        if card.tokenizer is not None:
-            tokenizer = {card.tokenizer.sha256: Path(card.tokenizer.path)}
-            add(await endpoint("files").serve(ModelFileServer(tokenizer, runtime.clock).handle))
+        endpoint = component.endpoint
         await self._open_prefill(component)
         capabilities = {
             "model": card.names[0],
@@ -130,15 +127,22 @@ class EngineWorker:
         on_load_changed = self._load_publisher.on_load_changed
         self._endpoints += await self._prefill.serve(capabilities, on_load_changed)
         generate = await endpoint("generate").serve(self._generate, capabilities=capabilities)
-        add(generate)
+        self._endpoints.append(generate)
         self._prefill.withdraw_after(generate)
-        add(await endpoint("set_role").serve(self._set_role))
-        add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
-        add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
         control = KvControl(self._own_engines, runtime.clock)
         if control.has_tiers:
             declare_tier_metrics(runtime.metrics, control)
-        add(await endpoint(KV_ENDPOINT).serve(control.handle))
+        handlers = {
+            "set_role": self._set_role,
+            "clear_kv_blocks": self._clear_kv_blocks,
+            "kv_blocks": self._dump_kv_blocks,
+            KV_ENDPOINT: control.handle,
+        }
+        if card.tokenizer is not None:
+            tokenizer = {card.tokenizer.sha256: Path(card.tokenizer.path)}
+            handlers["files"] = ModelFileServer(tokenizer, runtime.clock).handle
+        serves = (endpoint(name).serve(handle) for name, handle in handlers.items())
+        self._endpoints += await run_all(*serves)
         self._is_announced = True
         await self._announce_adapters()
         await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
