@@ -118,7 +118,7 @@ class NixlAlone:
         os.environ.setdefault("UCX_TLS", "^ib")
         self.table = partial(descriptors, size=region.slot_bytes, count=region.slots)
         self.address = region.address
-        self.agents = [_new_agent(f"alone-{os.getpid()}-{number}") for number in range(count)]
+        self.agents = [_new_agent(f"alone-{os.getpid()}-{number}", {}) for number in range(count)]
         for agent in self.agents:
             agent.register_memory([(region.address, len(region.memory), 0, "")], "DRAM")
         self.threads = ThreadPoolExecutor(count)
