@@ -66,15 +66,16 @@ test-engines: $(ENGINES)/model/model.safetensors  ## tests on real vLLM for CPUs
 	DYNAMO_TEST_ENGINE_MODEL=$(ENGINES)/model $(ENGINES)/bin/python -m pytest \
 		-W default::pytest.PytestUnraisableExceptionWarning tests/engines $(ARGS)
 
-# PyTorch's build for CPUs is enough: no test needs a card. TORCH="torch==2.13.0" picks another build.
+# PyTorch's build for CPUs is enough: no test needs a card. TORCH=torch-2.13.0+cpu-....whl picks a file.
 TORCH      ?= torch==2.13.0
 TORCH_VENV := $(VENV)-torch
 $(TORCH_VENV)/.installed: scripts/torch_environment.sh | $(VENV)/.installed-test
-	scripts/torch_environment.sh $(TORCH_VENV) $(VENV) "$(TORCH)"
+	@echo "make: installing $(TORCH) and Triton into $(TORCH_VENV), once: 2 GB, or 8 GB if pip finds the build for cards"
+	@scripts/torch_environment.sh $(TORCH_VENV) $(VENV) "$(TORCH)"
 	@touch $@
 
-test-torch: setup $(TORCH_VENV)/.installed  ## tests of the native engine on PyTorch and Triton, 1 GB
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest tests/unit/inference_torch $(ARGS)
+test-torch: setup $(TORCH_VENV)/.installed  ## tests of the native engine on PyTorch and Triton, 2 GB
+	PATH="$(abspath $(VENV))/bin:$$PATH" scripts/isolated.sh $(TORCH_VENV)/bin/python -m pytest tests/unit/inference_torch $(ARGS)
 
 # Clients pin each other's libraries: uv makes an environment for each program, node's share a folder.
 CLIENTS := $(VENV)-clients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -116,10 +117,14 @@ asyncio.run(main())
 
 def test_a_dead_rank_ends_the_worker(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(write_tiny_llama(tmp_path, tied=True))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
         1, "the worker ends: rank 1 ended with status -9",
     )  # fmt: skip
+    assert not list(tmp_path.glob("dynamo-ranks-*"))
 
 
 @pytest.mark.parametrize(
@@ -137,3 +142,16 @@ def test_a_size_that_does_not_fit(size: int, settings: dict[str, Any], expected:
         check_ranks(config, chosen, CacheSettings(), TorchDevice("cpu", "float32"))
     text = f"{caught.value}: {caught.value.hint}"
     assert text.startswith(f"engine.tensor_parallel_size is {size}, and {expected}")
+
+
+@pytest.mark.parametrize(("cards", "visible"), [(1, "1 card is"), (2, "2 cards are")])
+def test_more_devices_than_cards(monkeypatch: pytest.MonkeyPatch, cards: int, visible: str) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    config: Any = SimpleNamespace(num_heads=8, num_kv_heads=4, intermediate_size=96, qk_norm="")
+    settings = EngineSettings(tensor_parallel_size=4)
+    message = f"engine.tensor_parallel_size is 4, and {visible} visible"
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_ranks(config, settings, CacheSettings(), TorchDevice("cuda", "bfloat16"))
+    assert caught.value.hint.startswith(f"use {cards}, or name more in --device-ids")

@@ -257,6 +257,7 @@ class TensorParallelRunner(TorchRunner):
     def _end_worker(self, reason: str) -> None:
         """End this process, which is replaced. Its requests go on at other workers."""
         log.critical("the worker ends: %s", reason)
+        shutil.rmtree(self._plan.folder, ignore_errors=True)
         os._exit(1)
 
     def _allocate_blocks(self, info: EngineInfo, shape: KvShape) -> torch.Tensor:
