@@ -190,6 +190,7 @@ def print_note(text: str) -> None:
 
 def announce(names: Sequence[str], settings: Settings, url: str) -> None:
     """Print how to use the models. `url` is empty for workers without an HTTP port."""
+    from dynamo.core.installation import dynamo_command
     from dynamo.models.location import computes_embeddings
 
     first = settings.each_model[0]
@@ -202,17 +203,15 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
         example = f"try:  {command}\nlook: {url} in a browser\n{better_model_note(settings)}"
         where = f"at {url}/v1"
     verb = "are" if settings.models else "is"
-    print(
-        f"\n{', '.join(names)} {verb} served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
-        file=sys.stderr,
-        flush=True,
-    )
+    end = f"end:  Ctrl-C, or `{dynamo_command()} stop`\n"
+    text = f"\n{', '.join(names)} {verb} served {where}\n\n{example}{end}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def better_model_note(settings: Settings) -> str:
     """Return a line on what to expect of the default model, with a better one that fits into the
     memory. "" for another model."""
-    from dynamo.core.installation import install_command
+    from dynamo.core.installation import dynamo_command, install_command
     from dynamo.inference.native.engine_sizing import available_memory_bytes
     from dynamo.models.downloads.hub import BETTER_MODELS, has_hub_library
     from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
@@ -226,7 +225,7 @@ def better_model_note(settings: Settings) -> str:
     if not name:
         return f"{text}\n"
     install = "" if has_hub_library() else f"{install_command('hub')} && "
-    return f"{text}; a better one, from the hub: {install}dynamo run {name}\n"
+    return f"{text}; a better one, from the hub: {install}{dynamo_command()} run {name}\n"
 
 
 def log_announcement(names: Sequence[str], url: str) -> None:

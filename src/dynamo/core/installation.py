@@ -31,6 +31,15 @@ def install_command(extra: str = "") -> str:
     return pip_command("install", *package)
 
 
+def dynamo_command() -> str:
+    """Return the name of this program for a shell: `dynamo` where the shell finds one, or else its
+    path, as after `make run`."""
+    installed = Path(sys.executable).with_name("dynamo")
+    if shutil.which("dynamo") or not installed.exists():
+        return "dynamo"
+    return shlex.quote(str(installed))
+
+
 def pip_command(command: str, *arguments: str) -> str:
     """Return a shell command of pip, or of uv in an environment without pip, for this
     interpreter."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import sys
 import termios
 from pathlib import Path
 from unittest.mock import patch
@@ -167,6 +168,9 @@ def test_the_default_model_says_what_it_is_good_for(
     assert note.count("\n") == 1
     assert better in note
     assert ("Qwen" in note) == bool(better)
+    monkeypatch.setenv("PATH", "/nowhere")  # as after `make run`
+    note = run.better_model_note(Settings())
+    assert (f"{Path(sys.executable).with_name('dynamo')} run Qwen" in note) == bool(better)
     mocked = Settings(engine=EngineSettings(kind="mock"))
     own = Settings(model=ModelSettings(path="./mine"))
     assert [run.better_model_note(settings) for settings in (mocked, own)] == ["", ""]

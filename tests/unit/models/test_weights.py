@@ -229,3 +229,32 @@ def test_stored_tensors_are_those_of_the_file_and_not_copied(
         assert np.array_equal(copied.view(np.uint32) >> 16, stored)
         copied[0, 0] += 1
     assert stored.shape == arrays[name].shape
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "hint"),
+    [
+        ({"model_type": "qwen3_moe"}, "architecture 'qwen3_moe'", "out=vllm other folders"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq has packed", "out=vllm serves"),
+        ({"hidden_act": "relu2"}, "activation 'relu2'", "out=vllm serves"),
+    ],
+    ids=str,
+)
+def test_a_model_that_native_does_not_compute_is_one_line(
+    model_folder, write_safetensors, arrays, fields, message, hint
+):
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
+    path = model_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ModelUnavailable, match=message) as caught:
+        open_weights(model_folder)
+    assert "\n" not in caught.value.message + (caught.value.hint or "")
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_part_that_native_does_not_compute_is_named(model_folder, write_safetensors, arrays):
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    write_safetensors(model_folder / SINGLE_FILE, arrays | {name: arrays["model.norm.weight"]})
+    with pytest.raises(ModelUnavailable, match=r"does not compute mlp\.experts\.0") as caught:
+        open_weights(model_folder)
+    assert "out=vllm folders" in caught.value.hint

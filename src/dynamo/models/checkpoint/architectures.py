@@ -145,7 +145,10 @@ def _values_from_json(path: Path, names: frozenset[str]) -> dict[str, Any]:
     activation = raw.get("hidden_activation") or raw.get("hidden_act")
     if activation is not None and "activation" not in fields:
         if activation not in _ACTIVATIONS:
-            raise ModelUnavailable(f"the activation {activation!r} is not supported")
+            raise ModelUnavailable(
+                f"the activation {activation!r} is not supported",
+                hint="out=vllm serves folders of other shapes",
+            )
         fields["activation"] = _ACTIVATIONS[activation]
     # Names differ between architectures and between versions of transformers.
     rope, local_rope = _rope_parameters(raw, path)
