@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="make test-torch installs Triton")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),  # the interpreter's exp
     pytest.mark.usefixtures("few_programs"),
+    pytest.mark.timeout(480),  # a busy machine
 ]
 
 SEQUENCES = {
@@ -75,6 +76,25 @@ def test_attention(
     expected = attend_blocks(queries, kv_blocks, batch, window, softcap)
     actual = kernels.attend(queries, kv_blocks, batch, tiles, window, softcap)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_in_half_precision(shape: tuple[int, int, int]) -> None:
+    """Softmax and sums are float32. Weights are rounded before they are multiplied: 2e-3. The
+    interpreter cannot multiply bfloat16."""
+    from dynamo.inference.torch import kernels
+    from dynamo.inference.torch.attention import attend_blocks
+
+    torch.manual_seed(5)
+    batch, kv_blocks = make_case(shape, SEQUENCES["both"])
+    write_keys(batch, kv_blocks)
+    kv_blocks = kv_blocks.half()
+    queries = (torch.randn(len(batch.token_ids), shape[0], shape[2]) / shape[2] ** 0.5).half()
+    tiles = kernels.make_prefill_tiles(batch, shape[0] // shape[1])
+    expected = attend_blocks(queries, kv_blocks, batch)
+    actual = kernels.attend(queries, kv_blocks, batch, tiles)
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.inference_native.test_native_runner import COUNT, PROMPTS, expected, generate_all
 
 from dynamo.core.values import SamplingParams
@@ -81,6 +83,28 @@ async def test_answers_and_logprobs_are_those_of_numpy(
         for mine, other in zip(*prompts, strict=True):
             assert (mine.token, mine.rank) == (other.token, other.rank)
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+async def test_sixty_answers_are_those_of_numpy(make_engine: Any, make_request: Any) -> None:
+    """Greedy and seeded, with and without filters. `benchmarks/torch_beside_numpy.py` asks 200
+    prompts of the default model."""
+    chooser = random.Random(11)
+    samplings = (SamplingParams(temperature=0), *SAMPLINGS[:3])
+    requests = [
+        make_request(
+            [chooser.randrange(320) for _ in range(chooser.randrange(1, 50))],
+            8,
+            sampling=replace(samplings[number % 4], seed=number),
+        )
+        for number in range(60)
+    ]
+    answers = []
+    for dtype in ("numpy", "float32"):
+        engine = make_engine(dtype, num_blocks=400)
+        await engine.start()
+        answers.append([reply.ids for reply in await generate_all(engine, requests)])
+        await engine.stop()
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
