@@ -109,6 +109,7 @@ def test_a_request_waits_while_the_only_worker_starts(tmp_path, capsys):
         ('{"time": "soon", "action": "start"}', "duration"),
         ('{"time": 1, "action": "explode"}', "explode"),
         ('{"time": 1, "action": "role"}', "names a role"),
+        ('{"time": 1, "action": "die", "worker": 3}', "no worker 3 at 1 s"),
         ('{"time": 1, "action": "die", "count": 0}', "at least 1"),
         ('{"time": 1, "action": "die", "cuont": 2}', "cuont"),
         ("[1]", "line 1"),

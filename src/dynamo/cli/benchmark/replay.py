@@ -199,7 +199,7 @@ def _trace_name(args: argparse.Namespace) -> str:
 def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     """Return the plan of a replay by its flags and settings. Raises `ConfigError`."""
     from dynamo.operations.bench.workload import LatencyObjectives
-    from dynamo.operations.replay.events import check_kinds
+    from dynamo.operations.replay.events import check_events
     from dynamo.operations.replay.fleet import Startup
     from dynamo.operations.replay.replay import ReplayPlan
 
@@ -208,7 +208,7 @@ def make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     events = _read_events(args)
     changes_roles = any(event.action == "role" for event in events)
     workers = _make_workers(args, settings, changes_roles=changes_roles)
-    check_kinds(events, [group.kind for group in workers.groups])
+    check_events(events, workers)
     routing = _router_settings(loaded)
     return ReplayPlan(
         trace=_trace_name(args),

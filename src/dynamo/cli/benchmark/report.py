@@ -74,7 +74,7 @@ def format_replay_result(result: ReplayResult) -> str:
         lines.append(f"{'broken':<10}{result.broken_promises:>8}")
     if result.timeline:
         lines.append(f"{'moved':<10}{result.moved_requests:>8}")
-    lines.append(f"{'GPU-hours':<10}{result.gpu_hours:>8.3g}")
+    lines.append(f"{'GPU-hours':<10}{result.gpu_hours:>8.4g}")
     others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
     lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
     lines += _load_lines(result)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from dynamo.core.errors import ConfigError, NotFound, nearest_name_hint
+from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.units import parse_seconds
 from dynamo.operations.replay.fleet import FleetWorker, ReplayFleet
+from dynamo.operations.replay.workers import ReplayWorkers
 
 EXAMPLE = '{"time": 60, "action": "start", "kind": "worker", "count": 2}'
 
@@ -44,7 +45,7 @@ class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ""
 
     def apply(self, fleet: ReplayFleet) -> None:
-        """Do it. Raises `NotFound` for an unknown kind or worker."""
+        """Do it. Raises `NotFound` for an unknown kind."""
         if self.action == "start":
             for _ in range(self.count):
                 fleet.start(self.kind, self.startup)
@@ -59,9 +60,7 @@ class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _workers(self, fleet: ReplayFleet) -> Sequence[FleetWorker]:
         if self.worker is not None:
-            if self.worker >= len(fleet.workers):
-                raise NotFound(f"there is no worker {self.worker} at {self.time:g} s of the script")
-            return [fleet.workers[self.worker]]
+            return fleet.workers[self.worker : self.worker + 1]
         ready = fleet.of_kind(self.kind)
         if self.action == "die":
             ready = ready[::-1]
@@ -84,12 +83,20 @@ def read_events(path: str) -> list[FleetEvent]:
     return events
 
 
-def check_kinds(events: Sequence[FleetEvent], kinds: Collection[str]) -> None:
-    """Raise `ConfigError` for an event of a kind that there is not."""
-    for event in events:
+def check_events(events: Sequence[FleetEvent], workers: ReplayWorkers) -> None:
+    """Raise `ConfigError` for an event of a kind or a worker that there cannot be."""
+    kinds, most = [group.kind for group in workers.groups], workers.count
+    for event in sorted(events, key=lambda event: event.time):
         if event.worker is None and event.kind not in kinds:
             hint = nearest_name_hint(event.kind, kinds)
             raise ConfigError(f"there is no kind of workers {event.kind!r}", hint=hint)
+        if event.worker is not None and event.worker >= most:
+            raise ConfigError(
+                f"there is no worker {event.worker} at {event.time:g} s of the script",
+                hint=f"workers are numbered from 0, and until then {most} were there at most",
+            )
+        if event.action == "start" or (event.action == "die" and event.restart):
+            most += event.count
 
 
 def schedule_events(fleet: ReplayFleet, events: Sequence[FleetEvent]) -> None:
