@@ -158,7 +158,7 @@ def wait_for_transfers(roles: Deployment) -> None:
     while not transfers(roles)[0]:
         assert time.monotonic() < end, "no KV block moved"
         number += 1
-        roles.chat(f"{number} " * 100, 2)  # one token would need no hand-over
+        roles.chat(f"{number} " * 100, 2)  # a single token needs no hand-over
 
 
 def ask_two(bench: Bench, two: Deployment, prompt: str) -> str:

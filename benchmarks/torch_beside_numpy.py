@@ -4,10 +4,10 @@
     make test-torch                 once, for the environment
     .venv-torch/bin/python benchmarks/torch_beside_numpy.py [--model MODEL] [--prompts 200] [--tokens 8]
 
-Greedy answers are to be equal. So are seeded ones, unless a random number lies within rounding of the boundary between
-two tokens: logits differ by 1e-5, as those of NumPy do in batches of other sizes. For each answer that differs, NumPy
-computes the logits of the first other token again, alone, and looks how far the random number is from giving PyTorch's
-token; 0: it gives that token. Fails if that is more than NEAR, or if a greedy answer differs.
+Greedy answers are to be equal. Seeded ones may differ where a random number lies within rounding of the boundary of two
+tokens. Logits differ by 1e-5, as those of NumPy do in batches of other sizes. NumPy computes the first token that
+differs again, alone. The script tells how far the random number is from giving PyTorch's token; 0: that is NumPy's
+token, too. The script fails if that is more than NEAR, or if a greedy answer differs.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def read_values(kind: int, raw: Bytes) -> Stored:
 
 
 def widen(values: Stored) -> Floats:
-    """Return values of `read_values` as float32. Those that are float32 are not copied."""
+    """Return values of `read_values` as float32. Float32 values are not copied."""
     import numpy as np
 
     if values.dtype != np.uint16:

@@ -43,7 +43,7 @@ class ModelWeights(AbstractContextManager["ModelWeights"], ABC):
 
     def stored(self, name: str) -> Stored:
         """Return a tensor as `tensor` does, but in the number format of the file and, where that is
-        possible, not copied: see `read_values`. It must not be changed."""
+        possible, not copied: see `read_values`. The caller must not change it."""
         whole, part = self._find_fused(name)
         stored = self._read(whole)
         expected = tensor_shape(whole, self.config)
