@@ -203,7 +203,7 @@ def case_kills(args: argparse.Namespace) -> Targets:
     targets.at_most("seconds until the place serves, p50", result["again_s"]["p50"], limit, " s")
     targets.at_most("descriptors left over", result["descriptors"], 0)
     targets.at_most("processes left over", result["processes"], 0)
-    targets.at_most("memory left over", result["mb"], 30, " MB")
+    targets.at_most("memory left over", result["mb"], 64, " MB")
     targets.print_report(result, f"{args.kills} kills")
     return targets
 
