@@ -82,10 +82,45 @@ def clients(deployment: Deployment, *names: str) -> Iterator[list[tuple[str, int
             thread.join()
 
 
+def change_models(deployment: Deployment, model: Path, file: Path) -> None:
+    """Add, rename, scale and remove a model while clients ask for the others."""
+    with clients(deployment, "qwen", "small", "chat") as answers:
+        before = file.read_text()
+        added = ("add", model, "out=mock", "--model-name", "third", "--save")
+        code, output = dynamo(deployment, *added)
+        assert (code, output.splitlines()[-1]) == (0, "third is served")
+        assert '"names":["third"]' in file.read_text()
+        assert ask(deployment, "third")[0] == 200
+        assert dynamo(deployment, "models", "--alias", "chat=third")[0] == 0
+        assert models(deployment)["third"] == (["chat"], "loaded", 1)
+        assert dynamo(deployment, "models", "--alias", "chat=small")[0] == 0
+        assert dynamo(deployment, "scale", "small=2")[0] == 0
+        code, output = dynamo(deployment, "remove", "third", "--save")
+        assert (code, output.splitlines()[-1]) == (0, "third is removed")
+        assert file.read_text() == before
+    assert {status for _, status in answers} == {200}
+
+
+def check_refusals(deployment: Deployment, model: Path) -> None:
+    """Check that wrong names, paths, engines and flags are refused."""
+    for words, error in (
+        (("add", model, "--model-name", "qwen"), "'qwen' is a model of this deployment"),
+        (("add", "/nowhere", "--model-name", "x"), "there is no file or folder /nowhere"),
+        (("add", model, "out=none", "--model-name", "x"), "unknown engine 'none'"),
+        (("add", model, "--http-port", "1"), "about the whole deployment"),
+        (("models", "--alias", "qwen=small"), "is the name of a model"),
+        (("models", "--alias", "x=nothing"), "no model 'nothing'"),
+        (("remove", "nothing"), "no model 'nothing'"),
+    ):
+        code, output = dynamo(deployment, *words)
+        assert code != 0
+        assert error in output
+
+
 def test_models_come_and_go_beside_each_other(
     start: Callable[..., Deployment], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """One deployment serves all steps: a start takes longer than they do."""
+    """All steps share a deployment, whose start takes longer than they do."""
     file = tmp_path / "models.yaml"
     file.write_text(SETTINGS.replace("MODEL", str(tiny_model)))
     deployment = start("-f", file)
@@ -103,22 +138,7 @@ def test_models_come_and_go_beside_each_other(
         "small": "loaded",
     }
 
-    with clients(deployment, "qwen", "small", "chat") as answers:
-        before = file.read_text()
-        added = ("add", tiny_model, "out=mock", "--model-name", "third", "--save")
-        code, output = dynamo(deployment, *added)
-        assert (code, output.splitlines()[-1]) == (0, "third is served")
-        assert '"names":["third"]' in file.read_text()
-        assert ask(deployment, "third")[0] == 200
-        assert dynamo(deployment, "models", "--alias", "chat=third")[0] == 0
-        assert models(deployment)["third"] == (["chat"], "loaded", 1)
-        assert dynamo(deployment, "models", "--alias", "chat=small")[0] == 0
-        assert dynamo(deployment, "scale", "small=2")[0] == 0
-        code, output = dynamo(deployment, "remove", "third", "--save")
-        assert (code, output.splitlines()[-1]) == (0, "third is removed")
-        assert file.read_text() == before
-    assert {status for _, status in answers} == {200}
-
+    change_models(deployment, tiny_model, file)
     status, body = ask(deployment, "third")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     assert "'small'" in body["error"]["message"]
@@ -128,18 +148,7 @@ def test_models_come_and_go_beside_each_other(
     assert 'dynamo_model_state{model="small",state="loaded"} 1' in metrics
     assert 'dynamo_admission_waiting_requests{model="qwen"} 0' in metrics
 
-    for words, error in (
-        (("add", tiny_model, "--model-name", "qwen"), "'qwen' is a model of this deployment"),
-        (("add", "/nowhere", "--model-name", "x"), "there is no file or folder /nowhere"),
-        (("add", tiny_model, "out=none", "--model-name", "x"), "unknown engine 'none'"),
-        (("add", tiny_model, "--http-port", "1"), "about the whole deployment"),
-        (("models", "--alias", "qwen=small"), "is the name of a model"),
-        (("models", "--alias", "x=nothing"), "no model 'nothing'"),
-        (("remove", "nothing"), "no model 'nothing'"),
-    ):
-        code, output = dynamo(deployment, *words)
-        assert code != 0
-        assert error in output
+    check_refusals(deployment, tiny_model)
     code, output = dynamo(deployment, "remove", "qwen")
     assert "the default model is small now" in output
     assert ask(deployment, "default")[1]["model"] == "small"

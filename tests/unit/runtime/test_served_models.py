@@ -64,9 +64,9 @@ class Sources:
 
 
 def model(spec: Spec, name: str, script: str = SERVE, *aliases: str) -> ChildSpec:
-    made = spec(script, f"{name}-worker")
-    section = replace(made.settings.model, names=(name, *aliases))
-    return replace(made, model=name, settings=replace(made.settings, model=section))
+    worker = spec(script, f"{name}-worker")
+    section = replace(worker.settings.model, names=(name, *aliases))
+    return replace(worker, model=name, settings=replace(worker.settings, model=section))
 
 
 @pytest.fixture
