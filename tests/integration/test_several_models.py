@@ -142,6 +142,9 @@ def test_models_come_and_go_beside_each_other(
     status, body = ask(deployment, "third")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     assert "'small'" in body["error"]["message"]
+    assert ask(deployment, "smal")[1]["error"]["hint"] == "did you mean 'small'?"
+    described = ask(deployment, "", "/v1/models/small")[1]
+    assert (described["status"], described["workers"]) == ({"value": "loaded"}, 2)
     with urllib.request.urlopen(deployment.url + "/metrics") as page:
         metrics = page.read().decode()
     assert 'model="third"' not in metrics
@@ -149,7 +152,6 @@ def test_models_come_and_go_beside_each_other(
     assert 'dynamo_admission_waiting_requests{model="qwen"} 0' in metrics
 
     check_refusals(deployment, tiny_model)
-    code, output = dynamo(deployment, "remove", "qwen")
-    assert "the default model is small now" in output
+    assert "the default model is small now" in dynamo(deployment, "remove", "qwen")[1]
     assert ask(deployment, "default")[1]["model"] == "small"
     assert "only model" in dynamo(deployment, "remove", "small")[1]

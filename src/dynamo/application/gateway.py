@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dynamo.core.errors import InvalidRequest, ModelNotFound, ModelNotReady
+from dynamo.core.errors import InvalidRequest, ModelNotFound, ModelNotReady, nearest_name_hint
 from dynamo.core.values import SamplingParams
 
 DEFAULT_MODEL = "default"
@@ -64,7 +64,8 @@ class Gateway:
     by "" and by None, as in requests without a model.
 
     `models` are in the order of `set_desired`, then of arrival, derived ones last.
-    `context_tokens` is their longest context; 0 without models.
+    `context_tokens` is their longest context; 0 without models. `describe()` returns fields of
+    `/v1/models` by model, such as its state.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class Gateway:
         self._no_models_reason = "no model has been announced yet"
         self.context_tokens = 0
         self._listeners: list[Callable[[], None]] = []
+        self.describe: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever a model was added or removed."""
@@ -195,6 +197,7 @@ class Gateway:
             return served.names[0], served
         raise ModelNotFound(
             f"there is no model {name[:200]!r}; served: {_format_names(self.models)}",
+            hint=nearest_name_hint(name[:200], self.models, "GET /v1/models lists them"),
             param="model",
         )
 

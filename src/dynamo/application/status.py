@@ -92,30 +92,36 @@ class ModelsHandler:
     async def list_models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         self._gateway.require_ready()
-        gateway = self._gateway
-        data = [_model_body(name, served) for name, served in gateway.models.items()]
-        data += [_model_body(name, served) for name, served in gateway.embedding_models.items()]
+        gateway, states = self._gateway, self._gateway.describe()
+        data = [_model_body(name, served, states) for name, served in gateway.models.items()]
+        embedding_models = gateway.embedding_models.items()
+        data += [_model_body(name, served, states) for name, served in embedding_models]
         exchange.send_value({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}; an id may contain slashes."""
         name = exchange.request.path.removeprefix("/v1/models/")
+        states = self._gateway.describe()
         embedding_model = self._gateway.embedding_models.get(name)
         if embedding_model is not None:
-            exchange.send_value(_model_body(name, embedding_model))
+            exchange.send_value(_model_body(name, embedding_model, states))
             return
         name, served = self._gateway.find(name)
-        exchange.send_value(_model_body(name, served, tool_format=served.tool_format))
+        exchange.send_value(_model_body(name, served, states, tool_format=served.tool_format))
 
 
 def _model_body(
-    name: str, served: ServedModel | ServedEmbeddingModel, tool_format: str = ""
+    name: str,
+    served: ServedModel | ServedEmbeddingModel,
+    states: Mapping[str, Mapping[str, Any]],
+    tool_format: str = "",
 ) -> dict[str, Any]:
-    """Return OpenAI's model object, plus vLLM's `root`, `parent` and `max_model_len`, and our
-    `tool_format`."""
+    """Return OpenAI's model object, plus vLLM's `root`, `parent` and `max_model_len`, llama.cpp's
+    `status`, and our `tool_format` and `workers`."""
     parent = served.parent if isinstance(served, ServedModel) else ""
     root = served.root if isinstance(served, ServedModel) and parent else served.names[0]
     body = {"id": name, "created": served.created, "owned_by": served.owned_by, "root": root}
     body["max_model_len"] = served.context_tokens
     more = {"tool_format": tool_format, "parent": parent}
-    return body | {key: value for key, value in more.items() if value} | {"object": "model"}
+    given = {key: value for key, value in more.items() if value}
+    return {**body, **given, **states.get(parent or served.names[0], {}), "object": "model"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView
@@ -32,6 +32,7 @@ class DesiredModels:
         self._namespace = namespace
         self._listed: dict[str, frozenset[str]] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._states: dict[str, ModelState] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         self.removed: set[str] = set()
         view.on_change(self._on_records_changed)
@@ -46,22 +47,17 @@ class DesiredModels:
 
     def state(self, model: str) -> ModelState:
         """Return the state of a model without a worker that answers."""
-        reasons, running = [], 0
-        for record, kind in self._kinds_of(model):
-            if reason := record.failing.get(kind):
-                reasons.append(reason)
-            running += record.desired.get(kind, 0)
-        if running:
-            return ModelState("loading", STARTING_TEXT)
-        if reasons:
-            return ModelState("failed", reasons[0])
-        return ModelState("unloaded", NO_WORKERS_TEXT)
+        return self._states.get(model, ModelState("unloaded", NO_WORKERS_TEXT))
 
-    def _kinds_of(self, model: str) -> Iterator[tuple[SupervisorRecord, str]]:
+    def _read_states(self) -> dict[str, ModelState]:
+        states: dict[str, ModelState] = {}
         for record in self._records().values():
             for kind, described in record.kinds.items():
-                if described.model == model:
-                    yield record, kind
+                if record.desired.get(kind):
+                    states[described.model] = ModelState("loading", STARTING_TEXT)
+                elif reason := record.failing.get(kind):
+                    states.setdefault(described.model, ModelState("failed", reason))
+        return states
 
     def _records(self) -> dict[str, SupervisorRecord]:
         return {
@@ -86,5 +82,6 @@ class DesiredModels:
             if model not in desired and model not in dropped
         }
         self.aliases = desired | orphans
+        self._states = self._read_states()
         for listener in self._listeners:
             listener()

@@ -90,6 +90,7 @@ class FrontendService:
             self._runtime.report_models(names)
 
         gateway.on_change(report_models)
+        gateway.describe = watcher.describe
         watcher.take_requests = take_requests
         watcher.on_closed = application.metrics.remove_model
         watcher.start()

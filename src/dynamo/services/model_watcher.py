@@ -7,6 +7,7 @@ import secrets
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from dynamo.application import Gateway, ServedModel
@@ -245,6 +246,16 @@ class ModelWatcher:
             else:
                 states[name] = ModelState("loaded")
         return {**states, **self.other_states()}
+
+    def describe(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the fields of `/v1/models` on each model's state, in llama.cpp's form."""
+        described: dict[str, dict[str, Any]] = {}
+        for name, state in self.model_states().items():
+            reason = {"reason": state.reason} if state.reason else {}
+            described[name] = {"status": {"value": state.state, **reason}}
+        for name, workers in self.count_workers().items():
+            described[name]["workers"] = workers
+        return described
 
     def _serves_any(self) -> bool:
         """Whether a model has a worker."""

@@ -73,6 +73,7 @@ def test_the_state_is_that_of_the_models_kinds() -> None:
         {"b-worker": 1}, failing={"a-worker": "no weights"}, kinds=kinds, namespace="ns"
     )
     records.records["one"] = record
+    records.notify()
 
     assert desired.state("a") == ModelState("failed", "no weights")
     assert desired.state("b").state == "loading"
