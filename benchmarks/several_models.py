@@ -2,11 +2,15 @@
 """Serve several models on one port: does one disturb another, and do changes lose requests?
 
     benchmarks/several_models.py isolation [--seconds 20] [--long] [--model DIR]
+    benchmarks/several_models.py index [--seconds 20] [--model DIR]
     benchmarks/several_models.py live [--changes 30] [--rate 40] [--frontends 2] [--model DIR]
 
 `isolation`: model `a` is offered five times what its two mock workers compute, and they are killed
 every 5 s; model `b` is offered half of what its own compute. The first token of `b` is compared with
 `b` alone before. With `--long` the prompts for `a` have most of its context.
+
+`index`: two models, with blocks of 16 and 32 tokens, get the same conversations, whose prompts share
+beginnings. Their hit ratios and first tokens are compared with those of two deployments of one model.
 
 `live`: models are added and removed, aliases moved and workers scaled in random order under load. A
 request may only fail under a name that was removed, with 404. At the end everything is as before.
@@ -42,6 +46,9 @@ TOKENS, STEP_MS, SLOTS, WORKERS = 10, 40, 4, 2
 CAPACITY = WORKERS * SLOTS / (TOKENS * STEP_MS / 1e3)
 """Requests a second that the workers of a model compute."""
 FLOOD, KILL_S = 5, 5.0
+BLOCKS = {"a": 16, "b": 32}
+GROUPS, SHARED_WORDS = 12, 200
+"""Conversations of the part `index`, and the words with which the prompts of one begin."""
 PROMPT, LONG_PROMPT = 30, 1500
 GRACE_S = 1.0
 """A removed name may be answered for this long."""
@@ -50,7 +57,15 @@ GRACE_S = 1.0
 def start(args: argparse.Namespace, names: Sequence[str]) -> Server:
     """Start a deployment with a mock model of each name."""
     port = free_port()
-    entries = [{"path": args.model or "", "names": [name], "workers": WORKERS} for name in names]
+    entries = [
+        {
+            "path": args.model or "",
+            "names": [name],
+            "workers": WORKERS,
+            "engine.block_size": BLOCKS[name],
+        }
+        for name in names
+    ]
     settings = {
         "server": {"http_port": port, "http_workers": args.frontends},
         "router": {"mode": "kv"},
@@ -213,6 +228,54 @@ class Changes:
         self.done["scaled"] += 1
 
 
+def hit_ratio(url: str, model: str) -> float:
+    """Return the share of a model's prompt tokens that its engines took from their caches."""
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        text = answer.read().decode()
+    values = [
+        float(match[1])
+        for name in ("cached", "prompt")
+        if (match := re.search(rf'router_{name}_tokens_total{{model="{model}"}} (\S+)', text))
+    ]
+    return round(values[0] / values[1], 4)
+
+
+async def converse(args: argparse.Namespace, server: Server, models: Sequence[str]) -> Any:
+    """Send each model prompts that share beginnings, and return hits and times by model."""
+    client = StreamClient(server.url, vocabulary(args.model))
+    rate, streams = CAPACITY / 3, {model: list[asyncio.Task[Stream]]() for model in models}
+    started = now()
+    async with asyncio.TaskGroup() as group:
+        for number in range(round(rate * args.seconds)):
+            await asyncio.sleep(max(0.0, started + number / rate - now()))
+            for model in models:
+                key = number % GROUPS
+                request = client.encode_request(key, SHARED_WORDS + number // GROUPS, TOKENS, model)
+                streams[model].append(group.create_task(client.send(number, request)))
+    return {
+        model: {
+            "hit_ratio": hit_ratio(server.url, model),
+            "ttft_ms": percentiles_ms([task.result().first_s for task in tasks]),
+        }
+        for model, tasks in streams.items()
+    }
+
+
+async def index(args: argparse.Namespace, server: Server) -> dict[str, Any]:
+    """Return hits and times of both models in one deployment, then of each in its own."""
+    together = await converse(args, server, ["a", "b"])
+    server.stop()
+    alone = {}
+    for name in ("a", "b"):
+        own = start(args, [name])
+        alone |= await converse(args, own, [name])
+        own.stop()
+    differences = [
+        abs(together[name]["hit_ratio"] - alone[name]["hit_ratio"]) for name in ("a", "b")
+    ]
+    return {"together": together, "alone": alone, "holds": max(differences) <= 0.01}
+
+
 def series(url: str) -> set[str]:
     """Return the gauges of the frontends and how many workers each model has."""
     with urllib.request.urlopen(url + "/metrics") as answer:
@@ -251,10 +314,13 @@ async def live(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     }
 
 
+PARTS = {"isolation": isolation, "index": index, "live": live}
+
+
 def main() -> None:
     """Run one part, and print its report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("isolation", "live"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--model", default="")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--long", action="store_true")
@@ -265,8 +331,7 @@ def main() -> None:
     args = parser.parse_args()
     server = start(args, ["a", "b"])
     try:
-        part = isolation if args.part == "isolation" else live
-        print(json.dumps(uvloop.run(part(args, server)), indent=1))
+        print(json.dumps(uvloop.run(PARTS[args.part](args, server)), indent=1))
     finally:
         server.stop()
 
