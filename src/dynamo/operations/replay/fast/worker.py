@@ -382,7 +382,8 @@ class FastWorker:
         waiting, skipped = self.waiting, []
         while waiting and len(self.running) + len(self.arriving) < self.info.max_num_seqs:
             request = waiting[0]
-            if request.source and request.prompt_key in self.arriving.values():
+            key = request.prompt_key if request.source else None
+            if key is not None and key in self.arriving.values():
                 skipped.append(waiting.popleft())  # the blocks will be cached
                 continue
             if not (self._budget > 0 or request.source) or not self._admit(request):
