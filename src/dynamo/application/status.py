@@ -123,5 +123,5 @@ def _model_body(
     body = {"id": name, "created": served.created, "owned_by": served.owned_by, "root": root}
     body["max_model_len"] = served.context_tokens
     more = {"tool_format": tool_format, "parent": parent}
-    given = {key: value for key, value in more.items() if value}
-    return {**body, **given, **states.get(parent or served.names[0], {}), "object": "model"}
+    optional = {key: value for key, value in more.items() if value}
+    return {**body, **optional, **states.get(parent or served.names[0], {}), "object": "model"}

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from dynamo.communication.events import EventSource
-from dynamo.communication.requests import ResponseWriter
+from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.adapters import ADAPTERS_ENDPOINT
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
@@ -129,24 +129,29 @@ class EngineWorker:
         generate = await endpoint("generate").serve(self._generate, capabilities=capabilities)
         self._endpoints.append(generate)
         self._prefill.withdraw_after(generate)
-        control = KvControl(self._own_engines, runtime.clock)
-        if control.has_tiers:
-            declare_tier_metrics(runtime.metrics, control)
-        handlers = {
-            "set_role": self._set_role,
-            "clear_kv_blocks": self._clear_kv_blocks,
-            "kv_blocks": self._dump_kv_blocks,
-            KV_ENDPOINT: control.handle,
-        }
-        if card.tokenizer is not None:
-            tokenizer = {card.tokenizer.sha256: Path(card.tokenizer.path)}
-            handlers["files"] = ModelFileServer(tokenizer, runtime.clock).handle
+        handlers = self._small_endpoints(runtime)
         serves = (endpoint(name).serve(handle) for name, handle in handlers.items())
         self._endpoints += await run_all(*serves)
         self._is_announced = True
         await self._announce_adapters()
         await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(self._card))
         return self._card
+
+    def _small_endpoints(self, runtime: DistributedRuntime) -> dict[str, RequestHandler]:
+        """Handlers of the endpoints that manage the worker, by name."""
+        control = KvControl(self._own_engines, runtime.clock)
+        if control.has_tiers:
+            declare_tier_metrics(runtime.metrics, control)
+        handlers: dict[str, RequestHandler] = {
+            "set_role": self._set_role,
+            "clear_kv_blocks": self._clear_kv_blocks,
+            "kv_blocks": self._dump_kv_blocks,
+            KV_ENDPOINT: control.handle,
+        }
+        if self._card.tokenizer is not None:
+            tokenizer = {self._card.tokenizer.sha256: Path(self._card.tokenizer.path)}
+            handlers["files"] = ModelFileServer(tokenizer, runtime.clock).handle
+        return handlers
 
     async def _start_engine(self, component: Component) -> EngineInfo:
         info = await self._engine.start()
