@@ -23,7 +23,18 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 METRIC = re.compile(r"(dynamo|process)(_[a-z0-9]+)+\Z")
-UNITS = ("total", "seconds", "bytes", "tokens", "requests", "blocks", "workers", "fds", "ratio", "state")
+UNITS = (
+    "total",
+    "seconds",
+    "bytes",
+    "tokens",
+    "requests",
+    "blocks",
+    "workers",
+    "fds",
+    "ratio",
+    "state",
+)
 
 
 def pages() -> list[Path]:
