@@ -283,3 +283,14 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         Flag("--plot", "plot the result, and a timeline of the workers", metavar="PNG"),
     ),
 }
+
+
+def set_replay_defaults(parser: Parser, **values: object) -> None:
+    """Set what `make_plan` reads of flags that a parser does not have: defaults, or `values`."""
+    flags = (row for group in FLAGS.values() for row in group)
+    missing = {
+        flag.removeprefix("--").replace("-", "_"): row.default
+        for row in flags
+        if not parser.has(flag := row.names.split()[0])
+    }
+    parser.set_defaults(**{**missing, **values})

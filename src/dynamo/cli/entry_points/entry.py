@@ -181,5 +181,5 @@ ROUTER = MissingEntryPoint(
     "router", "frontends route by themselves; `dynamo run --router-replicas N` starts routers apart"
 )
 PLANNER = MissingEntryPoint(
-    "planner", "change the number of workers with `dynamo scale`, their roles with `dynamo roles`"
+    "planner", "`dynamo serve --planner` sets the number of workers; see docs/how-to/plan.md"
 )

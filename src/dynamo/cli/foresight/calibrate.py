@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
+from dynamo.cli.benchmark.replay_flags import set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, check_writable, format_table, write_file
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
@@ -30,17 +31,6 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
     )
 }
 SHARED_FLAGS = ("prompts computed by other workers", "tiers below the engines' blocks")
-REPLAY_DEFAULTS = {
-    "trace": "calibration",
-    "synthetic": None,
-    "trace_block_size": 0,
-    "speed": 1.0,
-    "smear": 0.0,
-    "seed": 0,
-    "good": None,
-    "fast": False,
-}
-"""The values of the flags of a replay that a calibration does not have."""
 
 
 def parser() -> Parser:
@@ -62,7 +52,7 @@ def parser() -> Parser:
         "result of `dynamo bench`, or vLLM's requests.jsonl",
     )
     parser.add_flags({**FLAGS, **{title: REPLAY_FLAGS[title] for title in SHARED_FLAGS}})
-    parser.set_defaults(**REPLAY_DEFAULTS)
+    set_replay_defaults(parser, trace="calibration")
     add_settings_flags(parser, shown=("router", "engine", "workers"))
     return parser
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
+from dynamo.cli.benchmark.replay_flags import set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, check_writable, format_table
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError, NotFound
@@ -26,12 +27,6 @@ EXAMPLES = """\
   dynamo plan --dry-run http-8000 --planner.ttft 1s --planner.itl 40ms --timing timing.json
   dynamo plan --dry-run trace.jsonl --startup 60s --planner.budget 8 --plot sizes.png"""
 SHARED_FLAGS = ("prompts computed by other workers",)
-REPLAY_DEFAULTS = {
-    row.names.split()[0].removeprefix("--").replace("-", "_"): row.default
-    for rows in REPLAY_FLAGS.values()
-    for row in rows
-} | {"fast": True}
-"""The values of the flags of a replay, most of which a plan does not have."""
 FLAGS: Mapping[str, Sequence[Flag]] = {
     "plan": (
         Flag("--dry-run", "play the policy on recorded requests, and order nothing", False),
@@ -64,8 +59,7 @@ def parser() -> Parser:
         help="default: the deployment that planned, or whose requests were recorded, last",
     )
     parser.add_flags({**FLAGS, **{title: REPLAY_FLAGS[title] for title in SHARED_FLAGS}})
-    own = vars(parser.parse_args([]))
-    parser.set_defaults(**{name: each for name, each in REPLAY_DEFAULTS.items() if name not in own})
+    set_replay_defaults(parser, fast=True)
     add_settings_flags(parser, shown=("planner", "router", "engine", "workers"))
     return parser
 
