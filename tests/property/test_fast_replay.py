@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.simulation.conftest import BLOCK, chats, cluster
+from tests.simulation.conftest import BLOCK, chats, cluster, unique
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
+from dynamo.core.timing.model import Timing
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
@@ -175,6 +176,41 @@ def test_prompts_that_other_workers_compute_take_as_long(
     assert fast.prefills.remote == pytest.approx(exact.prefills.remote, rel=near, abs=3)
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=near)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    prefill=st.integers(1, 6),
+    decode=st.integers(1, 2),
+    share=st.floats(0.5, 1.2),
+    answer=st.sampled_from([1, 20, 150]),
+    mode=st.sampled_from(["kv", "round_robin"]),
+    named=st.booleans(),
+)
+def test_busy_prefill_workers_of_their_own_speed_take_as_long(
+    prefill: int, decode: int, share: float, answer: int, mode: str, named: bool
+) -> None:
+    """Prompts come at a `share` of what the workers bear. None has a block that others find: they
+    are not `named`, or equal where nothing is cached."""
+    workers = with_roles(prefill, decode, AMPLE_BLOCKS)
+    ahead, answering = workers.groups
+    ahead = replace(ahead, timing=Timing(c0=10.0, c1=0.08, c2=0.0, c3=2e-5, c4=1e-8))
+    answering = replace(answering, timing=Timing(c0=15.0, c1=0.05, c2=0.1, c3=2e-5, c4=1e-8))
+    parts = [ahead, answering]
+    workers = replace(workers, groups=parts, transfer=2e11, prefix_caching=not named)
+    router = RouterSettings(mode=mode, disaggregation=DisaggregationSettings(mode="always"))
+    plan = ReplayPlan("synthetic", workers, router, BLOCK, 0)
+    names = tuple(range(1, 41)) if named else ()
+    load = [
+        replace(each, requests=[replace(each.requests[0], block_ids=names)])
+        for each in unique(60, per_s=share * prefill / 0.23, answer=answer)
+    ]
+    exact, _ = Replay(plan).run(load)
+    fast, _ = FastReplay(plan).run(load)
+    assert fast.prefills == exact.prefills
+    assert fast.completed == fast.prefills.remote == fast.requests
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=0.05)
 
 
 def test_pairs_of_a_large_fleet_are_those_of_the_router() -> None:

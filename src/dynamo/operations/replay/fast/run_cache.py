@@ -55,7 +55,7 @@ class RunCache:
         self.free = blocks
         self.unit = unit
         self.evictable = self.evictions = 0
-        self._enabled = enabled
+        self.enabled = enabled
         self._reuse_aware = reuse_aware
         self._events = events
         self._by_first_key: dict[int, CachedRun] = {}
@@ -126,7 +126,7 @@ class RunCache:
         if held:
             blocks -= self._refill(held[-1][0], blocks)
         # Units that another request has cached meanwhile.
-        if self._enabled and (matched := self.match(keys, at, end)):
+        if self.enabled and (matched := self.match(keys, at, end)):
             known, _ = self.count(matched)
             self.free += known
             blocks -= known
@@ -137,7 +137,7 @@ class RunCache:
             self.free += blocks
             return
         new = list(keys[at:end])
-        if self._enabled and self._events is not None:
+        if self.enabled and self._events is not None:
             parent = keys[at - 1] if at else 0
             for key in new:
                 self._events.add_stored(parent, key)
@@ -153,7 +153,7 @@ class RunCache:
                 return
         run = CachedRun(new, blocks)
         held.append((run, len(new)))
-        if self._enabled:
+        if self.enabled:
             self._by_first_key[new[0]] = run
 
     def _refill(self, run: CachedRun, blocks: int) -> int:
@@ -166,7 +166,7 @@ class RunCache:
         """Drop a reference to each of the runs of a chain, the last one first. `answer`: full
         blocks that no other sequence finds. `unused`: other blocks, which are free now."""
         self.free += unused
-        if answer and self._enabled:
+        if answer and self.enabled:
             self._queue_answer(answer)
         else:
             self.free += answer
@@ -181,7 +181,7 @@ class RunCache:
     def _release(self, run: CachedRun) -> None:
         run.references -= 1
         if not run.references:
-            if self._enabled:
+            if self.enabled:
                 self._queue(run)
             else:
                 self.free += run.blocks

@@ -426,7 +426,8 @@ class FastWorker:
         if request.source:
             cache.allocate(need)
             request.own_blocks += need
-            self.arriving[request] = request.prompt_key if request.output_tokens > 1 else None
+            shares = cache.enabled and request.output_tokens > 1
+            self.arriving[request] = request.prompt_key if shares else None
             self._listener.on_arrival(request, blocks)
             return True
         self.running[request] = None
