@@ -258,6 +258,18 @@ def test_a_replay_of_the_plan_agrees_with_its_prediction(
     assert 0.4 * plan.tpot_ms < replayed.tpot_ms < 1.1 * plan.tpot_ms
 
 
+def test_flexible_workers_of_a_plan_compute_prompts_for_each_other(
+    result: SearchResult, predictor: Predictor
+) -> None:
+    plan = best(result, "aggregated")
+
+    apart, flexible = (replay_plan(plan, ask(), predictor, flexible=it) for it in (False, True))
+
+    assert (apart.kind, flexible.kind) == ("aggregated", "flexible")
+    assert flexible.tpot_ms < 0.95 * apart.tpot_ms  # prompts disturb fewer answers
+    assert flexible.ttft_ms > apart.ttft_ms
+
+
 def test_a_replay_of_the_planned_load_has_the_predicted_time_between_tokens(
     result: SearchResult, predictor: Predictor
 ) -> None:

@@ -21,7 +21,7 @@ from dynamo.operations.configure.plans import Plan, Question
 from dynamo.operations.configure.predictor import Predictor
 from dynamo.operations.configure.search import MOST_WORKERS, Search
 from dynamo.operations.replay.fast.replay import FastReplay
-from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.replay import ReplayPlan
 from dynamo.operations.replay.trace import (
     ArrivalOptions,
     TraceConversation,
@@ -29,10 +29,11 @@ from dynamo.operations.replay.trace import (
     make_synthetic_trace,
 )
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
+from dynamo.scheduling.router.costs.pair_price import FLEXIBLE
 
 BLOCK_TOKENS = 64
-FEWEST_REQUESTS, MOST_REQUESTS, MOST_EXACT = 128, 900, 300
-"""Requests of a replay; at most `MOST_EXACT` where only the exact replay can simulate the plan."""
+FEWEST_REQUESTS, MOST_REQUESTS = 128, 900
+"""Requests of a replay."""
 TURNS = 3
 """Requests of a replay for each one that runs at once."""
 MOST_BLOCKS = 60_000
@@ -120,13 +121,14 @@ def replay_plan(
     plan: Plan, question: Question, predictor: Predictor, *, flexible: bool = False
 ) -> Replayed:
     """Replay a plan with Poisson arrivals. `flexible` workers of an aggregated plan compute
-    prompts for each other."""
+    prompts for each other, in mode kv."""
     groups = _groups(plan, question, predictor)
     share = groups[0].count / plan.replicas
     rate = LOAD * plan.rate * share
     moves = flexible or plan.prefill_layout is not None
-    mode = "flexible" if flexible else DisaggregationSettings().mode
-    router = RouterSettings(mode="round_robin", disaggregation=DisaggregationSettings(mode=mode))
+    router = ROUND_ROBIN
+    if flexible:
+        router = RouterSettings(mode="kv", disaggregation=DisaggregationSettings(mode=FLEXIBLE))
     promise = LatencyObjectives(*(_limit(ms) for ms in (question.ttft_ms, question.tpot_ms)))
     workers = ReplayWorkers(
         groups,
@@ -137,14 +139,13 @@ def replay_plan(
         ),
     )
     running = TURNS * plan.concurrency * groups[0].count
-    requests = min(max(FEWEST_REQUESTS, running), MOST_EXACT if moves else MOST_REQUESTS)
+    requests = min(max(FEWEST_REQUESTS, running), MOST_REQUESTS)
     load = SyntheticLoad(question.isl - question.prefix, question.osl, requests, rate)
     plan_to_replay = ReplayPlan("finalist", workers, router, BLOCK_TOKENS, objectives=promise)
     trace = make_synthetic_trace(load, ArrivalOptions(seed=1))
-    replay = Replay(plan_to_replay) if moves else FastReplay(plan_to_replay)
-    result, _ = replay.run(trace)
+    result, _ = FastReplay(plan_to_replay).run(trace)
     return Replayed(
-        "flexible" if flexible else plan.kind,
+        FLEXIBLE if flexible else plan.kind,
         LOAD * plan.rate,
         result.ttft_ms.mean,
         result.ttft_ms.p90,

@@ -16,7 +16,7 @@ ENOUGH = 0.8
 REPLAY_NOTE = (
     f"Workers with these step times under Poisson arrivals at {LOAD:.0%} of the rate. A replay has "
     "the time of the engine only, not that of its server. Flexible workers compute prompts for "
-    "each other."
+    "each other, in mode kv."
 )
 BINDING = {
     "tpot": "a larger batch breaks the limit on TPOT",
