@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.test_fast_replay import make_workers, with_roles
@@ -20,7 +20,7 @@ from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
 from dynamo.operations.replay.workers import ReplayWorkers
 
-ERRORS = {"no_workers", "worker_failed", "poisoned_request"}
+ERRORS = {"no_workers", "worker_failed", "poisoned_request", "overloaded"}
 times = st.floats(0, 25)
 
 
@@ -77,6 +77,19 @@ def check(
     limit=st.sampled_from([0, 2]),
     events=changes("worker"),
 )
+@example(  # a request moves to the worker that was full when it was admitted
+    seed=119, workers=1, blocks=300, mode="kv", limit=2,
+    events=[
+        FleetEvent(0.0, "die", "worker", startup=4.0),
+        FleetEvent(4.0, "start", "worker", startup=4.0),
+        FleetEvent(6.7168223899811395, "drain", "worker"),
+        FleetEvent(10.0, "die", "worker"),
+        FleetEvent(14.320654222349823, "die", "worker"),
+        FleetEvent(14.72559494409325, "start", "worker"),
+        FleetEvent(16.0, "start", "worker", startup=4.0),
+        FleetEvent(21.981615070809777, "die", "worker"),
+    ],
+)  # fmt: skip
 def test_no_request_is_lost(
     seed: int, workers: int, blocks: int, mode: str, limit: int, events: Sequence[FleetEvent]
 ) -> None:

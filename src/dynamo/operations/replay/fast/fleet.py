@@ -214,6 +214,7 @@ class FastFleet(ReplayFleet):
         progress, request.awaited = not request.awaited, True
         request.deaths = 1 if progress else request.deaths + 1
         request.moves += 1
+        request.excluded = frozenset()  # workers that were full when it was admitted
         self.moved += 1
         if request.deaths >= MAX_WORKER_DEATHS:
             error: DynamoError = PoisonedRequest("its workers have died one after the other")
