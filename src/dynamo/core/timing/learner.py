@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 from operator import mul
 
 from dynamo.core.timing.model import StepCounts, Timing
@@ -92,11 +91,16 @@ class TimingLearner:
         steps = [step for step in (*self._prompts, *self._decodes) if step[-1] > 0]
         if len(steps) < MIN_STEPS:
             return before
-        change, expected = 1.0, [_median([step[-1] for step in steps])] * len(steps)
+        change = 1.0
+        usual = {
+            kind: _median([step[-1] for step in steps if bool(step[1]) is kind] or [0.0])
+            for kind in (False, True)
+        }
+        expected = [usual[bool(step[1])] for step in steps]
         if before is not None:
             expected = [max(1e-9, _predict_s(before, step)) for step in steps]
             change = _median([step[-1] / each for step, each in zip(steps, expected, strict=True)])
-        memory, limit = MEMORY, inf if before is None else MAX_RATIO
+        memory = MEMORY
         if not 1 / CHANGE < change < CHANGE:
             memory, expected = CHANGED_MEMORY, [change * each for each in expected]
             for line in self._products:  # as if the steps before had been as fast
@@ -106,7 +110,7 @@ class TimingLearner:
         for step, each in zip(steps, expected, strict=True):
             weight = 1 / max(usual_s, each)  # by the measured time, fast steps would count more
             *terms, seconds = step
-            rows.append([weight * value for value in (*terms, min(seconds, limit * each))])
+            rows.append([weight * value for value in (*terms, min(seconds, MAX_RATIO * each))])
         columns = list(zip(*rows, strict=True))
         self._products = [
             [memory * old + sum(map(mul, a, b)) for old, b in zip(line, columns, strict=True)]

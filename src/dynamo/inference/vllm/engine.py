@@ -95,7 +95,7 @@ class VllmRank(ViewedRank):
         steps counts for its last one."""
         ended_s = getattr(iteration, "iteration_timestamp", 0.0)
         before_s, self._step_ended_s = self._step_ended_s, ended_s
-        if not (self._running and 0 < before_s < ended_s):
+        if not (self._running and scheduler.num_running_reqs and 0 < before_s < ended_s):
             return
         if self.timing_learner is None:
             self.timing_learner = TimingLearner()
