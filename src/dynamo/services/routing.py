@@ -97,8 +97,7 @@ class ProcessRouting:
         metrics = self.metrics_of(name)
         if (view := model.cache_view) is not None:
             declare_cache_view_metrics(metrics, lambda: (view,))
-        if model.policy.harm_steering is not None:
-            declare_harm_metrics(metrics, model.policy.harm_steering)
+        declare_harm_metrics(metrics, lambda: model.policy.harm_steering)
         if not self._sampling_started:
             self._sampling_started = True
             self._runtime.tasks.start(self._sample_every_second(), "routing samples")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import exp, inf, log
 
 from dynamo.core.values import Load
@@ -116,15 +116,22 @@ class HarmSteering:
         self._begin_trial(rising=rising, share=share)
 
 
-def declare_harm_metrics(registry: Registry, steering: HarmSteering) -> None:
-    """Declare gauges of a model's steering."""
+def declare_harm_metrics(
+    registry: Registry, find_steering: Callable[[], HarmSteering | None]
+) -> None:
+    """Declare gauges of a model's steering, which have no value while there is none."""
+
+    def read(attribute: str) -> Mapping[tuple[str, ...], float]:
+        steering = find_steering()
+        return {} if steering is None else {(): getattr(steering, attribute)}
+
     registry.gauge(
         "dynamo_router_harm_weight_ratio",
         "Price of a pause for answers, steered by router.disaggregation.itl_slo.",
-        callback=lambda: steering.weight,
+        callback=lambda: read("weight"),
     )
     registry.gauge(
         "dynamo_router_slow_gap_ratio",
         "Share of times between tokens above router.disaggregation.itl_slo in the last 8 s.",
-        callback=lambda: steering.slow_share,
+        callback=lambda: read("slow_share"),
     )
