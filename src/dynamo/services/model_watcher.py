@@ -281,9 +281,15 @@ class ModelWatcher:
         for model in desired.removed:
             gateway.remove(model)
         gateway.set_desired(desired.aliases)
+        self._explain_pending()
+
+    def _explain_pending(self) -> None:
+        """Tell the gateway why each desired model is not open: it is fetched, or what is known."""
+        gateway, desired = self._gateway, self.desired
+        preparation = self._runtime.health.reasons.get(PREPARATION_REASON)
         served = gateway.models.keys() | gateway.embedding_models.keys()
         for model in desired.aliases.keys() - served - self._pipelines.keys():
-            gateway.set_pending(model, desired.state(model).reason)
+            gateway.set_pending(model, preparation or desired.state(model).reason)
 
     def _close_model(self, name: str) -> None:
         """Close the pipeline of a removed model when its requests have ended."""
@@ -306,6 +312,7 @@ class ModelWatcher:
         self._gateway.set_no_models_reason(
             self._runtime.health.reasons.get(PREPARATION_REASON, self._no_models_reason)
         )
+        self._explain_pending()
 
     def _set_pending(self, name: str, reason: str) -> None:
         """Report why a model is not open yet; "" for `name` means all models."""
