@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -10,11 +12,9 @@ from random import Random
 from typing import Any
 
 import pytest
-import xllamacpp
 from tests.support.gguf import gguf_bytes
 from tests.unit.models.conftest import merges, vocabulary
 
-from dynamo.communication.http.client import HttpClient
 from dynamo.core.codec import unpack_ids
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.resolve import resolve_model_blocking
@@ -26,6 +26,27 @@ TEXTS = (
     *("don't I'LL we've", "12345 3.14", "HTTPServer camelCase x/y//z\n/", "(a)[b]{c} .d ,e!f"),
     *("<|im_start|>user\nhello the world<|im_end|>\n", "x<|im_end|> <|im_end|>  y"),
 )
+LLAMA_CPP = """
+import json, os, sys, urllib.request
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel = sys.argv[1], 256, 1
+params.hostnames, params.port, params.api_keys = ["127.0.0.1"], 0, ["key"]
+params.verbosity = 1
+server = xllamacpp.Server(params)
+rows = []
+for text in json.load(sys.stdin):
+    body = {"content": text, "add_special": False, "parse_special": True}
+    request = urllib.request.Request(
+        server.listening_address + "/tokenize",
+        json.dumps(body).encode(),
+        {"authorization": "Bearer key", "content-type": "application/json"},
+    )
+    rows.append(json.load(urllib.request.urlopen(request))["tokens"])
+print(json.dumps(rows), flush=True)
+os._exit(0)
+"""
 WORDS = ("he", "hel", "hell", "hello", "th", "the", "er", "an", "and", "wo", "wor", "worl", "world")
 
 
@@ -100,19 +121,13 @@ def write_model(path: Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
-async def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = str(path), 256, 1
-    params.hostnames, params.port, params.api_keys = ["127.0.0.1"], 0, ["key"]
-    params.verbosity = 1
-    server = xllamacpp.Server(params)
-    http = HttpClient(server.listening_address, {"authorization": "Bearer key"}, None)
-    rows = []
-    for text in texts:
-        body = json.dumps({"content": text, "add_special": False, "parse_special": True})
-        answer = await http.send("POST", "/tokenize", body.encode())
-        rows.append(json.loads(answer.body)["tokens"])
-    http.close()
+def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
+    """Return the ids of llama.cpp's server, which runs in a process of its own: ending a server
+    may take for ever."""
+    command = [sys.executable, "-c", LLAMA_CPP, str(path)]
+    ended = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows: list[list[int]] = json.loads(ended.stdout.splitlines()[-1])
     return rows
 
 
@@ -131,12 +146,12 @@ async def llama_cpp_ids(path: Path, texts: list[str]) -> list[list[int]]:
         pytest.param(sentencepiece_values(prefix=False), id="sentencepiece without prefix"),
     ],
 )
-async def test_ids_are_those_of_llama_cpp(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_ids_are_those_of_llama_cpp(tmp_path: Path, values: dict[str, Any]) -> None:
     path = write_model(tmp_path / "model.gguf", values)
     texts = [*TEXTS, *random_texts()]
     files = resolve_model_blocking(str(path), ensure_verified=False)
     tokenizer = load_tokenizer(files.tokenizer)
-    expected = await llama_cpp_ids(path, texts)
+    expected = llama_cpp_ids(path, texts)
     assert [[*unpack_ids(tokenizer.encode(text))] for text in texts] == expected
 
 
