@@ -77,15 +77,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from dynamo.operations.planner.decisions import find_decisions
+    from dynamo.operations.planner.decisions import find_planner_folder, read_decisions
 
-    decisions = find_decisions(args.trace, max(1, args.last))
-    if not decisions:
+    folder = find_planner_folder(args.trace)
+    decisions = [] if folder is None else read_decisions(folder, max(1, args.last))
+    if folder is None or not decisions:
         name = f"deployment {args.trace!r}" if args.trace else "deployment here"
         raise NotFound(
             f"no planner of a {name} has decided anything",
             hint="serve with --planner, or see `dynamo plan --dry-run`",
         )
+    if not args.trace:
+        print(f"deployment {folder.parent.name}, which was planned last:", file=sys.stderr)
     _print_decisions(decisions if args.explain else decisions[-1:])
     if args.plot:
         _draw(args.plot, decisions)

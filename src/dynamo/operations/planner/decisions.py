@@ -51,12 +51,11 @@ def read_decisions(folder: Path, last: int) -> Sequence[ScaleDecision]:
     return list(decisions)
 
 
-def find_decisions(name: str, last: int) -> Sequence[ScaleDecision]:
-    """Return the last decisions for a deployment on this host, which need not run. `name`: its name
-    or its HTTP port; "" finds the one that was planned last. Blocks."""
+def find_planner_folder(name: str) -> Path | None:
+    """Return the folder of the decisions for a deployment on this host, which need not run; None if
+    there are none. `name`: its name or its HTTP port; "" finds the one planned last. Blocks."""
     folders = [path for root in state_roots() for path in root.glob(f"*/{PLANNER_FOLDER}")]
     folders = [path for path in folders if (path / FILE).exists()]
     if name:
         folders = [path for path in folders if path.parent.name in (name, f"http-{name}")]
-    newest = max(folders, key=lambda path: (path / FILE).stat().st_mtime, default=None)
-    return [] if newest is None else read_decisions(newest, last)
+    return max(folders, key=lambda path: (path / FILE).stat().st_mtime, default=None)
