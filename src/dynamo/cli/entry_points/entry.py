@@ -181,5 +181,5 @@ ROUTER = MissingEntryPoint(
     "router", "frontends route by themselves; `dynamo run --router-replicas N` starts routers apart"
 )
 PLANNER = MissingEntryPoint(
-    "planner", "`dynamo serve --planner` sets the number of workers; see docs/how-to/plan.md"
+    "planner", "`dynamo serve --planner` sets the number of workers, and `dynamo plan` shows why"
 )
