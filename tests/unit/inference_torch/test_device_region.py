@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.conformance.planes import join_transfer
+from tests.conformance.test_transfer import TestMemory, TestNixl, TestShm, TestTcp
 from tests.unit.inference_tiers import test_disk, test_remote
 from tests.unit.inference_tiers.conftest import clock, open_remote, open_tier
 from tests.unit.inference_torch.conftest import stand_in_region
@@ -21,45 +22,16 @@ from tests.unit.inference_torch.conftest import stand_in_region
 from dynamo.communication.transfer import MemoryRegion, SlotRead
 from dynamo.core.errors import TransferFailed
 from dynamo_conformance import transfer
-from dynamo_conformance.transfer import JoinTransfer, TransferConformance
 
 pytest.importorskip("torch", reason="make test-torch installs PyTorch")
 
-__all__ = ["clock", "open_remote", "open_tier"]
+__all__ = ["TestMemory", "TestNixl", "TestShm", "TestTcp", "clock", "open_remote", "open_tier"]
 
 
 @pytest.fixture(autouse=True)
 def _device_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "allocate_region", stand_in_region)
     monkeypatch.setattr("dynamo.communication.transfer.backend.MIN_TIMEOUT_S", 20.0)
-
-
-class TestMemory(TransferConformance):
-    @pytest.fixture
-    async def join(self) -> AsyncIterator[JoinTransfer]:
-        async for join in join_transfer("memory:?gbps=20&latency_ms=0.2"):
-            yield join
-
-
-class TestShm(TransferConformance):
-    @pytest.fixture
-    async def join(self) -> AsyncIterator[JoinTransfer]:
-        async for join in join_transfer("shm:"):
-            yield join
-
-
-class TestTcp(TransferConformance):
-    @pytest.fixture
-    async def join(self) -> AsyncIterator[JoinTransfer]:
-        async for join in join_transfer("tcp:"):
-            yield join
-
-
-class TestNixl(TransferConformance):
-    @pytest.fixture
-    async def join(self) -> AsyncIterator[JoinTransfer]:
-        async for join in join_transfer("nixl:"):
-            yield join
 
 
 class LateStream:

@@ -6,12 +6,12 @@ import asyncio
 import io
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.support.supervisors import control, serving
 
 from dynamo.communication.discovery.disk_reserve import DiskReserve
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
@@ -44,22 +44,6 @@ if marker.exists():
 marker.touch()
 tell(state="ready"); signal.pause()
 """
-
-
-@asynccontextmanager
-async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    async with BackgroundTasks() as tasks:
-        running = tasks.start(supervisor.run())
-        await supervisor.ready.wait()
-        yield supervisor
-        supervisor.stop()
-        assert await running == 0
-
-
-async def control(deployment: Deployment, *request: object) -> list[str]:
-    return await asyncio.to_thread(
-        lambda: list(send_control_request(ControlRequest(*request), deployment.folder, 20.0))  # type: ignore[arg-type]
-    )
 
 
 def names(supervisor: Supervisor) -> Sequence[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.support.supervisors import control, serving
 
 from dynamo.core.errors import NotFound
-from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes.child import ChildSpec
-from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.supervisor import Supervisor
 
 Spec = Callable[..., ChildSpec]
@@ -33,22 +31,6 @@ tell(state="ready")
 os.write(0, b'"alive %d"\\n' % {calls}.get(start["name"], 0))
 while True: signal.pause()
 """
-
-
-@asynccontextmanager
-async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    async with BackgroundTasks() as tasks:
-        running = tasks.start(supervisor.run())
-        await supervisor.ready.wait()
-        yield supervisor
-        supervisor.stop()
-        assert await running == 0
-
-
-async def control(deployment: Deployment, *request: object) -> list[str]:
-    return await asyncio.to_thread(
-        lambda: list(send_control_request(ControlRequest(*request), deployment.folder, 20.0))  # type: ignore[arg-type]
-    )
 
 
 async def test_a_start_does_not_wait_for_a_drain(

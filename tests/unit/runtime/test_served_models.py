@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.support.supervisors import control, serving
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, NotFound
-from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes import served_models
 from dynamo.runtime.processes.child import ChildSpec
-from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.served_models import ModelSources
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord, removals_prefix
@@ -28,23 +26,6 @@ Supervise = Callable[..., Supervisor]
 SERVE = 'tell(state="ready"); signal.pause()'
 FAIL = 'tell(fatal="no weights"); sys.exit(1)'
 NAMESPACE = "dynamo"
-
-
-@asynccontextmanager
-async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    async with BackgroundTasks() as tasks:
-        running = tasks.start(supervisor.run())
-        await supervisor.ready.wait()
-        yield supervisor
-        supervisor.stop()
-        assert await running == 0
-
-
-async def control(deployment: Deployment, do: str, name: str = "", **fields: Any) -> list[str]:
-    request = ControlRequest(do, name, **fields)  # type: ignore[arg-type]
-    return await asyncio.to_thread(
-        lambda: list(send_control_request(request, deployment.folder, 20.0))
-    )
 
 
 class Sources:
