@@ -74,6 +74,9 @@ COMMANDS = {
     "plan": Command(
         "dynamo.cli.foresight.plan", "show the planner's decisions, or try a policy on a record"
     ),
+    "tune": Command(
+        "dynamo.cli.foresight.tune", "find better settings by a record, and try them on a process"
+    ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
     **{
         f"_{name}": Command(

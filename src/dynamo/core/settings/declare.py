@@ -26,6 +26,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     - `not_yet`: pairs (unsupported choice, substitute). A start refuses it without a substitute.
     - `plugins`: entry points of this table are choices, too.
     - `reload`: a change may be applied while serving. `secret`: never shown.
+    - `tuned`: the values that the tuner tries, in order.
     """
 
     help: str
@@ -42,6 +43,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     reload: bool = False
     plugins: PluginTable | None = None
     secret: bool = False
+    tuned: tuple[Any, ...] = ()
 
 
 class _DeclaredSetting(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from dynamo.core.settings.declare import iter_setting_specs
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.values import shown_value
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingChange(msgspec.Struct, frozen=True):
@@ -33,13 +35,14 @@ def apply_reload(
         if before == after:
             continue
         if spec.meta.reload:
-            current = _replace_at_path(current, spec.key.split("."), after)
+            current = replace_setting(current, spec.key, after)
         shown = shown_value(spec, before), shown_value(spec, after)
         changes.append(SettingChange(spec.key, *shown, spec.meta.reload))
     return current, tuple(changes)
 
 
-def _replace_at_path(section: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    inner = _replace_at_path(getattr(section, name), rest, value) if rest else value
+def replace_setting(section: T, key: str, value: Any) -> T:
+    """Return `section` with another value of the setting with this dotted key."""
+    name, _, rest = key.partition(".")
+    inner = replace_setting(getattr(section, name), rest, value) if rest else value
     return replace(section, **{name: inner})

@@ -167,6 +167,7 @@ class EngineSettings(SettingsSection, frozen=True):
         "sequences in one batch; 0: the engine's default",
         flag="--max-num-seqs",
         ge=0,
+        tuned=(16, 32, 64, 128, 256, 512),
         aliases=("model.max_num_seqs",),
     )
     max_num_batched_tokens: int = setting(
@@ -175,6 +176,7 @@ class EngineSettings(SettingsSection, frozen=True):
         flag="--max-num-batched-tokens",
         unit="tokens",
         ge=0,
+        tuned=(512, 1024, 2048, 4096, 8192, 16384),
         aliases=("model.max_num_batched_tokens",),
     )
     prefix_caching: bool = setting(

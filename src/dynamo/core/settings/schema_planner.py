@@ -1,4 +1,4 @@
-"""The section of the planner, which changes the number of workers."""
+"""The sections of the planner, which changes the number of workers, and of the tuner."""
 
 from __future__ import annotations
 
@@ -60,4 +60,37 @@ class PlannerSettings(SettingsSection, frozen=True):
     )
     start_timeout: float = setting(
         600.0, "workers that have not started after this time are withdrawn", unit="seconds", ge=1
+    )
+
+
+class TunerSettings(SettingsSection, frozen=True):
+    """The tuner, which tries other settings on recorded requests, and then on one process."""
+
+    auto_tune_interval: float = setting(
+        0.0,
+        "time between two rounds of tuning while serving; 0: only `dynamo tune`",
+        unit="seconds",
+        ge=0,
+    )
+    min_safety_score: float = setting(
+        0.9,
+        "a recommendation needs a higher share of resampled records in which nothing gets worse: "
+        "no promise, and by more than 2 % neither the 99th percentiles of TTFT and ITL without a "
+        "promise nor tokens/s",
+        unit="ratio",
+        ge=0,
+        le=1,
+    )
+    min_improvement_threshold: float = setting(
+        0.05,
+        "settings that gain less are not recommended, and are taken back",
+        unit="ratio",
+        ge=0,
+        le=1,
+    )
+    tuning_observation_period: float = setting(
+        300.0,
+        "how long a process with other settings is compared with its siblings",
+        unit="seconds",
+        ge=1,
     )

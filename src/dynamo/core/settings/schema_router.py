@@ -140,6 +140,7 @@ class RouterSettings(SettingsSection, frozen=True):
         flag="--router-policy",
         choices=tuple(ROUTER_COSTS.builtin),
         plugins=ROUTER_COSTS,
+        tuned=("predicted", "argmin_ttft", "block_cost"),
     )
     selector: str = setting(
         "highest_score",
