@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from dynamo.core.errors import DynamoError, ErrorRecord, InvalidRequest, NotFoun
 from dynamo.runtime.deployment import CONTROL_SOCKET, Deployment
 from dynamo.runtime.processes.process_group import ControlProgressCallback, ProcessGroup
 from dynamo.runtime.processes.served_models import ServedModels
+from dynamo.runtime.processes.setting_trial import KEEP, SettingTrial
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +37,23 @@ class ControlRequest(msgspec.Struct, frozen=True):
     and `kv_events` the address of its KV events.
     For `add_model`, `entry` has the settings of an entry of `models` by key; `save` writes it into
     the settings file. For `alias`, `name` is the alias and `model` what it is to mean.
+    For `try`, `entry` has settings by key: the least busy process of the kind `name` gets them. The
+    first line of the answer is its instance id. A line `keep` within `count` seconds lets all
+    others of its kind get them; any other line, and the end of the connection, take them back.
     `unnamed`: the user named nothing, and `name` is what supervisors of earlier versions restart.
     """
 
     do: Literal[
-        "scale", "drain", "restart", "add", "remove", "add_model", "remove_model", "alias", "models"
+        "scale",
+        "drain",
+        "restart",
+        "add",
+        "remove",
+        "add_model",
+        "remove_model",
+        "alias",
+        "models",
+        "try",
     ]
     name: str
     count: int = 0
@@ -69,6 +82,7 @@ class ControlServer:
 
     def __init__(self, group: ProcessGroup, models: ServedModels, folder: Path) -> None:
         self._group = group
+        self._trial = SettingTrial(group)
         self._models = models
         self._folder = folder
         self._server: asyncio.Server | None = None
@@ -118,7 +132,7 @@ class ControlServer:
                 request = _decode_request(await reader.readline())
                 shown = msgspec.structs.replace(request, entry={})  # an entry may have secrets
                 log.info("control request", extra={"fields": msgspec.to_builtins(shown)})
-                await self._execute(request, lambda message: send(ControlProgress(message)))
+                await self._execute(request, lambda message: send(ControlProgress(message)), reader)
             except (msgspec.DecodeError, ValueError) as error:
                 message = f"not a control request: {error}"
                 send(ControlProgress(error=ErrorRecord(InvalidRequest.code, message)))
@@ -128,7 +142,12 @@ class ControlServer:
                 send(ControlProgress(done=True))
             await writer.drain()
 
-    async def _execute(self, request: ControlRequest, progress: ControlProgressCallback) -> None:
+    async def _execute(
+        self,
+        request: ControlRequest,
+        progress: ControlProgressCallback,
+        reader: asyncio.StreamReader,
+    ) -> None:
         if request.do == "scale":
             await self._group.scale(request.name, request.count, progress)
         elif request.do == "drain":
@@ -143,6 +162,9 @@ class ControlServer:
             await self._models.remove(request.name, progress, save=request.save)
         elif request.do == "alias":
             await self._models.set_alias(request.name, request.model, progress)
+        elif request.do == "try":
+            limit_s, read = float(request.count), reader.readline
+            await self._trial.run(request.name, request.entry, read, limit_s, progress)
         elif request.do == "models":
             progress(msgspec.json.encode(self._models.statuses()).decode())
         else:
@@ -184,6 +206,51 @@ async def start_control_request(request: ControlRequest, folder: Path, timeout_s
                 if line := await reader.readline():
                     return _read_progress(line)[0]
     return ""
+
+
+@contextlib.asynccontextmanager
+async def trying(
+    folder: Path, kind: str, values: Mapping[str, Any], limit_s: int
+) -> AsyncIterator[RunningTrial]:
+    """Let a process of the deployment with this state folder have other settings, which are
+    taken back at the end unless they were kept. Raises the errors of the request."""
+    request = ControlRequest("try", kind, limit_s, entry=dict(values))
+    try:
+        with _short_socket_path(folder) as path:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+    except OSError as error:
+        raise _no_listener_error(folder, error) from None
+    with contextlib.closing(writer):
+        writer.write(_encode(request) + b"\n")
+        instance, _ = _read_progress(await reader.readline())
+        yield RunningTrial(instance, reader, writer)
+
+
+class RunningTrial(msgspec.Struct, frozen=True):
+    """A trial, and the instance id of the process that has other settings."""
+
+    instance: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def keep(self) -> str:
+        """Let all processes of the kind have the settings. Returns when they do, or raises."""
+        return await self._end(KEEP)
+
+    async def take_back(self) -> None:
+        """Return when the settings are taken back."""
+        with contextlib.suppress(InvalidRequest):
+            await self._end("")
+
+    async def _end(self, verdict: str) -> str:
+        self.writer.write(f"{verdict}\n".encode())
+        message = ""
+        while line := await self.reader.readline():
+            text, done = _read_progress(line)
+            message = text or message
+            if done:
+                return message
+        raise NotFound("the deployment ended during the trial")
 
 
 def _read_progress(line: bytes) -> tuple[str, bool]:

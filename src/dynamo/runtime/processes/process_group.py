@@ -11,16 +11,19 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
-from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.process_names import (
     DEFAULT_KIND,
     check_replicas,
+    is_called,
     kind_called,
     kind_of_process,
+    kind_of_spec,
     url_worker_kind,
+    url_worker_spec,
 )
 from dynamo.runtime.processes.standby import restart_standbys, serving_instead
+from dynamo.runtime.processes.tuned_settings import TunedSettings, Values, with_values
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +36,6 @@ URL_START_TIMEOUT_S = 60.0
 
 ControlProgressCallback = Callable[[str], None]
 """Receives the progress of a control request as text."""
-
-
-def _is_called(child: ChildProcess, name: str) -> bool:
-    """Whether `name` is the name or the instance id of a process."""
-    return bool(name) and name in {child.spec.name, child.instance}
 
 
 def _let_leave(children: Sequence[ChildProcess]) -> None:
@@ -70,6 +68,7 @@ class ProcessGroup:
         self._drain_s = drain_s
         self._specs: dict[str, ChildSpec] = {}  # by kind
         self._specs_by_name: dict[str, ChildSpec] = {}
+        self.tuned = TunedSettings()
         self.update_specs(specs)
         self._run_tasks: dict[ChildProcess, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()
@@ -87,6 +86,7 @@ class ProcessGroup:
 
     def update_specs(self, specs: Sequence[ChildSpec]) -> None:
         """Use these specs for children that are started later."""
+        specs = self.tuned.apply(specs)
         self._specs |= {kind_of_process(spec.name): spec for spec in specs if not spec.standby}
         self._specs_by_name |= {spec.name: spec for spec in specs}
 
@@ -167,19 +167,7 @@ class ProcessGroup:
             if self._children_of_url(url):
                 raise ConfigError(f"{url} is served already", hint="see `dynamo ps`")
             await self._require_space()
-            spec = self._specs[kind]
-            engine = replace(
-                spec.settings.engine,
-                kind="openai",
-                urls=(url,),
-                url_model=model,
-                url_kv_events=(kv_events,) if kv_events else (),
-            )
-            model_settings = spec.settings.model
-            if not (model_settings.path or spec.settings.engine.kind == "openai"):
-                model_settings = replace(model_settings, path=DEFAULT_MODEL.name)
-            settings = replace(spec.settings, engine=engine, model=model_settings)
-            spec = replace(spec, settings=settings)
+            spec = url_worker_spec(self._specs[kind], url, model, kv_events)
             child = self._start_new_child(replace(spec, name=next(self._free_names(kind))))
         await self._wait_until_ready(child)
         progress(f"{child.spec.name} serves {url}")
@@ -252,19 +240,36 @@ class ProcessGroup:
         start. Raises `NotFound`, and `ModelUnavailable` if a replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
-            named = [child for child in self._staying if _is_called(child, name)]
+            named = [child for child in self._staying if is_called(child, name)]
             replaced = named or self._replaceable_children(name)
         for old in replaced:
-            await self._replace_child(old, progress)
+            await self.replace_child(old, progress)
         restart_standbys(self.children, self._specs_by_name)
 
-    async def _replace_child(self, old: ChildProcess, progress: ControlProgressCallback) -> None:
+    def change_settings(self, kind: str, before: Values, after: Values) -> None:
+        """Start children of a kind with other values of settings from now on."""
+        self.tuned.change(kind, before, after)
+        for specs in (self._specs, self._specs_by_name):
+            for name, spec in specs.items():
+                if kind_of_spec(spec) == kind:
+                    specs[name] = with_values(spec, after)
+        restart_standbys(self.children, self._specs_by_name)
+
+    def replicas(self, name: str) -> Sequence[ChildProcess]:
+        """Return the children of the kind of this name that are to serve. Raises `NotFound`."""
+        return self._children_of_kind(self._kind_called(name))
+
+    async def replace_child(
+        self, old: ChildProcess, progress: ControlProgressCallback, values: Values | None = None
+    ) -> None:
+        """Replace a child by one with the present settings and `values`. Raises as `restart`."""
         async with self._lock:
             if not (old in self.children and old.desired):
                 return
             spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
             if old.spec.settings.engine.urls:
                 spec = old.spec  # each has its own URL, which may not be in the settings
+            spec = with_values(spec, values or {})
             new = self._start_new_child(self._replica_spec(spec, old.spec.name))
         await self._wait_until_ready(new)
         async with self._lock:
@@ -386,7 +391,7 @@ class ProcessGroup:
 
     def _child_named(self, name: str) -> ChildProcess:
         for child in self._staying:
-            if _is_called(child, name):
+            if is_called(child, name):
                 return child
         raise self._not_found_error(name)
 

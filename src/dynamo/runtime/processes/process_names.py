@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from dynamo.core.errors import ConfigError, NotFound
+from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from dynamo.runtime.processes.child import ChildSpec
+    from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 
 DEFAULT_KIND = "worker"
 """The processes that a restart without a name replaces, and the role of all workers."""
@@ -23,6 +26,17 @@ def kind_of_process(name: str) -> str:
     """The common name of replicas: `worker` for `worker-2`."""
     head, _, tail = name.rpartition("-")
     return head if head and tail.isdecimal() else name
+
+
+def kind_of_spec(spec: ChildSpec) -> str:
+    """The kind of a process, which is that of the others for a standby process."""
+    kind = kind_of_process(spec.name)
+    return kind.removesuffix(STANDBY_SUFFIX) if spec.standby else kind
+
+
+def is_called(child: ChildProcess, name: str) -> bool:
+    """Whether `name` is the name or the instance id of a process."""
+    return bool(name) and name in {child.spec.name, child.instance}
 
 
 def check_replicas(kind: str, count: int) -> None:
@@ -59,3 +73,18 @@ def url_worker_kind(kinds: Mapping[str, ChildSpec]) -> str:
             hint="add the server as a model of its own: out=openai and --model-name NAME",
         )
     return workers[0]
+
+
+def url_worker_spec(spec: ChildSpec, url: str, model: str, kv_events: str) -> ChildSpec:
+    """Return the spec of a worker for a server, of the kind of `spec`."""
+    engine = replace(
+        spec.settings.engine,
+        kind="openai",
+        urls=(url,),
+        url_model=model,
+        url_kv_events=(kv_events,) if kv_events else (),
+    )
+    model_settings = spec.settings.model
+    if not (model_settings.path or spec.settings.engine.kind == "openai"):
+        model_settings = replace(model_settings, path=DEFAULT_MODEL.name)
+    return replace(spec, settings=replace(spec.settings, engine=engine, model=model_settings))

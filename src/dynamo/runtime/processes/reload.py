@@ -68,6 +68,7 @@ class SettingsReloader:
             text = "settings not reloaded; the old settings remain"
             log.error(text, extra={"fields": fields})  # noqa: TRY400
             return
+        specs = group.tuned.apply(specs)
         group.update_specs(specs)
         by_role = {(spec.role, spec.stop_order): spec for spec in specs}
         changes: dict[str, SettingChange] = {}
