@@ -22,6 +22,7 @@ DEPLOYMENT_HELP = "name or port of the deployment, if several run here"
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 DESCRIPTION_WIDTH = 100
 """Columns of a command's description. The flags follow the terminal's width."""
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 
 def check_writable(*paths: str | None) -> None:
@@ -122,17 +123,25 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _read_switches(self, arguments: Sequence[str]) -> list[str]:
-        """Return the arguments with `--no-FLAG` in place of `--FLAG false`, and so on."""
+        """Return the arguments with `--no-FLAG` in place of `--FLAG false`, and so on, and with
+        `--FLAG=-1s` in place of `--FLAG -1s`, which argparse takes for another flag."""
         words: list[str] = []
         for word in arguments:
             flag, equals, value = word.partition("=")
-            if switch := self._find_switch(flag, value) if equals else "":
+            if words and _NEGATIVE.match(word) and self._wants_value(words[-1]):
+                words[-1] = f"{words[-1]}={word}"
+            elif switch := self._find_switch(flag, value) if equals else "":
                 words.append(switch)
             elif words and (switch := self._find_switch(words[-1], word)):
                 words[-1] = switch
             else:
                 words.append(word)
         return words
+
+    def _wants_value(self, flag: str) -> bool:
+        """Return whether a word is the name of a flag that takes one value."""
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs is None
 
     def _find_switch(self, flag: str, value: str) -> str:
         """Return the form of `flag` without a value that means `value`; "" if there is none."""
