@@ -52,7 +52,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--drain", "-1s"], "runtime.drain_s = '-1s' (flag --drain)", ""),
         (["run", "--kv-host-size", "-1GB"], "cache.cpu_size = '-1GB' (flag --kv-host-size)", ""),
         (["run", "--planner.ttft", "-inf"], "planner.ttft = '-inf'", "first token"),
-        (["bench", "--duration", "-.5m"], "-.5m", ""),
+        (["bench", "--duration", "-.5m"], "--duration -.5m: wanted a duration", ""),
         (["run", "--workers", "many"], "engine.workers = 'many' (flag --workers)", ""),
         (["run", "out=vllm"], "vLLM is not installed", "pip install"),
         (["run", "out=mook"], "unknown engine 'mook'", "mock"),

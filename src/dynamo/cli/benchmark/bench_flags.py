@@ -126,7 +126,7 @@ def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
         shape=RequestShape(args.isl, args.osl, args.prefix_share, args.prefixes, args.turns),
         load=_parse_load(args),
         objectives=LatencyObjectives(
-            _parse_milliseconds(args.slo_ttft), _parse_milliseconds(args.slo_itl)
+            _parse_milliseconds(args, "slo_ttft"), _parse_milliseconds(args, "slo_itl")
         ),
         trace=args.trace or "",
         block_tokens=args.block_tokens,
@@ -154,7 +154,7 @@ def _parse_target(args: argparse.Namespace) -> Any:
         api_key=args.api_key or os.environ.get(API_KEY_VARIABLE, ""),
         completions=args.completions,
         ignore_eos=not args.stop_at_eos,
-        timeout_s=_parse_seconds(args.timeout),
+        timeout_s=_parse_seconds(args, "timeout"),
         extra=extra,
     )
 
@@ -163,8 +163,8 @@ def _parse_load(args: argparse.Namespace) -> Any:
     from dynamo.operations.bench.workload import LoadProfile
 
     rate, rate_to = _parse_rate(args.rate)
-    duration_s = _parse_seconds(args.duration) if args.duration or args.requests else 10.0
-    day_s = _parse_seconds(args.day)
+    duration_s = _parse_seconds(args, "duration") if args.duration or args.requests else 10.0
+    day_s = _parse_seconds(args, "day")
     if day_s and not rate_to:
         raise ConfigError("--day needs two rates", hint="--rate 5..50 --day 1h")
     if rate_to and not (duration_s or day_s):
@@ -212,17 +212,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError("--speed must be above 0")
 
 
-def _parse_seconds(text: str | None) -> float:
-    if not text:
-        return 0.0
+def _parse_seconds(args: argparse.Namespace, name: str) -> float:
+    text = getattr(args, name) or "0"
     try:
         return parse_seconds(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}") from None
+        raise ConfigError(f"--{name.replace('_', '-')} {text}: {error}") from None
 
 
-def _parse_milliseconds(text: str | None) -> float:
+def _parse_milliseconds(args: argparse.Namespace, name: str) -> float:
     """Parse a time; a number without a unit is milliseconds."""
-    if text and text.replace(".", "", 1).isdigit():
+    text = getattr(args, name) or ""
+    if text.replace(".", "", 1).isdigit():
         return float(text)
-    return _parse_seconds(text) * 1000
+    return _parse_seconds(args, name) * 1000
