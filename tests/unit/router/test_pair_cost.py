@@ -126,6 +126,18 @@ def test_decode_workers_with_full_memory_get_no_answers() -> None:
     assert pair_of(cluster, cluster.make_request(2_000)) == ("p1", "d2")
 
 
+def test_decode_workers_with_a_full_batch_get_no_answers() -> None:
+    cluster = make_cluster(["p1", "d1", "d2"], mode="always")
+    full, long = cluster.worker_states["d1"], cluster.worker_states["d2"]
+    long.decode_context_tokens = 50_000
+    full.max_sequences = 2
+    full.arriving["a"] = full.active["b"] = cluster.add_prefill("p1", 100)
+    assert pair_of(cluster, cluster.make_request(100)) == ("p1", "d2")
+
+    del full.active["b"]
+    assert pair_of(cluster, cluster.make_request(100)) == ("p1", "d1")
+
+
 def test_a_request_moves_to_its_decode_worker_with_the_first_token() -> None:
     cluster = make_cluster(["p1", "d1"], mode="always")
     prefill, decode = cluster.worker_states["p1"], cluster.worker_states["d1"]

@@ -44,6 +44,7 @@ def busy_fleet(fleet: str, seed: int) -> FakeCluster:
     for worker in cluster.worker_states.workers:
         worker.slowdown.factor = rng.uniform(0.5, 2.0)
         worker.token_budget = rng.choice((2_048, 8_192))
+        worker.max_sequences = rng.choice((2, 100))
         worker.update_transfer_rate(rng.choice((0.0, 1e9, 64e9)))
         for _ in range(rng.randrange(4)):
             placed = cluster.add_prefill(worker.name, rng.randrange(1, 6_000))

@@ -116,6 +116,7 @@ class WorkerState:
         "latency_model",
         "live",
         "load",
+        "max_sequences",
         "name",
         "names",
         "pending_prefill_tokens",
@@ -179,6 +180,7 @@ class WorkerState:
         roles = info.roles if info else BOTH_ROLES
         self.prefills, self.decodes = "prefill" in roles, "decode" in roles
         self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
+        self.max_sequences = info.max_num_seqs if info else inf
         self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
         self.update_transfer_rate(self.load.transfer_bytes_per_s if self.load else 0.0)
         self._changed.add(self)
@@ -246,6 +248,11 @@ class WorkerState:
         """Set the time to move a token's KV to the worker; 0: no rate is known."""
         self.token_transfer_ms = predict_token_transfer_ms(self.instance, bytes_per_s)
         self._changed.add(self)
+
+    @property
+    def waits_for(self) -> float:
+        """The sequences that have to end before a further answer gets a place in the batch."""
+        return max(0, len(self.active) + len(self.arriving) + 1 - self.max_sequences)
 
     def load_factor(self) -> float:
         """Return the load, 0 to 1: the larger share of a step's tokens or of sequence slots."""

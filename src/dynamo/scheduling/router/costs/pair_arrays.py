@@ -15,6 +15,7 @@ from dynamo.scheduling.router.costs.pair_price import (
     MEMORY_MS,
     OFF,
     THRESHOLDS,
+    WAIT_MS,
     AnswerPrice,
     Fleet,
     HarmPrice,
@@ -45,6 +46,7 @@ class PairArrays(WorkerArrays):
         "decode_context_tokens",
         "arriving_tokens",
         "kv_capacity_tokens",
+        "waits_for",
         "shared_tokens",
         "slowdown.factor",
         "prefill_busy_s",
@@ -57,6 +59,7 @@ class PairArrays(WorkerArrays):
     decode_context_tokens: Floats
     arriving_tokens: Floats
     kv_capacity_tokens: Floats
+    waits_for: Floats
     shared_tokens: Floats
     factor: Floats
     requests: Floats
@@ -90,7 +93,7 @@ class PairArrays(WorkerArrays):
         copied = price_copied_token(
             harm, self.token_transfer_ms, self.token_ms, self.stall_sensitivity
         )
-        return cost, per_token, free, copied
+        return cost + WAIT_MS * self.waits_for, per_token, free, copied
 
     def _decode_models(self) -> tuple[Floats, Floats]:
         """Return base and slope of each worker's decode steps. Every observation changes the model
