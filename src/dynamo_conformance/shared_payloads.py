@@ -40,11 +40,6 @@ class SharingHandler:
         return [shared for at, shared in enumerate(payloads) if shared not in payloads[:at]]
 
 
-def share(payload: bytes = b"common") -> SharedPayload:
-    """Return a shared payload. Peers without such payloads get it before the call's own."""
-    return SharedPayload(payload, lambda own: payload + own)
-
-
 class SharedPayloadsConformance:
     """Tests of payloads that several calls share. `connections`: by so many connections a plane may
     reach one instance at a time; each of them transports a shared payload once."""
@@ -52,7 +47,7 @@ class SharedPayloadsConformance:
     connections = 1
 
     async def test_calls_share_a_payload(self, join: JoinRequests) -> None:
-        handler, shared = SharingHandler(), share(bytes(3_000_000))
+        handler, shared = SharingHandler(), SharedPayload(bytes(3_000_000))
         server, client = await join_pair(join, handler)
         handler.go_on.set()
         calls = (
@@ -69,7 +64,7 @@ class SharedPayloadsConformance:
         assert len(handler.received) <= self.connections
 
     async def test_a_payload_is_dropped_with_its_last_call(self, join: JoinRequests) -> None:
-        handler, shared = SharingHandler(), share()
+        handler, shared = SharingHandler(), SharedPayload(b"common")
         server, client = await join_pair(join, handler)
         handler.go_on.set()
         for number in range(3):
@@ -79,7 +74,7 @@ class SharedPayloadsConformance:
         assert [received.payload for received in handler.received] == [b"common"] * 3
 
     async def test_a_cancelled_call_leaves_the_payload_to_others(self, join: JoinRequests) -> None:
-        handler, shared = SharingHandler(), share()
+        handler, shared = SharingHandler(), SharedPayload(b"common")
         server, client = await join_pair(join, handler)
         async with BackgroundTasks() as tasks:
             sinks = [CollectingSink() for _ in range(3)]
@@ -104,7 +99,7 @@ class SharedPayloadsConformance:
         handler = SharingHandler()
         server, client = await join_pair(join, handler)
         handler.go_on.set()
-        payloads = [share(b"one"), share(b"two"), None] * 5
+        payloads = [SharedPayload(b"one"), SharedPayload(b"two"), None] * 5
         calls = (
             client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink(), shared=shared)
             for shared in payloads
@@ -114,7 +109,7 @@ class SharedPayloadsConformance:
         assert sorted(seen) == [b""] * 5 + [b"one"] * 5 + [b"two"] * 5
 
     async def test_a_lost_connection_drops_the_payload(self, join: JoinRequests) -> None:
-        handler, shared, sink = SharingHandler(), share(), CollectingSink()
+        handler, shared, sink = SharingHandler(), SharedPayload(b"common"), CollectingSink()
         server, client = await join_pair(join, handler)
         async with BackgroundTasks() as tasks:
             call = tasks.start(
@@ -136,7 +131,7 @@ class SharedPayloadsConformance:
         handler.go_on.set()
         await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
         client.disconnect(server.address)
-        for shared in (None, share(bytes(1 << 20))):
+        for shared in (None, SharedPayload(bytes(1 << 20))):
             with suppress(WorkerFailed):
                 payload = bytes(1 << 20)
                 await client.call(server.address, "e", payload, CALL_CONTEXT, sink, shared=shared)
@@ -145,8 +140,10 @@ class SharedPayloadsConformance:
         self, join: JoinRequests
     ) -> None:
         server, client = await join_pair(join, echo_handler)
-        sink, shared = CollectingSink(), share(bytes((64 << 20) + 1))
+        sink, shared = CollectingSink(), SharedPayload(bytes((64 << 20) + 1))
         with pytest.raises(TooLarge):
             await client.call(server.address, "e", b"", CALL_CONTEXT, sink, shared=shared)
-        await client.call(server.address, "e", b"fine", CALL_CONTEXT, sink, shared=share())
+        await client.call(
+            server.address, "e", b"fine", CALL_CONTEXT, sink, shared=SharedPayload(b"common")
+        )
         assert sink.items == [b"fine"]

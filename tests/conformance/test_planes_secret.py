@@ -287,12 +287,12 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
 def test_a_proof_depends_on_end_plane_secret_and_nonces() -> None:
     from dynamo.communication.handshake import check_proof, compute_proof
 
-    proof = compute_proof("s", "dialler", "requests", b"a", b"b")
+    proof = compute_proof("s", "dialler", "requests", b"a", b"b", "process")
     for wrong in (
-        compute_proof("s", "listener", "requests", b"a", b"b"),
-        compute_proof("s", "dialler", "events", b"a", b"b"),
-        compute_proof("t", "dialler", "requests", b"a", b"b"),
-        compute_proof("s", "dialler", "requests", b"b", b"a"),
+        compute_proof("s", "listener", "requests", b"a", b"b", "process"),
+        compute_proof("s", "dialler", "events", b"a", b"b", "process"),
+        compute_proof("t", "dialler", "requests", b"a", b"b", "process"),
+        compute_proof("s", "dialler", "requests", b"b", b"a", "process"),
         compute_proof("s", "dialler", "requests", b"a", b"b", "another process"),
         b"",
     ):

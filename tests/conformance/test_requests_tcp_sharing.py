@@ -1,4 +1,4 @@
-"""Tests of TCP requests: shared payloads for old peers, and the budget of a connection."""
+"""Tests of TCP requests: the budget of a connection."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
 import pytest
 
-from dynamo.communication.frames import (
-    HELLO,
-    MAX_FRAME_BYTES,
-    FrameSplitter,
-    pack_frame,
-    pack_items,
-)
-from dynamo.communication.handshake import MAGIC, pack_hello
-from dynamo.communication.requests import protocol
+from dynamo.communication.handshake import pack_hello
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import Overloaded
@@ -55,30 +46,6 @@ async def client() -> AsyncIterator[TcpRequests]:
     await plane.close()
 
 
-async def test_a_server_of_version_1_gets_whole_payloads(client: TcpRequests) -> None:
-    """Hellos of version 1 name no version."""
-    payloads: list[bytes] = []
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = {"plane": "requests", "magic": MAGIC, "incarnation": "abc"}
-        writer.write(pack_frame(HELLO, msgspec.msgpack.encode(hello)))
-        splitter = FrameSplitter(MAX_FRAME_BYTES)
-        while data := await reader.read(1 << 16):
-            for kind, _, body in splitter.feed(data):
-                if kind == protocol.OPEN:
-                    stream, _, payload = protocol.unpack_open(body)
-                    payloads.append(payload)
-                    writer.write(pack_items(protocol.DATA, [stream], [b""], [0]))
-                else:
-                    assert kind == HELLO
-
-    shared = SharedPayload(b"common", lambda own: b"whole " + own)
-    async with raw_server(accept) as address:
-        for own in (b"1", b"2"):
-            await client.call(address, "e", own, CONTEXT, lambda _: True, shared=shared)
-    assert payloads == [b"whole 1", b"whole 2"]
-
-
 async def test_a_call_over_the_budget_of_a_connection_fails_alone(client: TcpRequests) -> None:
     broken: list[str] = []
     client.on_connection_broken(broken.append)
@@ -100,7 +67,7 @@ async def test_a_call_over_the_budget_of_a_connection_fails_alone(client: TcpReq
         errors = [call.exception() for call in calls if call.done()]
         assert {type(error) for error in errors} == {Overloaded}
         assert all(error.retryable for error in errors if isinstance(error, Overloaded))
-        shared = SharedPayload(big, lambda own: big + own)
+        shared = SharedPayload(big)
         with pytest.raises(Overloaded):
             await client.call(address, "e", b"x", CONTEXT, lambda _: True, shared=shared)
         sent, unsent = client.count_sent_bytes(address)

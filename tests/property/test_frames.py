@@ -21,7 +21,7 @@ from dynamo.communication.frames import (
     unpack_items,
     unpack_number,
 )
-from dynamo.communication.handshake import decode_hello, negotiate_version
+from dynamo.communication.handshake import check_version, decode_hello
 from dynamo.communication.requests import protocol as requests
 from dynamo.core.context import Context
 from dynamo.core.errors import ProtocolError
@@ -74,7 +74,7 @@ def test_batches_hold_the_same_items(count: int, size: int, data: st.DataObject)
 def test_garbage_is_refused_or_waits(garbage: bytes, cuts: list[int]) -> None:
     splitter = FrameSplitter()
     readers = [
-        lambda kind, count, body: negotiate_version(decode_hello(kind, body, "requests")),
+        lambda kind, count, body: check_version(decode_hello(kind, body, "requests")),
         lambda kind, count, body: list(unpack_items(body, count)),
         lambda kind, count, body: events.unpack_events(body, count),
         lambda kind, count, body: events.unpack_position(body),

@@ -68,7 +68,6 @@ def test_shared_and_whole_requests_are_equal(
         assert group.covers(choice)
         whole = encode_request(replace(choice, group=None))
         payload = encode_choice(choice)
-        assert shared.join(payload) == whole
         decoded = decode_shared_request(payload, received)
         assert replace(decoded, group=None) == decode_request(whole)
         prompts.append(decoded.token_ids)

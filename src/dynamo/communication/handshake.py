@@ -3,9 +3,8 @@
     client -> server: HELLO, then PROOF if there is a secret
     server -> client: HELLO
 
-Each end proves the secret with an HMAC over both nonces. The secret itself is never sent. Version N
-is compatible with N-1. In the request plane version 2 adds payloads that several calls share. In
-all planes its proofs cover the incarnation.
+Each end proves the secret with an HMAC over both nonces and the incarnation. The secret itself is
+never sent. Version N is compatible with N-1. There is no version before the first.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from dynamo.communication.link import HandshakeLink
 from dynamo.communication.transports import HANDSHAKE_TIMEOUT_S, UnprovenLinks
 from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 
-VERSION: Final = 2
+VERSION: Final = 1
 MIN_VERSION: Final = 1
-INCARNATION_PROOF_VERSION: Final = 2
 MAGIC: Final = "dynamo"
 PROOF: Final = 255
 NONCE_BYTES: Final = 16
@@ -72,15 +70,13 @@ def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
     return hello
 
 
-def negotiate_version(hello: Hello) -> int:
-    """Return the highest version that both ends speak. Raises `ProtocolError` if there is none."""
-    agreed = min(VERSION, hello.version)
-    if agreed < max(MIN_VERSION, hello.oldest):
+def check_version(hello: Hello) -> None:
+    """Raise `ProtocolError` if there is no version that both ends speak."""
+    if min(VERSION, hello.version) < max(MIN_VERSION, hello.oldest):
         raise ProtocolError(
             f"the peer speaks protocol {hello.oldest} to {hello.version}, "
             f"this process {MIN_VERSION} to {VERSION}"
         )
-    return agreed
 
 
 def new_nonce(secret: str) -> bytes:
@@ -89,10 +85,10 @@ def new_nonce(secret: str) -> bytes:
 
 
 def compute_proof(
-    secret: str, end: str, plane: str, dialler: bytes, listener: bytes, incarnation: str = ""
+    secret: str, end: str, plane: str, dialler: bytes, listener: bytes, incarnation: str
 ) -> bytes:
-    """Return the HMAC-SHA256 by which `end` ("dialler" or "listener") proves the secret. From
-    version 2 on, the message contains the server's incarnation."""
+    """Return the HMAC-SHA256 by which `end` ("dialler" or "listener") proves the secret.
+    `incarnation` is the server's."""
     message = b"\0".join((end.encode(), plane.encode(), dialler + listener + incarnation.encode()))
     return hmac.digest(secret.encode(), message, "sha256")
 
@@ -125,10 +121,7 @@ CLOSED_DURING_HANDSHAKE: Final = (
 
 
 class ClientHandshake(Generic[LinkT]):
-    """The dialling end's handshake. The owner of the link passes events on until it is `done`.
-
-    `version` is the protocol version that both ends speak.
-    """
+    """The dialling end's handshake. The owner of the link passes events on until it is `done`."""
 
     def __init__(self, link: LinkT, plane: str, incarnation: str, secret: str = "") -> None:
         self._link = link
@@ -136,7 +129,6 @@ class ClientHandshake(Generic[LinkT]):
         self._incarnation = incarnation
         self._secret = secret
         self._nonce = new_nonce(secret)
-        self.version = MIN_VERSION
         self._completion: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -167,7 +159,7 @@ class ClientHandshake(Generic[LinkT]):
         """Handle the server's hello. Raises `ProtocolError`."""
         try:
             hello = decode_hello(kind, body, self._plane)
-            self.version = negotiate_version(hello)
+            check_version(hello)
             self._exchange_proofs(hello)
         except ProtocolError as error:
             self._completion.set_exception(error)
@@ -190,8 +182,7 @@ class ClientHandshake(Generic[LinkT]):
             if hello.nonce:
                 raise ProtocolError(NEEDS_SECRET)
             return
-        incarnation = hello.incarnation if self.version >= INCARNATION_PROOF_VERSION else ""
-        covered = self._plane, self._nonce, hello.nonce, incarnation
+        covered = self._plane, self._nonce, hello.nonce, hello.incarnation
         check_proof(hello.proof, compute_proof(self._secret, "listener", *covered), "the server")
         self._link.write(pack_frame(PROOF, compute_proof(self._secret, "dialler", *covered)))
 
@@ -236,15 +227,13 @@ class ServerHandshake:
         """Answer a hello. True: the client must still send its proof."""
         hello = decode_hello(kind, body, self._plane)
         nonce = new_nonce(self._secret)
-        covers_incarnation = min(VERSION, hello.version) >= INCARNATION_PROOF_VERSION
-        incarnation = self._incarnation if covers_incarnation else ""
-        covered = self._plane, hello.nonce, nonce, incarnation
+        covered = self._plane, hello.nonce, nonce, self._incarnation
         proof = b""
         if nonce and len(hello.nonce) == NONCE_BYTES:
             proof = compute_proof(self._secret, "listener", *covered)
         self._link.write(pack_hello(self._plane, self._incarnation, nonce=nonce, proof=proof))
         try:
-            negotiate_version(hello)
+            check_version(hello)
         except ProtocolError:
             self._link.flush()  # lets a peer of another version report this version
             raise

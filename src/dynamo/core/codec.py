@@ -60,10 +60,7 @@ def share_group(group: RequestGroup) -> SharedPayload:
     """Return the payload that the choices of `group` share. The first call encodes it."""
     payload = group.shared_payload
     if payload is None:
-        base = group.base
-        payload = group.shared_payload = SharedPayload(
-            encode_request(base), lambda choice: encode_request(_join_choice(base, choice))
-        )
+        payload = group.shared_payload = SharedPayload(encode_request(group.base))
     return payload
 
 
@@ -72,15 +69,11 @@ def decode_shared_request(payload: bytes, shared: ReceivedPayload) -> GenerateRe
 
     Raises `msgspec.DecodeError`.
     """
-    base = shared.value
+    base: GenerateRequest | None = shared.value
     if base is None:
         base = decode_request(shared.payload)
         base = shared.value = replace(base, group=RequestGroup(base))
         shared.payload = b""
-    return _join_choice(base, payload)
-
-
-def _join_choice(base: GenerateRequest, payload: bytes) -> GenerateRequest:
     choice = _decode_choice(payload)
     return replace(
         base,

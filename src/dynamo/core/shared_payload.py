@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -10,17 +9,13 @@ _numbers = count(1)
 
 
 class SharedPayload:
-    """The caller's side. `number` identifies the payload in this process.
+    """The caller's side. `number` identifies the payload in this process."""
 
-    `join(payload)` returns the whole payload of a call, for peers that know no shared payloads.
-    """
+    __slots__ = ("number", "payload")
 
-    __slots__ = ("join", "number", "payload")
-
-    def __init__(self, payload: bytes, join: Callable[[bytes], bytes]) -> None:
+    def __init__(self, payload: bytes) -> None:
         self.number = next(_numbers)
         self.payload = payload
-        self.join = join
 
 
 class ReceivedPayload:

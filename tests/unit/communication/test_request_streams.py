@@ -23,8 +23,6 @@ END = 1 << 31
 class RecordingSender(CallSender):
     """Records the frames that the caller sends."""
 
-    can_share = True
-
     def __init__(self) -> None:
         self.frames: list[tuple[str, Any]] = []
         self.opened: list[tuple[int, int]] = []
@@ -257,10 +255,6 @@ async def test_a_full_window_waits_for_credit_or_the_end() -> None:
         await waiting
 
 
-def share(payload: bytes = b"common") -> SharedPayload:
-    return SharedPayload(payload, lambda own: payload + own)
-
-
 async def start_call(recorder: ClientRecorder, shared: SharedPayload) -> asyncio.Task[None]:
     call = recorder.tasks.start(
         recorder.streams.call("e", b"own", CONTEXT, lambda _: True, None, shared)
@@ -271,7 +265,7 @@ async def start_call(recorder: ClientRecorder, shared: SharedPayload) -> asyncio
 
 async def test_a_shared_payload_is_sent_before_its_first_call_and_released_after_the_last() -> None:
     async with BackgroundTasks() as tasks:
-        recorder, shared = ClientRecorder(tasks), share()
+        recorder, shared = ClientRecorder(tasks), SharedPayload(b"common")
         number = shared.number
         calls = [await start_call(recorder, shared) for _ in range(2)]
         assert recorder.sender.frames == [
@@ -293,20 +287,12 @@ async def test_a_shared_payload_is_sent_before_its_first_call_and_released_after
         ]
 
 
-async def test_a_peer_that_cannot_share_gets_whole_payloads() -> None:
-    async with BackgroundTasks() as tasks:
-        recorder = ClientRecorder(tasks)
-        recorder.sender.can_share = False
-        await start_call(recorder, share())
-        assert recorder.sender.frames == [("open", (b"commonown", 0))]
-
-
 async def test_a_refused_call_releases_its_shared_payload() -> None:
     def refuse(*_: Any) -> None:
         raise Overloaded("too many bytes are unsent")
 
     async with BackgroundTasks() as tasks:
-        recorder, shared = ClientRecorder(tasks), share()
+        recorder, shared = ClientRecorder(tasks), SharedPayload(b"common")
         recorder.sender.send_open = refuse  # type: ignore[method-assign]
         with pytest.raises(Overloaded):
             await (await start_call(recorder, shared))

@@ -116,11 +116,11 @@ async def test_the_reason_of_other_versions_and_dead_addresses_is_named(
     runtime = await open_process(tmp_path, with_secret("f"))
     health = runtime.health
 
-    def refuse(_: object) -> int:
-        raise ProtocolError("the peer speaks protocol 7 to 8, this process 1 to 2")
+    def refuse(_: object) -> None:
+        raise ProtocolError("the peer speaks protocol 7 to 8, this process 1 to 1")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dynamo.communication.handshake.negotiate_version", refuse)
+        patch.setattr("dynamo.communication.handshake.check_version", refuse)
         ModelWatcher(runtime, Gateway(), ProcessRouting(runtime)).start()
         await until(lambda: "protocol 7 to 8" in health.reasons.get("tiny", ""))
         await worker.requests.close()

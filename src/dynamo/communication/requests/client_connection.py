@@ -15,7 +15,6 @@ from dynamo.communication.requests.protocol import (
     DATA,
     GOAWAY,
     PLANE,
-    SHARE_VERSION,
     SILENCE_QUERY_BYTES,
     pack_credit,
     pack_open,
@@ -51,10 +50,6 @@ class ClientConnection:
         self._on_lost = on_lost
         self._retired = False
         self._silence_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def can_share(self) -> bool:
-        return self.handshake.version >= SHARE_VERSION
 
     def send_open(
         self,

@@ -15,10 +15,7 @@ from dynamo.core.shared_payload import SharedPayload
 
 
 class CallSender(Protocol):
-    """Sends frames to the handler's end. `can_share`: that end knows shared payloads."""
-
-    @property
-    def can_share(self) -> bool: ...
+    """Sends frames to the handler's end."""
 
     def send_open(
         self,
@@ -79,7 +76,7 @@ class ClientStreams:
             raise InstanceGone(self._failure.message)
         number = 0
         if shared is not None:
-            number, payload = self._acquire_share(shared, payload)
+            number = self._acquire_share(shared)
         self._last_stream_id = stream = self._last_stream_id + 1
         window_bytes = 0 if window is None else max(1, window.size_bytes)
         try:
@@ -99,15 +96,13 @@ class ClientStreams:
             if number:
                 self._release_share(number)
 
-    def _acquire_share(self, shared: SharedPayload, payload: bytes) -> tuple[int, bytes]:
-        """Return the number that the call names, 0 for none, and the payload that it sends."""
-        if not self._sender.can_share:
-            return 0, shared.join(payload)
+    def _acquire_share(self, shared: SharedPayload) -> int:
+        """Return the number that the call names."""
         number, users = shared.number, self._share_users
         if number not in users:
             self._sender.send_share(number, shared.payload)
         users[number] = users.get(number, 0) + 1
-        return number, payload
+        return number
 
     def _release_share(self, number: int) -> None:
         self._share_users[number] -= 1

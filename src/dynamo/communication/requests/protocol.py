@@ -1,6 +1,6 @@
 """The frames of the request plane.
 
-    client -> server: HELLO, OPEN, CANCEL, CREDIT, from version 2 on SHARE, RELEASE
+    client -> server: HELLO, OPEN, CANCEL, CREDIT, SHARE, RELEASE
     server -> client: HELLO, DATA, GOAWAY
 
 Stream ids grow from 1 on each connection and are never reused, so that late items of a cancelled
@@ -30,9 +30,6 @@ CREDIT: Final = 5
 GOAWAY: Final = 6
 SHARE: Final = 7
 RELEASE: Final = 8
-
-SHARE_VERSION: Final = 2
-"""The first protocol version with shared payloads."""
 
 SILENCE_QUERY_BYTES: Final = 0
 """A CREDIT of this size asks whether the stream is open."""
