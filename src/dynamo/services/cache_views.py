@@ -8,7 +8,6 @@ from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.remote_index import (
     INDEXER_COMPONENT,
     MATCH_ENDPOINT,
-    MATCH_TIERS_ENDPOINT,
     MODES_ENDPOINT,
     RemoteIndex,
 )
@@ -48,7 +47,6 @@ async def open_cache_view(
     indexer = runtime.namespace().component(INDEXER_COMPONENT)
     remote = RemoteIndex(
         await indexer.endpoint(MATCH_ENDPOINT).client(),
-        await indexer.endpoint(MATCH_TIERS_ENDPOINT).client(),
         await indexer.endpoint(MODES_ENDPOINT).client(),
         runtime.clock,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ProtocolError
@@ -16,7 +15,6 @@ from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metric
 from dynamo.scheduling.index.remote_index import (
     INDEXER_COMPONENT,
     MATCH_ENDPOINT,
-    MATCH_TIERS_ENDPOINT,
     MODES_ENDPOINT,
     encode_indexer_reply,
 )
@@ -59,7 +57,6 @@ class IndexerService:
         self._on_instances_changed()
         component = namespace.component(INDEXER_COMPONENT)
         await component.endpoint(MATCH_ENDPOINT).serve(self._handle_match)
-        await component.endpoint(MATCH_TIERS_ENDPOINT).serve(self._handle_match_tiers)
         await component.endpoint(MODES_ENDPOINT).serve(self._handle_modes)
         if settings.file:
             runtime.tasks.start(self._drop_absent_workers(), "restored workers")
@@ -73,12 +70,11 @@ class IndexerService:
         self._cache_view.set_cacheless_workers(self._worker_states.cacheless)
 
     async def _handle_match(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Answer packed u64 block hashes with msgpack {worker: leading blocks cached}."""
-        outgoing.send(encode_indexer_reply(self._cache_view.device_index.match(_unpack(payload))))
-
-    async def _handle_match_tiers(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Answer packed u64 block hashes with an `IndexMatch` in msgpack."""
-        hashes = _unpack(payload)
+        try:
+            hashes = unpack_hashes(payload)
+        except ValueError as error:
+            raise ProtocolError(f"not packed block hashes: {error}") from error
         tiers, removed = self._cache_view.tiers, self._cache_view.removed_blocks
         overlaps = tiers.device.match(hashes)
         runs = tiers.lower.find_runs(hashes, overlaps) if tiers.lower else {}
@@ -113,10 +109,3 @@ class IndexerService:
         except OSError as error:
             fields = {"file": self._runtime.settings.index.file, "error": str(error)}
             log.warning("saving the index failed", extra={"fields": fields})
-
-
-def _unpack(payload: bytes) -> Sequence[int]:
-    try:
-        return unpack_hashes(payload)
-    except ValueError as error:
-        raise ProtocolError(f"not packed block hashes: {error}") from error

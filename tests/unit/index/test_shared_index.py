@@ -109,21 +109,6 @@ async def test_an_indexer_serves_tiers_too(runtime: DistributedRuntime) -> None:
         assert view.find_runs(blocks, view.find_overlaps(blocks)) == {"a": [("shared", 1)]}
 
 
-async def test_an_indexer_without_tiers_answers_with_overlaps(runtime: DistributedRuntime) -> None:
-    """An indexer of the version before has no endpoint for tiers."""
-    blocks = chain(1, 8)
-
-    async def match(payload: bytes, outgoing: ResponseWriter) -> None:
-        outgoing.send(msgspec.msgpack.encode({"a": len(payload) // 8}))
-
-    await runtime.endpoint("ns.indexer.match").serve(match)
-    view = await open_cache_view(runtime, 16, "ns.worker")
-    async with asyncio.timeout(10):
-        while not view.find_overlaps(blocks):
-            await view.fetch_remote_match(blocks)
-    assert (view.find_overlaps(blocks), view.has_lower_tiers) == ({"a": 8}, False)
-
-
 async def announced(open_runtime: Open, *, publishes: bool = True, **engine: object) -> str:
     """Serve a worker with these engine properties and return its id."""
     runtime = await open_runtime()

@@ -20,9 +20,6 @@ log = logging.getLogger(__name__)
 
 INDEXER_COMPONENT: Final = "indexer"
 MATCH_ENDPOINT: Final = "match"
-"""Answers with the overlaps alone, for routers and indexers of the version before."""
-
-MATCH_TIERS_ENDPOINT: Final = "match_tiers"
 MODES_ENDPOINT: Final = "modes"
 
 MATCH_TIMEOUT_S: Final = 0.05
@@ -32,7 +29,6 @@ MODES_POLL_INTERVAL_S: Final = 0.5
 QUERY_ERRORS: Final = (DynamoError, OSError, *DECODE_ERRORS)
 
 encode_indexer_reply = msgspec.msgpack.Encoder().encode
-_decode_overlaps = msgspec.msgpack.Decoder(dict[str, int]).decode
 _decode_match = msgspec.msgpack.Decoder(IndexMatch).decode
 _decode_modes = msgspec.msgpack.Decoder(dict[str, CacheViewMode]).decode
 
@@ -40,19 +36,15 @@ _decode_modes = msgspec.msgpack.Decoder(dict[str, CacheViewMode]).decode
 class RemoteIndex:
     """The client of an indexer. `match` looks a prompt up; `poll_modes` follows its view modes."""
 
-    def __init__(self, match: Client, match_tiers: Client, modes: Client, clock: Clock) -> None:
+    def __init__(self, match: Client, modes: Client, clock: Clock) -> None:
         self._match_client = match
-        self._match_tiers_client = match_tiers
         self._modes_client = modes
         self._clock = clock
 
     async def match(self, hashes: Sequence[int]) -> IndexMatch:
         """Return what the index knows of a prompt. Empty when no indexer answers in time."""
-        packed = pack_hashes(hashes)
         try:
-            if self._match_tiers_client.instances:
-                return _decode_match(await self._query(self._match_tiers_client, packed))
-            return IndexMatch(_decode_overlaps(await self._query(self._match_client, packed)))
+            return _decode_match(await self._query(self._match_client, pack_hashes(hashes)))
         except QUERY_ERRORS:
             return IndexMatch()
 
