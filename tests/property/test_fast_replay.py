@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from tests.simulation.conftest import BLOCK, chats, cluster, unique
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.core.timing.model import Timing
+from dynamo.core.values import Tier
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
@@ -79,10 +81,8 @@ def test_times_are_equal_where_nothing_is_evicted(
 
 
 def test_the_fast_replay_says_what_it_does_not_simulate() -> None:
-    workers = replace(cluster(2), tiers=[SimulatedTier("host", 100, 1e9)])
-    with pytest.raises(ConfigError, match="memory tiers") as caught:
-        FastReplay(ReplayPlan("synthetic", workers, RouterSettings(mode="mine")))
-    assert "router mode mine" in str(caught.value)
+    with pytest.raises(ConfigError, match="router mode mine") as caught:
+        FastReplay(ReplayPlan("synthetic", cluster(2), RouterSettings(mode="mine")))
     assert caught.value.hint == "omit --fast"
 
 
@@ -176,6 +176,59 @@ def test_prompts_that_other_workers_compute_take_as_long(
     assert fast.prefills.remote == pytest.approx(exact.prefills.remote, rel=near, abs=3)
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=near)
+
+
+TIERS: tuple[tuple[Tier, ...], ...] = (
+    ("host",),
+    ("disk",),
+    ("shared",),
+    ("host", "disk"),
+    ("host", "disk", "shared"),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    answer=st.sampled_from([1, 20, 100, 200]),
+    names=st.sampled_from(TIERS),
+    rate=st.sampled_from([2e9, 1e10, 1e11]),
+    sizes=st.lists(st.sampled_from([50, 300, 3_000]), min_size=3, max_size=3),
+    prefill=st.integers(0, 2),
+    decode=st.integers(1, 3),
+    blocks=st.sampled_from([150, 300]),
+    ranks=st.integers(1, 2),
+    mode=st.sampled_from(["kv", "kv", "round_robin", "least_loaded"]),
+    moves=st.booleans(),
+)
+def test_tiers_supply_as_much(
+    seed: int,
+    answer: int,
+    names: Sequence[Tier],
+    rate: float,
+    sizes: list[int],
+    prefill: int,
+    decode: int,
+    blocks: int,
+    ranks: int,
+    mode: str,
+    moves: bool,
+) -> None:
+    """Without `prefill` workers, each one is flexible if KV `moves` between them."""
+    tiers = [SimulatedTier(name, size, rate) for name, size in zip(names, sizes, strict=False)]
+    transfer = 6.4e10 if prefill or moves else None
+    workers = with_roles(prefill, decode, blocks)
+    workers = replace(workers, tiers=tiers, transfer=transfer, ranks=ranks)
+    mode = "kv" if moves and not prefill else mode
+    exact, fast = both(workers, mode, seed, answer, flexible=moves and not prefill)
+    assert fast.completed == exact.completed == fast.requests
+    near = 0.15 if mode == "kv" else 0.05  # a choice that differs changes what is evicted
+    assert fast.reuse_first_admission == pytest.approx(exact.reuse_first_admission, abs=near)
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert getattr(fast, name).mean == pytest.approx(getattr(exact, name).mean, rel=0.15)
+    assert fast.tiers.keys() == exact.tiers.keys()
+    loads = [sum(tier.loaded_blocks for tier in each.tiers.values()) for each in (fast, exact)]
+    assert loads[0] == pytest.approx(loads[1], rel=0.3, abs=60)
 
 
 @settings(max_examples=15, deadline=None)

@@ -97,10 +97,16 @@ class CopyLink:
         waiting_s = max(0.0, self._free_at_s - self.clock.now())
         return waiting_s + size_bytes / self.bytes_per_s + self.latency_s
 
+    def reserve(self, size_bytes: int) -> float:
+        """Take the next free time for a copy, and return when it ends."""
+        start_s = max(self.clock.now(), self._free_at_s)
+        self._free_at_s = start_s + size_bytes / self.bytes_per_s
+        return self._free_at_s
+
     async def carry(self, size_bytes: int) -> None:
         """Wait for the end of a copy. A cancelled last one gives the rest of its time back."""
         start_s = max(self.clock.now(), self._free_at_s)
-        end_s = self._free_at_s = start_s + size_bytes / self.bytes_per_s
+        end_s = self.reserve(size_bytes)
         try:
             await self.clock.sleep_until(end_s + self.latency_s)
         except asyncio.CancelledError:

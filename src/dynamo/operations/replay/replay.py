@@ -17,6 +17,7 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
+from dynamo.inference.tiers.tier import TierCounters
 from dynamo.operations.bench.workload import LatencyObjectives
 from dynamo.operations.latency_summary import summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster
@@ -131,7 +132,9 @@ class Replay:
     def _sum_tier(self, number: int, cluster: ReplayCluster, log: ReplayLog) -> TierResult:
         """Sum up what the tier of that number did for all engines."""
         tiers = [engine.tiers for engine in cluster.engines]
-        counters = [tier.tiers[number].counters for tier in tiers]
+        return self._sum_counters(log, [tier.tiers[number].counters for tier in tiers])
+
+    def _sum_counters(self, log: ReplayLog, counters: Sequence[TierCounters]) -> TierResult:
         loaded = sum(counts.loaded_blocks for counts in counters)
         return TierResult(
             loaded,

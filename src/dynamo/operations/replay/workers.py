@@ -130,7 +130,8 @@ class ReplayWorker:
             self._planes.append(plane)
             assert engine.runner.region is not None  # noqa: S101 - made with links
             self.regions.append(await plane.expose(engine.runner.region, layout="replay"))
-            engine.kv_source = PeerPrefill(_finder(plane, workers), self._clock, name)
+            engine.kv_source = source = PeerPrefill(_finder(plane, workers), self._clock, name)
+            source.bytes_per_s = bytes_per_s  # as learnt: a trace is no test of learning it
 
     def on_load_changed(self) -> None:
         """Publish the load soon, because a request has arrived."""

@@ -22,11 +22,14 @@ from dynamo.operations.replay.fast.pulled_prompt import PulledPrompt
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import RunCache
 from dynamo.operations.replay.fast.step_time import StepTime
+from dynamo.operations.replay.fast.tier_units import TierUnits
+from dynamo.operations.replay.fast.tiered_cache import TieredRunCache
+from dynamo.operations.replay.fast.tiers import FastTiers
 from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.operations.replay.fleet import ReplayFleet
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
-from dynamo.operations.replay.result import ReplayResult
+from dynamo.operations.replay.result import ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
@@ -50,7 +53,6 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         super().__init__(plan, progress, drive)
         mode = resolve_mode_alias(plan.router_settings.mode)
         missing = {
-            "memory tiers": bool(plan.workers.tiers),
             f"router mode {mode}": mode not in {KV, ADAPTIVE, *MODES},
         }
         if unknown := [name for name, used in missing.items() if used]:
@@ -66,6 +68,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self._heap = EventHeap()
         self._remote_prefills = 0
         self._peers: list[FastWorker] = []
+        self._shared_units: TierUnits | None = None
         self._block_bytes = size * plan.workers.kv_bytes_per_token
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
@@ -92,7 +95,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self._evictions = sum(worker.cache.evictions for worker in self._workers.values())
         arrived = sum(worker.blocks_arrived for worker in self._workers.values())
         self._kv_bytes_moved = arrived * self._block_bytes
-        self._fallbacks, self._tiers = fleet.fallbacks, {}
+        self._fallbacks = fleet.fallbacks
+        self._tiers = {each.name: self._sum_units(at) for at, each in enumerate(plan.workers.tiers)}
         took = time.perf_counter() - wall, time.process_time() - cpu
         return self._make_result(self._log, *took), self._log
 
@@ -103,7 +107,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
     def make_worker(self, name: str, number: int, group: ReplayGroup) -> FastWorker:
         info, plan = group.engine, self._plan.workers
         events = KvEventBuffer() if self._plan.router_settings.mode == KV else None
-        cache = RunCache(
+        has_tiers = plan.tiers and plan.prefix_caching
+        cache = (TieredRunCache if has_tiers else RunCache)(
             info.num_blocks,
             self._run_tokens // info.block_tokens,
             reuse_aware=plan.eviction == "reuse",
@@ -119,14 +124,37 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
                 self._peers = []  # of the next worker
             worker = LockstepRank(self._peers, self._heap.idle, name, number, *arguments)
         worker.gap_target_s = self._plan.router_settings.disaggregation.itl_slo * 1e-3
+        if isinstance(cache, TieredRunCache):
+            units = self._open_tiers(publishes=events is not None)
+            worker.tiers = FastTiers(units, cache, info, self._block_bytes, self._heap, worker)
+            worker.ask_for_step = partial(self._heap.idle.append, worker)
         return worker
+
+    def _open_tiers(self, *, publishes: bool) -> list[TierUnits]:
+        """Return the tiers of an engine, of which one may be that of all."""
+        tiers, opened = self._plan.workers.tiers, []
+        for tier in tiers:
+            shared = tier.name == "shared"
+            units = self._shared_units if shared else None
+            if units is None:
+                exclusive = tier is tiers[0] and not shared
+                units = TierUnits(tier, self._heap, exclusive=exclusive, publishes=publishes)
+            if shared:
+                self._shared_units = units
+            opened.append(units)
+        return opened
+
+    def _sum_units(self, number: int) -> TierResult:
+        workers = self._workers.values()
+        tiers = [each.tiers.writers[number] for each in workers if each.tiers is not None]
+        return self._sum_counters(self._log, [tier.counters for tier in tiers])
 
     @property
     def _reads_loads(self) -> bool:
         """Whether the router reads load reports."""
         settings = self._plan.router_settings
         if settings.mode == KV:
-            reported = settings.disaggregation.itl_slo
+            reported = settings.disaggregation.itl_slo or self._plan.workers.tiers
             return bool(reported or make_cost(settings).uses_load_reports)
         return resolve_mode_alias(settings.mode) == ADAPTIVE
 

@@ -248,15 +248,19 @@ class RunCache:
         if keys := run.keys:
             units = -(-run.blocks // self.unit)
             if units < len(keys):
-                if self._events is not None:
-                    for key in reversed(keys[units:]):
-                        self._events.add_removed(key)
+                self._drop(keys[units:])
                 if not units:
                     del self._by_first_key[keys[0]]
                 del keys[units:]
                 run.whole = units * self.unit
         if not run.blocks:
             del queue[run]
+
+    def _drop(self, keys: Sequence[int]) -> None:
+        """Take note that units of these keys are not cached any more."""
+        if self._events is not None:
+            for key in reversed(keys):
+                self._events.add_removed(key)
 
 
 def _tail_age(run: CachedRun) -> int:

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 
+from dynamo.core.timing.model import Counts
 from dynamo.core.values import EngineInfo, Load
 from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.run_cache import Held, RunCache
 from dynamo.operations.replay.fast.step_time import Leap, StepTime
+from dynamo.operations.replay.fast.tiers import FastTiers, LoadListener, UnitLoad
 
 NOTHING: list[Held] = []
 
 
-class FastWorker:
+class FastWorker(LoadListener):
     """A worker, or one of its ranks, and its number among all ranks. `wake(worker, when)` asks for
     `on_wake` at that time; a later call replaces it. `stopped`: the worker is gone. Gaps
     between tokens above `gap_target_s`, if any, are reported. `leap`, `leap_steps`: the steps that
@@ -31,8 +33,9 @@ class FastWorker:
 
     `steps` counts the steps that have ended, from 1. A request that decodes had its first token at
     the end of the step `first_step`. `arriving`: the keys of requests whose prompts other workers
-    compute, which hold a batch slot and all blocks of the prompt. `link_free_s`: when the link ends
-    its last transfer.
+    compute, or which tiers load, which hold a batch slot and all blocks of the prompt.
+    `link_free_s`: when the link ends its last transfer. `tiers`: those below the cache, if any.
+    `ask_for_step` is called when they let the worker go on.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class FastWorker:
         self._gaps = gaps
         self.kv_events = kv_events
         self._wake = wake
+        self.tiers: FastTiers | None = None
+        self.ask_for_step: Callable[[], object] = lambda: None
         self._ends: list[tuple[int, int, FastRequest]] = []
         self._decoding = self._context = 0
         self._crossings = [0] * info.block_tokens
@@ -108,6 +113,9 @@ class FastWorker:
             self._remove_from_step(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.arriving:
+            del self.arriving[request]
+            self.arrived = [each for each in self.arrived if each is not request]
         self.release_prompt(request, now)
 
     def compute_arriving(self, request: FastRequest, now: float) -> None:
@@ -149,6 +157,8 @@ class FastWorker:
             gaps=gaps,
             slow_gaps=slow_gaps,
             transfer_bytes_per_s=transfer,
+            tiers=() if self.tiers is None else self.tiers.report_load(),
+            timing=() if self.tiers is None else self.tiers.timing,
         )
 
     @property
@@ -206,6 +216,11 @@ class FastWorker:
             counts = self._new_tokens, self._sequences, decoding, context, self._attention
             self._step_s = self._time.step_s(*counts)
             self._wake(self, now + self._step_s)
+        if self.tiers is not None:
+            self.tiers.on_planned(self.running)
+            if self.is_busy:
+                counts = self._new_tokens, self._sequences, decoding, context, self._attention
+                self.tiers.on_step(Counts(*counts), self.next_step_s)
 
     def on_wake(self, now: float) -> None:
         """End the step or the leap, and give tokens and ends away. The worker is then idle."""
@@ -237,6 +252,8 @@ class FastWorker:
         while ends and ends[0][0] <= steps:
             if (request := heappop(ends)[2]).end_step == steps:
                 self._finish(request, now)
+        if self.tiers is not None and not (self.running or self.waiting):
+            self.tiers.on_planned(self.running)
         if self.kv_events is not None:
             self._publish()
 
@@ -255,8 +272,38 @@ class FastWorker:
                 del self.running[request]
 
     def _publish(self) -> None:
-        if self.kv_events is not None and (events := self.kv_events.drain()):
+        if self.kv_events is None:
+            return
+        events = self.kv_events.drain()
+        if self.tiers is not None:
+            events += self.tiers.take_events()
+        if events:
             self._listener.on_kv_events(self.name, events)
+
+    def on_loaded(self, request: FastRequest, tokens: int, *, counts: bool) -> bool:
+        if request not in self.arriving:
+            return False
+        held = len(request.held)
+        self.on_blocks_arrived(request, tokens)
+        for run, _ in request.held[held:]:
+            run.hits = max(run.hits, 1)
+        if counts:
+            request.cached_tokens = min(tokens, request.prompt_tokens)
+        return True
+
+    def on_load_ended(self, request: FastRequest, now: float) -> None:
+        if request not in self.arriving:
+            return
+        if request.source:
+            self._listener.on_arrival(request, request.computed // self._block_tokens)
+        else:
+            self.arrived.append(request)
+        self.end_leap(now)  # others may have waited for these blocks
+        self.ask_for_step()
+
+    def on_stored(self) -> None:
+        if not self.stopped:
+            self._publish()
 
     def on_blocks_arrived(self, request: FastRequest, tokens: int) -> None:
         """Cache the blocks of the first `tokens` of an arriving prompt."""
@@ -295,6 +342,9 @@ class FastWorker:
         for request in self.arrived:
             del self.arriving[request]
             self.running[request] = None
+            if request.computed < request.length:
+                self.prefilling.append(request)
+                continue
             self._late_starts.append(request.last_token_s)
             request.recomputed -= 1
             self._start_answer(request)
@@ -379,17 +429,18 @@ class FastWorker:
 
     def _admit_waiting(self) -> None:
         """Admit waiting requests in order while tokens, batch slots and blocks are left."""
-        waiting, skipped = self.waiting, []
+        waiting, skipped, tiers = self.waiting, [], self.tiers
         while waiting and len(self.running) + len(self.arriving) < self.info.max_num_seqs:
             request = waiting[0]
             key = request.prompt_key if request.source else None
-            if key is not None and key in self.arriving.values():
+            waits = key is not None and key in self.arriving.values()
+            if waits or (tiers is not None and tiers.is_loading(request)):
                 skipped.append(waiting.popleft())  # the blocks will be cached
                 continue
-            if not (self._budget > 0 or request.source) or not self._admit(request):
+            if not (self._budget > 0 or request.source or tiers) or not self._admit(request):
                 break
             waiting.popleft()
-            if not request.source:
+            if request in self.running:
                 count = min(request.length - request.computed, self._budget)
                 self._allocate(
                     request, request.length if request.sink else request.computed + count
@@ -411,28 +462,44 @@ class FastWorker:
         need = -(-request.length // size) - blocks
         if need > cache.available - unused:
             return False
+        loads: Sequence[UnitLoad] = ()
         if 0 < full == blocks:
             request.source = ""
-        if not request.source and self._budget <= 0:
+        elif self.tiers is not None:
+            backlog = self.queued_tokens + self._new_tokens
+            loads = self.tiers.find_loads(request, blocks, full, backlog)
+        arrives = bool(request.source or loads)
+        if not arrives and self._budget <= 0:
             return False
         if matched:
             request.held = cache.take(matched)
             request.held_units = sum([units for _, units in matched])
             request.run_blocks, request.own_blocks = cached, blocks - cached
         request.computed = blocks * size
-        if not request.admitted:
-            request.admitted = True
+        is_first, request.admitted = not request.admitted, True
+        if is_first:
             request.cached_tokens = request.computed
-        if request.source:
-            cache.allocate(need)
-            request.own_blocks += need
-            shares = cache.enabled and request.output_tokens > 1
-            self.arriving[request] = request.prompt_key if shares else None
-            self._listener.on_arrival(request, blocks)
+        if arrives:
+            self._await_blocks(request, need, loads, is_first=is_first)
             return True
+        if self.tiers is not None:
+            self.tiers.on_hits(request, blocks)
         self.running[request] = None
         self.prefilling.append(request)
         return True
+
+    def _await_blocks(
+        self, request: FastRequest, need: int, loads: Sequence[UnitLoad], *, is_first: bool
+    ) -> None:
+        """Let a request hold `need` blocks more, which others fill."""
+        self.cache.allocate(need)
+        request.own_blocks += need
+        shares = self.cache.enabled and request.output_tokens > 1
+        self.arriving[request] = request.prompt_key if shares else None
+        if loads and self.tiers is not None:
+            self.tiers.load(request, loads, counts=is_first)
+        else:
+            self._listener.on_arrival(request, request.computed // self._block_tokens)
 
     def _allocate(self, request: FastRequest, end: int) -> bool:
         """Allocate the blocks of a request up to the position `end`."""
