@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,20 +16,28 @@ from dynamo.cli.benchmark.replay_flags import set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, format_table
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import LoadedSettings
+from dynamo.core.settings import LoadedSettings, Settings
 from dynamo.core.settings.reload import replace_setting
 
 if TYPE_CHECKING:
     from dynamo.operations.replay.replay import ReplayPlan
     from dynamo.operations.tuner.search import Recommendation, SettingSearch
+    from dynamo.operations.tuner.verdict import TrialVerdict
+    from dynamo.runtime.deployment import Deployment
 
 EXAMPLES = """\
   dynamo tune                                          the record that was written last
   dynamo tune http-8000 --timing timing.json --planner.ttft 1s --planner.itl 40ms
+  dynamo tune http-8000 --apply --workers 4 --timing timing.json
   dynamo tune --trace trace.jsonl --max-num-seqs 16 --max-num-batched-tokens 512"""
 FLAGS: Mapping[str, Sequence[Flag]] = {
     "tune": (
         Flag("--trace", "replay this trace instead of a record", metavar="FILE"),
+        Flag(
+            "--apply",
+            "try the best on one process of the deployment, and let all have it, or none",
+            False,
+        ),
         Flag("--json", "print JSON", False),
         Flag("--rows", "at most so many requests (0: all)", 0, "N"),
         Flag("--speed", "divide the times between requests", 1.0, "X"),
@@ -36,6 +45,7 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
 }
 SHARED_FLAGS = ("prompts computed by other workers",)
 MOST_SHOWN = 3
+CHOOSE_HINT = "name one of: {}"
 
 
 def parser() -> Parser:
@@ -44,7 +54,9 @@ def parser() -> Parser:
         "dynamo tune",
         "Find better settings by at most 32 replays of a record, and say what they gain and how "
         "safe they are. The flags are the settings of the deployment and its timing. Requests "
-        "take as little time as possible, and break as few promises (planner.ttft and .itl).",
+        "take as little time as possible, and break as few promises (planner.ttft and .itl).\n"
+        "With --apply, one process has the best of them for tuner.tuning_observation_period. Then "
+        "all of its kind get them, if it gained enough beside its siblings.",
         EXAMPLES,
         usage="[DEPLOYMENT] [FLAGS]",
     )
@@ -53,7 +65,8 @@ def parser() -> Parser:
         nargs="?",
         default="",
         metavar="DEPLOYMENT",
-        help="whose record is replayed (default: the record that was written last)",
+        help="whose record is replayed, and which gets better settings (default: the record that "
+        "was written last, and the only deployment that runs)",
     )
     parser.add_flags({**FLAGS, **{title: REPLAY_FLAGS[title] for title in SHARED_FLAGS}})
     set_replay_defaults(parser, fast=True)
@@ -65,23 +78,71 @@ def run(arguments: Sequence[str]) -> int:
     """Search, and print what was found."""
     args = parser().parse(arguments)
     loaded = load_settings(args)
-    if args.trace and args.deployment:
+    if args.trace and args.deployment and not args.apply:
         raise ConfigError("two sources of requests", hint="name a deployment or --trace FILE")
+    deployment = _live_deployment(args) if args.apply else None
     search = make_search(args, loaded)
+    from dynamo.operations.tuner.tuner import AutoTuner
+
     interrupted = False
     try:
         search.run()
     except KeyboardInterrupt:
         interrupted = True
         print(f"interrupted after {search.replays} replays", file=sys.stderr)
-    tuner = loaded.settings.tuner
-    better = search.recommendations(tuner.min_improvement_threshold)
-    safe = [each for each in better if each.safety_score > tuner.min_safety_score]
+    settings = loaded.settings
+    safe = AutoTuner(settings.tuner).select(search)
+    better = search.recommendations(settings.tuner.min_improvement_threshold)
     if args.json:
         print(msgspec.json.encode({"replays": search.replays, "recommendations": safe}).decode())
     else:
         _print(safe, better, search.replays)
-    return 130 if interrupted else 0
+    if interrupted or deployment is None or not safe:
+        return 130 if interrupted else 0
+    return _apply(safe[0], deployment, settings)
+
+
+def _live_deployment(args: argparse.Namespace) -> Deployment:
+    """Return the deployment to tune. Raises `ConfigError` and `NotFound`."""
+    from dynamo.cli.stop import select_deployments
+    from dynamo.runtime.deployment import live_deployments
+
+    (deployment,) = select_deployments(live_deployments(), args.deployment or None, CHOOSE_HINT)
+    args.deployment = deployment.id
+    return deployment
+
+
+def _apply(best: Recommendation, deployment: Deployment, settings: Settings) -> int:
+    """Try a recommendation on a deployment. Returns 0 if everything was kept."""
+    from dynamo.core.clock import SystemClock
+    from dynamo.operations.planner.options import promise_of
+    from dynamo.operations.tuner.rounds import run_round
+    from dynamo.operations.tuner.verdict import TrialRules
+    from dynamo.services.planning.record import RECORD_FOLDER
+
+    tuner = settings.tuner
+    trial = TrialRules(
+        promise_of(settings), tuner.tuning_observation_period, tuner.min_improvement_threshold
+    )
+
+    async def try_values(kind: str, values: Mapping[str, Any]) -> TrialVerdict:
+        print(f"a {kind} has them for {trial.period_s:g} s", flush=True)
+        record = deployment.folder / RECORD_FOLDER
+        return await run_round(deployment.folder, record, kind, values, trial, SystemClock())
+
+    from dynamo.operations.tuner.tuner import AutoTuner
+
+    try:
+        verdicts = asyncio.run(AutoTuner(tuner, run_round=try_values).apply(best))
+    except KeyboardInterrupt:
+        print("interrupted: the settings are taken back", file=sys.stderr)
+        return 130
+    for verdict in verdicts:
+        print(f"{'kept' if verdict.keep else 'taken back'}: {verdict.why}")
+    if all(verdict.keep for verdict in verdicts):
+        lines = [f"{key}: {value}" for key, value in best.after.items()]
+        print(f"write them into the settings file for later starts: {', '.join(lines)}")
+    return 0
 
 
 def make_search(args: argparse.Namespace, loaded: LoadedSettings) -> SettingSearch:

@@ -26,7 +26,7 @@ Array = Any
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Figures of a set of requests. `cost` is the mean time of a request, more with broken promises.
+    """Figures of a set of requests. `cost` is the mean time of a request, more if promises broke.
     `broken` is a share."""
 
     cost: float

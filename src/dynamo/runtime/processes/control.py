@@ -73,6 +73,10 @@ class ControlProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _encode = msgspec.json.Encoder().encode
+GONE = _encode(
+    ControlProgress(error=ErrorRecord(NotFound.code, "the deployment ended during the trial"))
+)
+"""The answer that a trial gets from a deployment that is gone."""
 _decode_request = msgspec.json.Decoder(ControlRequest).decode
 _decode_progress = msgspec.json.Decoder(ControlProgress).decode
 
@@ -222,7 +226,7 @@ async def trying(
         raise _no_listener_error(folder, error) from None
     with contextlib.closing(writer):
         writer.write(_encode(request) + b"\n")
-        instance, _ = _read_progress(await reader.readline())
+        instance, _ = _read_progress(await reader.readline() or GONE)
         yield RunningTrial(instance, reader, writer)
 
 
@@ -232,6 +236,12 @@ class RunningTrial(msgspec.Struct, frozen=True):
     instance: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+    async def wait(self, seconds: float) -> None:
+        """Return after `seconds`. Raises the error of a trial that ends before."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                _read_progress(await self.reader.readline() or GONE)
 
     async def keep(self) -> str:
         """Let all processes of the kind have the settings. Returns when they do, or raises."""
@@ -244,13 +254,11 @@ class RunningTrial(msgspec.Struct, frozen=True):
 
     async def _end(self, verdict: str) -> str:
         self.writer.write(f"{verdict}\n".encode())
-        message = ""
-        while line := await self.reader.readline():
-            text, done = _read_progress(line)
+        message, done = "", False
+        while not done:
+            text, done = _read_progress(await self.reader.readline() or GONE)
             message = text or message
-            if done:
-                return message
-        raise NotFound("the deployment ended during the trial")
+        return message
 
 
 def _read_progress(line: bytes) -> tuple[str, bool]:
