@@ -84,7 +84,19 @@ def test_the_end_of_requests_counts_as_a_broken_promise() -> None:
         else each
         for number, each in enumerate(requests(better(0.3)))
     ]
-    assert "more promises were broken" in verdict(rows).why
+    assert "more requests wait or broke a promise" in verdict(rows).why
+
+
+def test_requests_that_wait_end_a_trial_early() -> None:
+    rows = [each for each in requests(better(0.0)) if not each.tried or each.arrived_s < 10]
+    ended_s = next(second for second in range(300) if judge(TRIAL, rows[: 6 * second], second))
+    assert 10 < ended_s < 60
+
+
+def test_a_process_that_alone_keeps_up_is_kept() -> None:
+    """Most requests of its siblings wait until the end of the period."""
+    rows = [each for each in requests(better(0.0)) if each.tried or each.arrived_s < 90]
+    assert verdict(rows).keep
 
 
 def test_a_process_that_takes_more_of_a_common_queue_gains() -> None:

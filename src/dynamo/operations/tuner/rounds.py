@@ -79,6 +79,7 @@ async def run_round(
 
 def live_requests(rows: Sequence[tuple[str, RequestRecord]], instance: str) -> list[LiveRequest]:
     """Return the requests that a worker has got. `instance` is a worker or a frontend."""
+    frontends = {name for name, _ in rows}
     return [
         LiveRequest(
             row.timestamp / 1e3,
@@ -86,9 +87,9 @@ def live_requests(rows: Sequence[tuple[str, RequestRecord]], instance: str) -> l
             row.output_length,
             None if row.end or row.ttft_ms is None else row.ttft_ms / 1e3,
             None if row.end else row.e2e_ms / 1e3,
-            name if instance == name else row.worker,
+            "" if instance in frontends else row.worker,
             instance in {name, row.worker},
-            0.0 if instance == name else (row.queue_ms or 0.0) / 1e3,
+            0.0 if instance in frontends else (row.queue_ms or 0.0) / 1e3,
         )
         for name, row in rows
         if row.end != CANCELLED and row.worker

@@ -25,15 +25,15 @@ SAME_LOAD, CLEAR_PERCENT = 0.95, 70.0
 """A common queue has become shorter if there are about as many requests as before, and most windows
 before have a longer one than most windows now."""
 MORE_BROKEN = 0.01
-HARM, MIN_HARM = 0.005, 3.0
-"""A trial ends early when the process has broken so many more promises than its siblings would:
-a share of all requests of a period, and a number."""
+HARM, MIN_HARM = 0.002, 3.0
+"""A trial ends early when so many more requests wait, or have broken a promise, than at others: a
+share of all requests of a period, and a number."""
 
 
 class LiveRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that has ended, the process that served it, and whether that has other settings.
     The times are None if it was not answered. `queue_s` is the part of them in a queue for all
-    processes."""
+    processes. `process` is "" where clients choose the process."""
 
     arrived_s: float
     prompt_tokens: int
@@ -69,9 +69,11 @@ def judge(trial: TrialRules, requests: Sequence[LiveRequest], now_s: float) -> T
     before = [each for each in requests if -trial.period_s <= each.arrived_s - trial.begin_s < 0]
     requests = [each for each in requests if each.arrived_s >= trial.begin_s]
     table = _Table(trial.promise, requests)
-    excess = table.excess_broken()
+    excess = max(0.0, table.excess_broken()) + max(0.0, table.missing())
     if excess > max(MIN_HARM, HARM * len(requests) * trial.period_s / max(elapsed_s, 1e-9)):
-        return TrialVerdict(False, f"{excess:.0f} more promises were broken than by its siblings")
+        return TrialVerdict(
+            False, f"{excess:.0f} more requests wait or broke a promise than at others"
+        )
     if elapsed_s < trial.period_s:
         return None
     settling_s = SETTLING * trial.period_s
@@ -80,7 +82,7 @@ def judge(trial: TrialRules, requests: Sequence[LiveRequest], now_s: float) -> T
     table = _Table(trial.promise, _with_own_queues(before, inside))
     if min(table.tried.sum(), (~table.tried).sum()) < MIN_REQUESTS:
         return TrialVerdict(False, f"fewer than {MIN_REQUESTS} requests can be compared")
-    gain, error = table.gain(begin_s, end_s)
+    gain, error = table.gain(begin_s, end_s) or table.more_ended()
     if table.excess_broken() > MORE_BROKEN * table.tried.sum():
         return TrialVerdict(False, "more promises were broken than by its siblings", gain)
     if gain < trial.min_gain:
@@ -95,6 +97,7 @@ class _Table:
 
     def __init__(self, promise: Promise, requests: Sequence[LiveRequest]) -> None:
         self.arrived_s = np.array([each.arrived_s for each in requests], float)
+        self.processes = {each.process for each in requests}
         self.tried = np.array([each.tried for each in requests], bool)
         self.broken = np.array([_is_broken(each, promise) for each in requests], bool)
         self.kinds = np.array(
@@ -116,9 +119,27 @@ class _Table:
         excess = self.broken[self.tried].sum() - tried * share
         return float(excess - 2 * math.sqrt(tried * share * (1 - share)))
 
-    def gain(self, begin_s: float, end_s: float) -> tuple[float, float]:
+    def missing(self) -> float:
+        """Return how many requests fewer than its siblings the process has ended, beyond two
+        standard deviations: they wait there."""
+        siblings = len(self.processes - {""}) - 1
+        if siblings < 1:
+            return 0.0
+        others = float((~self.tried).sum()) / siblings
+        return others - float(self.tried.sum()) - 2 * math.sqrt(2 * others)
+
+    def more_ended(self) -> tuple[float, float]:
+        """Return the gain by the number of requests that have ended, and the standard error of its
+        logarithm: where most requests of the siblings wait, their times are not known."""
+        tried, others = float(self.tried.sum()), float((~self.tried).sum())
+        siblings = len(self.processes - {""}) - 1
+        if siblings < 1:
+            return 0.0, math.inf
+        return 1 - others / siblings / tried, math.sqrt(1 / tried + 1 / others)
+
+    def gain(self, begin_s: float, end_s: float) -> tuple[float, float] | None:
         """Return how much less a request costs than one of its kind at the siblings, and the
-        standard error of the logarithm."""
+        standard error of the logarithm. None: too few windows have requests of both."""
         relative = np.full(len(self.cost), math.nan)
         for kind in np.unique(self.kinds):
             members = self.kinds == kind
@@ -135,7 +156,7 @@ class _Table:
             and (theirs := answered & (window == number) & ~self.tried).any()
         ]
         if len(differences) < MIN_WINDOWS:
-            return 0.0, math.inf
+            return None
         error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
         return 1 - math.exp(float(np.mean(differences))), error
 
@@ -149,7 +170,7 @@ def _with_own_queues(
     served = Counter(each.process for each in requests)
     tried = {each.process for each in requests if each.tried}
     others = [count for process, count in served.items() if process not in tried]
-    if not others or not tried:
+    if not others or not tried or "" in served:
         return requests
     share = sum(served[process] for process in tried) / (sum(others) / len(others))
     longer_s = _shorter_queue_s(before, requests)
