@@ -179,8 +179,8 @@ class WorkerState:
         self.engine_info = info = engine_info(instance, self.rank)
         roles = info.roles if info else BOTH_ROLES
         self.prefills, self.decodes = "prefill" in roles, "decode" in roles
+        self.max_sequences = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
         self.kv_capacity_tokens = info.num_blocks * info.block_tokens if info else inf
-        self.max_sequences = info.max_num_seqs if info else inf
         self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
         self.update_transfer_rate(self.load.transfer_bytes_per_s if self.load else 0.0)
         self._changed.add(self)
@@ -250,15 +250,14 @@ class WorkerState:
         self._changed.add(self)
 
     @property
-    def waits_for(self) -> float:
+    def waits_for(self) -> int:
         """The sequences that have to end before a further answer gets a place in the batch."""
         return max(0, len(self.active) + len(self.arriving) + 1 - self.max_sequences)
 
     def load_factor(self) -> float:
         """Return the load, 0 to 1: the larger share of a step's tokens or of sequence slots."""
-        slots = self.engine_info.max_num_seqs if self.engine_info else DEFAULT_MAX_SEQUENCES
-        load = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / slots)
-        return min(load, 1.0)
+        share = len(self.active) / self.max_sequences
+        return min(1.0, max(self.pending_prefill_tokens / self.token_budget, share))
 
     def place(self, placed: RequestAtWorker, now: float) -> None:
         """Add a request that is sent to the worker now, or of another router and decodes already.
