@@ -16,6 +16,7 @@ from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, NotFo
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes import served_models
 from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.served_models import ModelSources
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord, removals_prefix
@@ -105,6 +106,24 @@ async def test_models_are_listed_added_renamed_and_removed(
         assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
         with pytest.raises(ConfigError, match="only model"):
             await control(deployment, "remove_model", "b")
+
+
+async def test_a_reload_compares_workers_with_the_settings_of_their_own_model(
+    spec: Spec, supervise: Supervise, deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    specs = [model(spec, "a"), model(spec, "b"), spec(SERVE, "frontend", role="frontend")]
+    reload = SettingsReloader(lambda: specs)
+    async with serving(supervise(*specs, reload=reload)):
+        reload.request_reload()
+        await control(deployment, "restart", "frontend")
+        assert not caplog.records
+
+        several = replace(specs[2].settings.engine, workers=3)
+        more = replace(specs[2].settings, engine=several)
+        specs[2:] = [replace(specs[2], settings=more), model(spec, "c")]
+        reload.request_reload()
+        await control(deployment, "restart", "frontend")
+    assert [record.message for record in caplog.records] == ["a model of the file is not served"]
 
 
 async def test_a_model_that_cannot_start_is_not_added(

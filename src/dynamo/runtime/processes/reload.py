@@ -15,6 +15,7 @@ from dynamo.core.settings.reload import SettingChange, apply_reload
 from dynamo.core.tasks import wait_at_most
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.process_group import ProcessGroup
+from dynamo.runtime.processes.process_names import kind_of_process
 from dynamo.telemetry.logs import set_levels
 
 log = logging.getLogger(__name__)
@@ -71,12 +72,21 @@ class SettingsReloader:
         specs = group.tuned.apply(specs)
         group.update_specs(specs)
         by_role = {(spec.role, spec.stop_order): spec for spec in specs}
+        by_kind = {kind_of_process(spec.name): spec for spec in specs}
         changes: dict[str, SettingChange] = {}
         for child in group.children:
             spec = by_role.get((child.spec.role, child.spec.stop_order))
-            if spec is not None:
-                changes |= {change.key: change for change in _apply(child, spec)}
+            own = by_kind.get(kind_of_process(child.spec.name))
+            if found := own or spec:
+                made = _apply(child, found)
+                changes |= {each.key: each for each in made if each.applied or own is not None}
         _log_changes(list(changes.values()))
+        served = {child.spec.model for child in group.children}
+        models = dict.fromkeys(spec.model for spec in specs if spec.model)
+        for model in models if len(models) > 1 else ():
+            if model not in served:
+                fields = {"model": model, "hint": "`dynamo add` starts it, or a restart"}
+                log.warning("a model of the file is not served", extra={"fields": fields})
 
 
 def file_stamps(files: Sequence[str]) -> Mapping[str, FileStamp]:
@@ -103,6 +113,8 @@ def _apply(child: ChildProcess, spec: ChildSpec) -> Sequence[SettingChange]:
     if settings != child.spec.settings:
         child.reload_settings(settings)
         set_levels(settings.logging.level)
+    if child.spec.role != "worker":  # a sum over all models
+        changes = tuple(change for change in changes if change.key != "engine.workers")
     if spec.task != child.spec.task:
         return [
             *changes,
