@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from dynamo.cli.models.served import ADD, MODELS, model_entry_of
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings, SourcedValue
-from dynamo.services.deployment.added_models import added_model_specs
+from dynamo.services.deployment.added_models import added_model_specs, save_model
 
 
 def entry_of(*arguments: str) -> dict[str, Any]:
@@ -71,3 +73,30 @@ def test_an_alias_without_a_model_is_refused() -> None:
     for word in ("chat", "chat=", "=qwen"):
         with pytest.raises(ConfigError, match="is not ALIAS=MODEL"):
             MODELS.run(["--alias", word])
+
+
+def test_a_saved_model_leaves_the_file_as_private_as_it_was(tmp_path: Path) -> None:
+    file, link = tmp_path / "models.yaml", tmp_path / "link.yaml"
+    file.write_text("models:\n- path: /a\n")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    save_model(str(link), {"path": "/b"}, "")
+    assert "/b" in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+
+
+def test_a_file_that_cannot_be_written_stays_and_nothing_is_left_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models:\n- path: /a\n")
+
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(ConfigError, match="is not changed: No space left on device"):
+        save_model(str(file), {"path": "/b"}, "")
+    assert [each.name for each in tmp_path.iterdir()] == ["models.yaml"]
+    assert "/b" not in file.read_text()

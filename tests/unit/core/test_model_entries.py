@@ -49,7 +49,13 @@ def test_only_the_lines_of_an_entry_are_deleted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("", "no block list"), ("models: [{path: /a}]", "no block list")]
+    ("text", "reason"),
+    [
+        ("", "no block list"),
+        ("models: [{path: /a}]", "no block list"),
+        ("- models", "no block list"),
+        ("models:\n- {path: /a", "not YAML now: .*line 2"),
+    ],
 )
 def test_a_file_without_a_block_list_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

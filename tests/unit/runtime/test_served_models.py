@@ -35,12 +35,15 @@ class Sources:
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self.saved: list[object] = []
+        self.fault: ConfigError | None = None
 
     async def make_specs(self, entry: Mapping[str, Any], workers: int) -> Sequence[ChildSpec]:
         assert workers == 2
         return [model(self._spec, entry["name"], entry["script"])]
 
     async def save(self, entry: Mapping[str, Any] | None, name: str) -> str:
+        if self.fault is not None:
+            raise self.fault
         self.saved.append(entry or name)
         return "models.yaml"
 
@@ -88,8 +91,8 @@ async def test_models_are_listed_added_renamed_and_removed(
         entry = {"name": "c", "script": SERVE}
         assert await control(deployment, "add_model", entry=entry, save=True) == [
             "c-worker serves",
-            "models.yaml has the model",
             "c is served",
+            "models.yaml has the model",
         ]
         assert await control(deployment, "alias", "chat", model="c") == ["chat means c now"]
         await until_listed(deployment, {"a": [], "b": [], "c": ["chat"]})
@@ -98,14 +101,29 @@ async def test_models_are_listed_added_renamed_and_removed(
         ]
         assert await control(deployment, "remove_model", "c", save=True) == [
             "c-worker has left",
-            "models.yaml lacks the model",
             "c is removed",
+            "models.yaml lacks the model",
         ]
         assert sources.saved == [entry, "c"]
         await until_listed(deployment, {"a": [], "b": []})
         assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
         with pytest.raises(ConfigError, match="only model"):
             await control(deployment, "remove_model", "b")
+
+
+async def test_a_change_that_is_not_saved_says_how_long_it_holds(
+    supervisor: Supervisor, deployment: Deployment, sources: Sources
+) -> None:
+    sources.fault = ConfigError("models.yaml is not changed: No space left on device")
+    async with serving(supervisor):
+        entry = {"name": "c", "script": SERVE}
+        with pytest.raises(ConfigError, match="No space left") as added:
+            await control(deployment, "add_model", entry=entry, save=True)
+        assert added.value.hint == "c is served until the deployment ends"
+        with pytest.raises(ConfigError, match="No space left") as removed:
+            await control(deployment, "remove_model", "c", save=True)
+        assert removed.value.hint == "c is removed until the deployment starts again"
+        await until_listed(deployment, {"a": ["chat"], "b": []})
 
 
 async def test_a_reload_compares_workers_with_the_settings_of_their_own_model(

@@ -160,9 +160,12 @@ def edit_models(text: str, entry: Mapping[str, Any] | None, name: str) -> str:
     `ValueError`."""
     import yaml
 
-    root = yaml.compose(text, yaml.SafeLoader)
-    nodes = {key.value: value for key, value in root.value} if root is not None else {}
-    models = nodes.get("models")
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not YAML now: {' '.join(str(error).split())}") from None
+    pairs = root.value if root is not None and root.id == "mapping" else ()
+    models = {key.value: value for key, value in pairs}.get("models")
     if models is None or models.id != "sequence" or models.flow_style:
         raise ValueError("it has no block list `models:` with lines that begin with `- `")
     lines = text.splitlines(keepends=True)

@@ -72,6 +72,7 @@ class ServedModels:
         self._clock = clock
         self._on_change = on_change
         self._list_keys = list_keys
+        self._saving = asyncio.Lock()
         self.aliases: dict[str, tuple[str, ...]] = {}
         for child in group.children:
             self._list(child.spec)
@@ -102,9 +103,10 @@ class ServedModels:
             raise
         if spec.model not in self.aliases:
             raise NotFound(f"{spec.model} was removed while it was added")
-        if save:
-            progress(f"{await sources.save(entry, '')} has the model")
         progress(f"{spec.model} is served")
+        if save:
+            until = f"{spec.model} is served until the deployment ends"
+            progress(f"{await self._save(entry, '', until)} has the model")
 
     async def remove(self, name: str, progress: ControlProgressCallback, *, save: bool) -> None:
         """Stop serving a model, or delete an alias. Requests in flight end before the workers stop.
@@ -125,11 +127,21 @@ class ServedModels:
         self._on_change()
         await self._wait_until_unused(name)
         await self._forget(name, progress)
-        if save:
-            progress(f"{await self._require_sources().save(None, name)} lacks the model")
         progress(f"{name} is removed" + "".join(f", and its alias {alias}" for alias in aliases))
         if was_default:
             progress(f"the default model is {next(iter(self.aliases))} now")
+        if save:
+            until = f"{name} is removed until the deployment starts again"
+            progress(f"{await self._save(None, name, until)} lacks the model")
+
+    async def _save(self, entry: Mapping[str, Any] | None, name: str, until: str) -> str:
+        """Change the settings file, one change at a time. An error tells `until` when it holds."""
+        try:
+            async with self._saving:
+                return await self._require_sources().save(entry, name)
+        except ConfigError as error:
+            hint = f"{until}; {error.hint}" if error.hint else until
+            raise ConfigError(error.message, hint=hint) from None
 
     async def _forget(self, model: str, progress: ControlProgressCallback) -> None:
         self.aliases.pop(model, None)

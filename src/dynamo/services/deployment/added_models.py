@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings import Settings, SourcedValue
 from dynamo.core.settings.document import edit_models
 from dynamo.core.settings.load import with_model_entry
 from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference.engines.choice import with_engine
+from dynamo.models.file_cache import atomic_replacement
 from dynamo.models.location import locate_model
 from dynamo.runtime.processes.child import ChildSpec
 from dynamo.services.deployment.accelerators import assign_cards
@@ -90,21 +91,22 @@ def _defaults(settings: Settings) -> Settings:
 
 def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
     """Write an entry into the list `models` of a settings file, or delete that of a name, and
-    return the file. Other lines stay as they are. Blocks. Raises `ConfigError`."""
+    return the file. Other lines and its mode stay as they are. Blocks. Raises `ConfigError`."""
     if not path:
         raise ConfigError(
             "the deployment was started without a settings file, so nothing is saved",
             hint="start it with -f FILE, whose list `models` names its models",
         )
-    file = Path(path).expanduser()
+    file = Path(path).expanduser().resolve()
     try:
-        text = file.read_text(encoding="utf-8")
-        changed = edit_models(text, entry, name)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(changed, encoding="utf-8")
-        temporary.replace(file)
+        changed = edit_models(file.read_text(encoding="utf-8"), entry, name)
+        with atomic_replacement(file) as part:
+            part.write_text(changed, encoding="utf-8")
+            shutil.copymode(file, part)
     except OSError as error:
         raise ConfigError(f"{path} is not changed: {error.strerror}") from None
+    except ModelUnavailable as error:
+        raise ConfigError(f"{path} is not changed: {error.message}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not changed: {error}") from None
     return path
