@@ -104,6 +104,7 @@ def test_a_request_waits_while_the_only_worker_starts(tmp_path, capsys):
     ("line", "message"),
     [
         ('{"time": 1, "action": "start", "kind": "wroker"}', "no kind of workers 'wroker'"),
+        ('{"time": 1, "action": "start", "count": 1000000}', "1,000,00. workers are too many"),
         ('{"time": -1, "action": "start"}', "not negative"),
         ('{"time": NaN, "action": "start"}', "line 1"),
         ('{"time": "soon", "action": "start"}', "duration"),

@@ -13,7 +13,7 @@ import msgspec
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.units import parse_seconds
 from dynamo.operations.replay.fleet import FleetWorker, ReplayFleet
-from dynamo.operations.replay.workers import ReplayWorkers
+from dynamo.operations.replay.workers import ReplayWorkers, check_count
 
 EXAMPLE = '{"time": 60, "action": "start", "kind": "worker", "count": 2}'
 
@@ -84,8 +84,10 @@ def read_events(path: str) -> list[FleetEvent]:
 
 
 def check_events(events: Sequence[FleetEvent], workers: ReplayWorkers) -> None:
-    """Raise `ConfigError` for an event of a kind or a worker that there cannot be."""
+    """Raise `ConfigError` for an event of a kind or a worker that there cannot be, and for more
+    workers than a replay simulates."""
     kinds, most = [group.kind for group in workers.groups], workers.count
+    check_count(most)
     for event in sorted(events, key=lambda event: event.time):
         if event.worker is None and event.kind not in kinds:
             hint = nearest_name_hint(event.kind, kinds)
@@ -97,6 +99,7 @@ def check_events(events: Sequence[FleetEvent], workers: ReplayWorkers) -> None:
             )
         if event.action == "start" or (event.action == "die" and event.restart):
             most += event.count
+            check_count(most)
 
 
 def schedule_events(fleet: ReplayFleet, events: Sequence[FleetEvent]) -> None:

@@ -11,6 +11,7 @@ from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError
 from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import Engine
 from dynamo.core.timing.model import StepTiming
@@ -26,6 +27,8 @@ from dynamo.inference.tiers.copies import CopyLink, TimedCopies
 from dynamo.inference.tiers.kv_tiers import OpenedTiers
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.resident_blocks import ResidentBlocks
+
+MAX_WORKERS = 100_000
 
 
 class ReplayGroup(msgspec.Struct, frozen=True):
@@ -50,6 +53,13 @@ class SimulatedTier(msgspec.Struct, frozen=True):
     name: Tier
     blocks: int
     bytes_per_s: float
+
+
+def check_count(workers: int) -> None:
+    """Raise `ConfigError` for more workers than a replay simulates."""
+    if workers > MAX_WORKERS:
+        hint = f"a replay simulates {MAX_WORKERS:,} at most"
+        raise ConfigError(f"{workers:,} workers are too many", hint=hint)
 
 
 class ReplayWorkers(msgspec.Struct, frozen=True):
