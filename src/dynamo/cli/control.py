@@ -36,17 +36,13 @@ class ControlCommand(msgspec.Struct, frozen=True):
     def run(self, arguments: Sequence[str]) -> int:
         """Send the request and print the deployment's messages until it is done."""
         from dynamo.runtime.processes.control import ControlRequest
-        from dynamo.runtime.processes.process_names import DEFAULT_KIND
 
         args = self.parser().parse(arguments)
         name, _, count = args.target.partition("=") if self is SCALE else (args.target, "", "0")
         if self is SCALE and not (name and count.isdecimal()):
             hint = "e.g. dynamo scale worker=5"
             raise ConfigError(f"{args.target!r} is not KIND=COUNT", hint=hint)
-        unnamed = self is RESTART and not name
-        request = ControlRequest(
-            self.name, DEFAULT_KIND if unnamed else name, int(count), unnamed=unnamed
-        )
+        request = ControlRequest(self.name, name, int(count))
         return print_progress(request, args.deployment, args.timeout)
 
 

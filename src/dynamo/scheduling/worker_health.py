@@ -20,7 +20,6 @@ from dynamo.core.errors import (
     InstanceGone,
     InternalError,
     MalformedAnswer,
-    ProtocolError,
     WorkerDraining,
     WorkerFailed,
 )
@@ -205,8 +204,6 @@ class WorkerHealth:
             async with asyncio.timeout(self._interval_s):
                 payloads = await self._client.collect(instance, b"", context)
             return _decode_probe_reply(payloads[0]) if payloads else None
-        except ProtocolError:
-            return ProbeResult()  # an older worker, which knows no probes
         except (DynamoError, OSError, *DECODE_ERRORS) as error:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})

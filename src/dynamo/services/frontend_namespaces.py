@@ -42,7 +42,6 @@ class FrontendNamespaces:
         for value in (await self._runtime.discovery.get(_FRONTENDS_PREFIX)).values():
             with suppress(msgspec.DecodeError):
                 namespaces.add(_decode(value).namespace)
-        namespaces.discard("")  # of an earlier version
         before, self._text = self._text, ""
         if namespaces and self._namespace not in namespaces:
             self._text = (

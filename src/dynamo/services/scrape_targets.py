@@ -17,9 +17,6 @@ from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 
 log = logging.getLogger(__name__)
 
-WILDCARD_HOSTS = ("0.0.0.0", "::")
-"""Hosts in the records of earlier versions that listen on all addresses."""
-
 _decode = msgspec.json.Decoder(ProcessRecord).decode
 
 
@@ -58,8 +55,7 @@ class ScrapeTargets:
         return list(targets.values())
 
     def _decode_records(self, records: Mapping[str, bytes]) -> Iterator[ProcessRecord]:
-        """Yield the processes of this namespace. Versions without namespaces in their records
-        belong to any."""
+        """Yield the processes of this namespace."""
         namespace = self._runtime.settings.runtime.namespace
         for key, value in sorted(records.items()):
             try:
@@ -68,7 +64,7 @@ class ScrapeTargets:
                 fields = {"key": key, "error": str(error)}
                 log.warning("bad process record", extra={"fields": fields})
                 continue
-            if process.namespace in ("", namespace):
+            if process.namespace == namespace:
                 yield process
 
     def _report_unreachable(self, names: Sequence[str]) -> None:
@@ -83,10 +79,10 @@ class ScrapeTargets:
 
 
 def _parse_host(url: str) -> tuple[str, str]:
-    """Return the host of a URL, and `host:port`. Both are empty if nobody can reach the host."""
+    """Return the host of a URL, and `host:port`. Both are empty if the URL has no host."""
     try:
         parts = urlsplit(url)
     except ValueError:
         return "", ""
     host = parts.hostname
-    return ("", "") if host is None or host in WILDCARD_HOSTS else (host, parts.netloc)
+    return ("", "") if host is None else (host, parts.netloc)

@@ -18,8 +18,7 @@ from dynamo.runtime.processes.control import ControlRequest
 @pytest.mark.parametrize(
     ("command", "arguments", "request_sent"),
     [
-        # Supervisors of earlier versions do not read the last field and restart "worker".
-        (RESTART, [], ControlRequest("restart", "worker", unnamed=True)),
+        (RESTART, [], ControlRequest("restart", "")),
         (RESTART, ["frontend"], ControlRequest("restart", "frontend")),
         (DRAIN, ["worker-2"], ControlRequest("drain", "worker-2")),
         (SCALE, ["worker=5"], ControlRequest("scale", "worker", 5)),

@@ -1,8 +1,7 @@
-"""`GenerateRequest.prefill` on the wire, also with processes of the version before."""
+"""`GenerateRequest.prefill` on the wire."""
 
 from __future__ import annotations
 
-import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.codec import decode_request, decode_shared_request, encode_choice, encode_request
@@ -12,24 +11,9 @@ from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 REQUEST = GenerateRequest("r", "m", b"", SamplingParams(), StopConditions(), prefill="p1")
 
 
-class OldChoice(msgspec.Struct, frozen=True, array_like=True):
-    request_id: str
-    choice: int = 0
-    rank: int | None = None
-    priority: int = 0
-
-
 def test_choices_of_a_prompt_may_name_different_prefill_workers() -> None:
     shared = ReceivedPayload(encode_request(REQUEST))
     first = decode_shared_request(encode_choice(replace(REQUEST, prefill="p2")), shared)
     second = decode_shared_request(encode_choice(replace(REQUEST, prefill="")), shared)
     assert (first.prefill, second.prefill) == ("p2", "")
     assert decode_request(encode_request(REQUEST)).prefill == "p1"
-
-
-def test_the_version_before_reads_and_is_read() -> None:
-    payload = encode_choice(REQUEST)
-    assert msgspec.msgpack.decode(payload, type=OldChoice).request_id == "r"
-    shared = ReceivedPayload(encode_request(replace(REQUEST, prefill="")))
-    old = msgspec.msgpack.encode(OldChoice("r2", 1))
-    assert decode_shared_request(old, shared).prefill == ""

@@ -203,7 +203,7 @@ async def test_a_restart_without_a_name_replaces_workers_or_a_graph(
     replaced: list[str],
 ) -> None:
     async with serving(supervise(*(spec(SERVE, name) for name in processes))):
-        progress = await control(deployment, "restart", "worker", 0, True)
+        progress = await control(deployment, "restart", "")
         assert progress == [f"{name} was replaced" for name in replaced]
 
 

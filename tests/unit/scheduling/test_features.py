@@ -39,7 +39,7 @@ NEEDY = [
 async def serve(
     runtime: DistributedRuntime, features: Sequence[str] | None, kind: str = "native"
 ) -> str:
-    """Serve an endpoint whose engine announces `features`, or none at all as older versions do."""
+    """Serve an endpoint whose engine announces `features`, or those of the native engine, which are left out."""
 
     async def generate(payload: bytes, out: ResponseWriter) -> None:
         out.send(payload)
@@ -84,12 +84,12 @@ async def test_a_request_goes_to_the_worker_that_can_answer_it(
     assert await choose(open_runtime, 2, request_) == able
 
 
-async def test_workers_of_older_versions_have_the_features_of_the_native_engine(
+async def test_workers_that_announce_no_features_have_those_of_the_native_engine(
     open_runtime: Open,
 ) -> None:
     await serve(await open_runtime(), ())
-    older = await serve(await open_runtime(), None)
-    assert await choose(open_runtime, 2, replace(REQUEST, top_logprobs=3)) == older
+    able = await serve(await open_runtime(), None)
+    assert await choose(open_runtime, 2, replace(REQUEST, top_logprobs=3)) == able
 
 
 async def test_a_request_that_no_worker_can_answer_is_refused(open_runtime: Open) -> None:
@@ -114,8 +114,8 @@ async def test_a_form_goes_on_only_where_its_tokens_are_fed_again(open_runtime: 
     limited = replace(resumed, structured=StructuredOutput("text", reasoning_limit=9))
     with pytest.raises(NoWorkers):  # a worker that can may come back
         await choose(open_runtime, 1, limited, attempt=1)
-    await serve(await open_runtime(), ("structured", "calls"), "vllm")
-    able = await serve(await open_runtime(), ("structured", "calls"))
+    await serve(await open_runtime(), ("structured", "calls"))
+    able = await serve(await open_runtime(), ("structured", "resumed_form", "form_after_reasoning"))
     assert await choose(open_runtime, 3, resumed, attempt=1) == able
     behind = replace(STRUCTURED, structured=StructuredOutput("regex", "a", reasoning_end=b"0000"))
     assert await choose(open_runtime, 3, behind) == able

@@ -19,7 +19,6 @@ from dynamo.core.errors import (
     InvalidRequest,
     MalformedAnswer,
     NoWorkers,
-    ProtocolError,
     WorkerDraining,
     WorkerFailed,
 )
@@ -306,17 +305,6 @@ def test_an_unreadable_probe_counts_as_missed_until_a_good_one(answer: list[byte
         scene.answers = [answer] * 6
         await scene.clock.sleep(100.0)
         assert 'dynamo_workers_ejected_total{reason="probe"} 1\n' in scene.metrics.render()
-
-    run_scenario(play)
-
-
-def test_an_older_worker_without_probes_is_healthy() -> None:
-    async def play(scene: HealthScene) -> None:
-        client, _ = await scene.start(2)
-        scene.failing.add(next(iter(client.instances)))
-        scene.error = ProtocolError("no request")
-        await scene.clock.sleep(200.0)
-        assert len(client.instances) == 2
 
     run_scenario(play)
 

@@ -55,12 +55,11 @@ def test_a_removal_during_a_restart_of_the_watch_is_noticed() -> None:
     assert desired.removed == {"a"}
 
 
-def test_supervisors_of_other_namespaces_and_former_versions_remove_nothing() -> None:
+def test_supervisors_of_other_namespaces_remove_nothing() -> None:
     records = Records()
     desired = DesiredModels(records, "ns")
     records.set("one", "a")
     records.set("other", "x", namespace="other")
-    records.set("former", namespace="")
     records.set("other", namespace="other")
     assert (list(desired.aliases), desired.removed) == (["a"], set())
 

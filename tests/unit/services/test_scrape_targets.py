@@ -63,13 +63,11 @@ async def test_processes_of_all_hosts_are_listed() -> None:
 
 
 async def test_other_namespaces_and_unusable_records_are_left_out() -> None:
-    old = ProcessRecord(deployment="d", role="worker", name="worker-9", pid=1)
     targets = await list_targets(
         published("worker-1", "http://10.0.0.2:9102", namespace="other"),
         published("worker-2", ""),
         published("worker-3", "http://[10.0.0.2:1"),
-        msgspec.structs.replace(old, status_url="http://0.0.0.0:9102"),
-        msgspec.structs.replace(old, status_url="http://10.0.0.3:9102"),
+        published("worker-4", "http://10.0.0.3:9102"),
         b"{",
     )
     assert list(targets) == ["10.0.0.3:9102"]

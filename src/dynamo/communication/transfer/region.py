@@ -49,7 +49,7 @@ class RegionDescriptor(msgspec.Struct, frozen=True, omit_defaults=True):
     """The data by which a peer pulls from a region. The owner puts it into its instance record.
 
     `layout` names everything that both ends must agree on: model, type and shape of the blocks.
-    `kv` says it in parts, so that peers can convert blocks; former versions do not know it.
+    `kv` says it in parts, so that peers can convert blocks.
     `endpoints` are URLs by preference. `incarnation` identifies the process: another
     process that has its address later is another peer.
     """

@@ -23,13 +23,11 @@ TRANSFER_KEY = "transfer"
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt to compute on a data-parallel rank. The caller has the first `have_blocks`, and
-    knows the message "q" if it `wants_queue`."""
+    """A prompt to compute on a data-parallel rank. The caller has the first `have_blocks`."""
 
     request: GenerateRequest
     have_blocks: _Count = 0
     rank: _Count = 0
-    wants_queue: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,13 +42,11 @@ _decode_first_token = msgspec.msgpack.Decoder(FirstToken).decode
 class PrefillEncoder(PrefillSink):
     """Encodes each call and passes the payload to `send`, at the prefill worker's end."""
 
-    def __init__(self, send: Callable[[bytes], bool], *, sends_queue: bool) -> None:
+    def __init__(self, send: Callable[[bytes], bool]) -> None:
         self._send = send
-        self._sends_queue = sends_queue
 
     def on_queued(self, tokens: int) -> None:
-        if self._sends_queue:
-            self._send(b"q" + _encode(tokens))
+        self._send(b"q" + _encode(tokens))
 
     def on_blocks(self, first: int, block_ids: Sequence[int], generations: Sequence[int]) -> bool:
         return self._send(b"b" + _encode((first, block_ids, generations)))

@@ -84,7 +84,7 @@ class InstancePeer(PrefillPeer):
         have_blocks: int,
         sink: PrefillSink,
     ) -> None:
-        call = PrefillRequest(replace(request, group=None), have_blocks, rank, wants_queue=True)
+        call = PrefillRequest(replace(request, group=None), have_blocks, rank)
         payload = encode_prefill_request(call)
         await self._client.call(self.instance, payload, context, partial(receive_prefill, sink))
 

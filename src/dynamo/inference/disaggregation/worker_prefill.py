@@ -82,7 +82,7 @@ class WorkerPrefill(RemotePrefill):
     async def _compute(self, call: PrefillRequest, outgoing: ResponseWriter) -> None:
         if call.rank >= len(self._engines):
             raise InvalidRequest(f"rank {call.rank}: this worker has {len(self._engines)} ranks")
-        sink = PrefillEncoder(outgoing.send, sends_queue=call.wants_queue)
+        sink = PrefillEncoder(outgoing.send)
         engine, context = self._engines[call.rank], outgoing.context
         with self._handover.track_call(call.request):
             await compute_for_peer(engine, call.request, context, call.have_blocks, sink)

@@ -40,7 +40,6 @@ class ControlRequest(msgspec.Struct, frozen=True):
     For `try`, `entry` has settings by key: the least busy process of the kind `name` gets them. The
     first line of the answer is its instance id. A line `keep` within `count` seconds lets all
     others of its kind get them; any other line, and the end of the connection, take them back.
-    `unnamed`: the user named nothing, and `name` is what supervisors of earlier versions restart.
     """
 
     do: Literal[
@@ -57,7 +56,6 @@ class ControlRequest(msgspec.Struct, frozen=True):
     ]
     name: str
     count: int = 0
-    unnamed: bool = False
     model: str = ""
     kv_events: str = ""
     entry: dict[str, Any] = {}
@@ -172,7 +170,7 @@ class ControlServer:
         elif request.do == "models":
             progress(msgspec.json.encode(self._models.statuses()).decode())
         else:
-            await self._group.restart("" if request.unnamed else request.name, progress)
+            await self._group.restart(request.name, progress)
 
 
 def send_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> Iterator[str]:

@@ -157,9 +157,7 @@ def instance_features(instance: Instance) -> Sequence[str]:
     capability = instance.capabilities.get("engine")
     if not isinstance(capability, dict) or (features := capability.get("features")) is None:
         return OWN_FEATURES
-    own = "calls" in features and capability.get("engine") != "vllm"
-    implied = ["form_after_reasoning", "resumed_form"] if own else []  # older ones do not say so
-    return [*features, *implied, *instance_adapters(instance)]
+    return [*features, *instance_adapters(instance)]
 
 
 def instance_adapters(instance: Instance) -> Mapping[str, str]:
