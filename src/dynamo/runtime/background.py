@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -59,11 +59,17 @@ class ThreadBackground(Background):
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self.submit(work))
 
-    async def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._closing.set)
-        await asyncio.to_thread(self._thread.join)
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Run `call` in the thread, after everything that was started before. Does nothing after
+        `close`."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Cancel running work and end the loop. A thread that is blocked for longer than
+        `timeout_s` is left alone."""
+        self.call_soon(self._closing.set)
+        await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _run_loop(self) -> None:
         with self._runner:  # cancels the remaining tasks at its end

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from dynamo.runtime.background import ThreadBackground
+
 T = TypeVar("T")
-END_TIMEOUT_S = 5.0
-"""Time for the tasks of a thread to end after their cancellation."""
 JOIN_TIMEOUT_S = 7.0
 """Time for a thread to end, with the time for its tasks."""
 
@@ -21,8 +19,7 @@ class EngineThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._background: ThreadBackground | None = None
 
     async def run(self, call: Callable[[], T | Awaitable[T]]) -> T:
         """Run `call` in the thread, await its result there and return it."""
@@ -31,49 +28,31 @@ class EngineThread:
             result = call()
             return await result if isinstance(result, Awaitable) else result
 
-        return await asyncio.wrap_future(self._submit(run()))
+        return await self._open().run(run())
 
     def call_soon(self, call: Callable[[], object]) -> None:
         """Run `call` in the thread, after everything that was started before."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(call)
+        if self._background is not None:
+            self._background.call_soon(call)
 
     def stream(
         self, start: Callable[[], Awaitable[AsyncIterator[Any]]], abort: Callable[[], object]
     ) -> ThreadStream:
         """Iterate in the thread over what `start` returns. `abort` ends it early there."""
         stream = ThreadStream(self, abort)
-        self._submit(stream.pump(start))
+        self._open().submit(stream.pump(start))
         return stream
 
     async def close(self) -> None:
         """Cancel all streams and end the thread. A thread that the engine blocks is left alone."""
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
-        if loop is not None and thread is not None:
-            asyncio.run_coroutine_threadsafe(_end_tasks(loop), loop)
-            await asyncio.to_thread(thread.join, JOIN_TIMEOUT_S)
-            if not thread.is_alive():
-                loop.close()
+        background, self._background = self._background, None
+        if background is not None:
+            await background.close(JOIN_TIMEOUT_S)
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=self._loop.run_forever, name=self._name, daemon=True
-            )
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-
-async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel the tasks of a thread, also those that the engine has started, and stop its loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
-    loop.stop()
+    def _open(self) -> ThreadBackground:
+        if self._background is None:
+            self._background = ThreadBackground(self._name)
+        return self._background
 
 
 class ThreadStream:
