@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.communication.discovery import Discovery, RecordChange
+from dynamo.communication.directory import RecordChange, follow_records
+from dynamo.communication.discovery import Discovery
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
 
@@ -17,7 +18,6 @@ log = logging.getLogger(__name__)
 SUPERVISORS_PREFIX = "/_supervisors/"
 SUPERVISOR_KEY = "supervisor"
 """The capability of an instance that names its supervisor and its kind of process."""
-WATCH_RETRY_S = 0.5
 
 
 class KindRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,19 +81,9 @@ class SupervisorView:
 
     async def follow(self) -> None:
         """Follow the records until cancelled."""
-        while True:
-            try:
-                async with self._discovery.watch(SUPERVISORS_PREFIX) as changes:
-                    first = True
-                    async for batch in changes:
-                        self._apply(batch, replace=first)
-                        first = False
-            except Exception as error:  # noqa: BLE001 - the records stay until it works again
-                fields = {"error": str(error)}
-                log.warning("the watch of supervisors failed", extra={"fields": fields})
-            await self._clock.sleep(WATCH_RETRY_S)
+        await follow_records(self._discovery, SUPERVISORS_PREFIX, self._apply, self._clock)
 
-    def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
+    def _apply(self, batch: Sequence[RecordChange], replace: bool) -> None:
         if replace:
             self.records.clear()
         for change in batch:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from dynamo.communication.discovery import RecordChange
+from dynamo.communication.directory import RecordChange, follow_records
 from dynamo.core.clock import Backoff
 from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.models.card import BlockIdentity, ModelCard, block_identity
@@ -74,18 +74,15 @@ class ModelRecords(Generic[T]):
 
     async def follow(self, on_change: Callable[[str], Awaitable[None] | None]) -> None:
         """Call `on_change(model)` after changes until cancelled; restart a watch that fails."""
-        while True:
-            try:
-                async with self._runtime.discovery.watch(self._prefix) as changes:
-                    self.by_model.clear()
-                    async for batch in changes:
-                        for model in self._apply_changes(batch):
-                            if (change := on_change(model)) is not None:
-                                await change
-            except Exception as error:  # noqa: BLE001 - open models stay open
-                fields = {"prefix": self._prefix, "error": str(error)}
-                log.warning("the watch of models failed", extra={"fields": fields})
-            await self._runtime.clock.sleep(RETRY_S)
+
+        async def apply(batch: Sequence[RecordChange], replaces: bool) -> None:
+            if replaces:
+                self.by_model.clear()
+            for model in self._apply_changes(batch):
+                if (change := on_change(model)) is not None:
+                    await change
+
+        await follow_records(self._runtime.discovery, self._prefix, apply, self._runtime.clock)
 
     def _apply_changes(self, batch: Sequence[RecordChange]) -> set[str]:
         changed = set()

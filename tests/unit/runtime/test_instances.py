@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from tests.unit.processes import play_virtually
 
+from dynamo.communication.directory import WATCH_RETRY_S
 from dynamo.communication.discovery import RecordChange
 from dynamo.core.errors import InstanceGone, NotFound
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.runtime.calls.instances import (
     MAX_PROBE_INTERVAL_S,
     PROBE_INTERVAL_S,
-    WATCH_RETRY_S,
     Instance,
     InstanceView,
     decode_instance,

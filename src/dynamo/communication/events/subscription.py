@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from dynamo.communication.directory import Directory, RecordChange
+from dynamo.communication.directory import Directory, RecordChange, follow_records
 from dynamo.communication.events.plane import EventListener
 from dynamo.communication.events.records import KEY_ROOT, SourceKey, parse_key, parse_record
 from dynamo.communication.events.sequence_tracker import SequenceTracker
@@ -16,7 +17,7 @@ from dynamo.communication.events.subscriber_connection import (
     SubscriberConnection,
     SubscriptionContext,
 )
-from dynamo.core.clock import Backoff
+from dynamo.core.clock import Backoff, SystemClock
 from dynamo.core.errors import DECODE_ERRORS, InstanceGone, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 
@@ -72,7 +73,8 @@ class Subscription:
 
     async def start(self) -> None:
         """Start watching. Returns once the current sources are known."""
-        self._start_task(self._watch_forever())
+        prefix = KEY_ROOT + self._prefix
+        self._start_task(follow_records(self._directory, prefix, self._apply, SystemClock()))
         await self._sources_known.wait()
 
     def stop(self) -> None:
@@ -95,26 +97,15 @@ class Subscription:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _watch_forever(self) -> None:
-        while True:
-            try:
-                await self._watch()
-            except Exception:  # known sources stay connected without the directory
-                log.exception("watching the event sources failed, trying again")
-            await asyncio.sleep(_MAX_RETRY_S)
-
-    async def _watch(self) -> None:
-        async with self._directory.watch(KEY_ROOT + self._prefix) as changes:
-            present: set[str] | None = None
-            async for batch in changes:
-                for change in batch:
-                    self._apply_change(change)
-                if present is None:
-                    present = {change.key for change in batch}
-                    for source in list(self._sources.values()):
-                        if str(source.key) not in present:
-                            self._schedule_removal(source)
-                    self._sources_known.set()
+    def _apply(self, batch: Sequence[RecordChange], replaces: bool) -> None:
+        for change in batch:
+            self._apply_change(change)
+        if replaces:
+            present = {change.key for change in batch}
+            for source in list(self._sources.values()):
+                if str(source.key) not in present:
+                    self._schedule_removal(source)
+            self._sources_known.set()
 
     def _apply_change(self, change: RecordChange) -> None:
         try:

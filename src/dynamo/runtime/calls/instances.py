@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.communication.discovery import Discovery, RecordChange
+from dynamo.communication.directory import RecordChange, follow_records
+from dynamo.communication.discovery import Discovery
 from dynamo.communication.requests import Requests
 from dynamo.core.clock import Backoff, Clock
 from dynamo.core.context import Context
@@ -25,7 +26,6 @@ PING_ENDPOINT = "_ping"
 PROBE_INTERVAL_S = 0.02
 MAX_PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
-WATCH_RETRY_S = 0.5
 CONNECTION_BROKE = "not answering"
 NOT_CONNECTED = "not connected yet"
 CHANGED = "serving with another role or model"
@@ -158,7 +158,8 @@ class InstanceView:
     async def start(self) -> None:
         """Start the watch. Returns when the present instances are known."""
         self._remove_broken_listener = self._requests.on_connection_broken(self.mark_unreachable)
-        self._tasks.start(self._watch_forever(), f"watch {self._prefix}")
+        following = follow_records(self._discovery, self._prefix, self._apply, self._clock)
+        self._tasks.start(following, f"watch {self._prefix}")
         await self._synced.wait()
 
     async def close(self) -> None:
@@ -244,22 +245,7 @@ class InstanceView:
             return reason
         return "unhealthy" if name in self._ejected else "excluded for this call"
 
-    async def _watch_forever(self) -> None:
-        while True:
-            try:
-                await self._watch()
-            except Exception as error:  # noqa: BLE001 - the instances stay until it works again
-                log.warning("discovery watch failed", extra={"fields": {"error": str(error)}})
-            await self._clock.sleep(WATCH_RETRY_S)
-
-    async def _watch(self) -> None:
-        async with self._discovery.watch(self._prefix) as changes:
-            first = True
-            async for batch in changes:
-                self._apply(batch, replace=first)
-                first = False
-
-    def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
+    def _apply(self, batch: Sequence[RecordChange], replace: bool) -> None:
         before, followed = self._known, self._rejected | self._known
         # `replace`: the batch is the whole list, as after a new connection to discovery.
         known = {} if replace else dict(before)
