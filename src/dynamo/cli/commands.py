@@ -45,6 +45,10 @@ COMMANDS = {
     "roles": Command(
         "dynamo.cli.workers.roles", "change what a worker computes: prompts, answers or both"
     ),
+    "sleep": Command(
+        "dynamo.cli.workers.sleep:SLEEP", "let workers give their memory back until they are woken"
+    ),
+    "wake": Command("dynamo.cli.workers.sleep:WAKE", "let sleeping workers serve again"),
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),

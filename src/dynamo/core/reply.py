@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, ProtocolError
+from dynamo.core.errors import DynamoError, ProtocolError, Unsupported
 from dynamo.core.fast_path import SendToken, TokenLog
 from dynamo.core.text import TextPart
 from dynamo.core.timing.learner import TimingLearner
@@ -226,6 +226,21 @@ class Engine(EngineRank):
     def on_failure(self, listener: Callable[[], None]) -> None:
         """Call `listener` on the loop when the engine fails for good. Default: it never does."""
         del listener
+
+    def sleep_refusal(self, level: int) -> str:
+        """Say why the engine cannot sleep at this level; "" if it can."""
+        del level
+        return "it cannot give memory back while it runs"
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back: that of KV at level 1, that of weights as well at level 2. Weights stay
+        in host memory at level 1. Requests that are left fail. The caller has asked
+        `sleep_refusal`. After an error the engine must be stopped."""
+        raise Unsupported(f"this engine cannot sleep: {self.sleep_refusal(level)}")
+
+    async def wake_up(self) -> None:
+        """Take the memory again, and load weights that it lacks. Returns when the engine answers as
+        before. After an error the engine must be stopped."""
 
     async def clear_blocks(self) -> int:
         """Empty the prefix caches of all ranks and return how many blocks these held. Events say so

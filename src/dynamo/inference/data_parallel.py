@@ -54,6 +54,15 @@ class DataParallelEngine(Engine):
         for rank in self.ranks:
             rank.on_failure(listener)
 
+    def sleep_refusal(self, level: int) -> str:
+        return self.ranks[0].sleep_refusal(level)
+
+    async def sleep(self, level: int) -> None:
+        await run_all(*(rank.sleep(level) for rank in self.ranks))
+
+    async def wake_up(self) -> None:
+        await run_all(*(rank.wake_up() for rank in self.ranks))
+
     async def clear_blocks(self) -> int:
         return sum([await rank.clear_blocks() for rank in self.ranks])
 

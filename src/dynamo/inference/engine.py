@@ -66,6 +66,7 @@ class BatchedEngine(EngineCore):
         self._failure_listeners: list[Callable[[], None]] = []
         self.prefill_calls: dict[PrefillCall, None] = {}
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
+        self._sleeps = False
         self.arrivals = EngineArrivals(self)
         self.kv_source: KvSource | None = None
 
@@ -130,6 +131,8 @@ class BatchedEngine(EngineCore):
     def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
+        if self._sleeps:
+            raise WorkerFailed("the engine sleeps")
         return self._sequence_factory.make(request)
 
     async def _run_sequence(self, sequence: EngineSequence, context: Context, reply: Reply) -> None:
@@ -198,6 +201,26 @@ class BatchedEngine(EngineCore):
         await self._tasks.close()
         await self.tiers.close()
         await self.runner.stop()
+
+    def sleep_refusal(self, level: int) -> str:
+        return "" if self.runner.can_sleep else super().sleep_refusal(level)
+
+    async def sleep(self, level: int) -> None:
+        """As in the interface. Tiers below host memory keep their blocks."""
+        self._sleeps = True
+        self._end_all(WorkerFailed("the engine sleeps"))
+        self.scheduler.pool.clear()
+        if "host" in {tier.name for tier in self.tiers.tiers}:
+            self.tiers.clear("host")
+        self.publish_kv_events()
+        await self.runner.sleep(level)
+
+    async def wake_up(self) -> None:
+        await self.runner.wake_up()
+        self._sleeps = False
+        if events := self.tiers.snapshot_events():
+            for listener in self._kv_event_listeners:
+                listener(events)
 
     def snapshot_kv_events(self) -> Sequence[KvEvent]:
         return [*self.scheduler.pool.dump_events(), *self.tiers.snapshot_events()]
@@ -272,8 +295,11 @@ class BatchedEngine(EngineCore):
         started = self.failure is None
         self.failure = failure
         if started:
-            scheduler = self.scheduler
-            arriving = scheduler.arriving.sequences
-            held = [call.sequence for call in self.prefill_calls]
-            for sequence in [*scheduler.running, *scheduler.waiting, *arriving, *held]:
-                self.end_sequence(sequence, WorkerFailed(failure.message))
+            self._end_all(failure)
+
+    def _end_all(self, failure: WorkerFailed) -> None:
+        scheduler = self.scheduler
+        arriving = scheduler.arriving.sequences
+        held = [call.sequence for call in self.prefill_calls]
+        for sequence in [*scheduler.running, *scheduler.waiting, *arriving, *held]:
+            self.end_sequence(sequence, WorkerFailed(failure.message))

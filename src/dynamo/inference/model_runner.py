@@ -89,12 +89,14 @@ class ModelRunner(ABC):
     """Computes steps, one at a time. Constructors do no I/O. `region` is the memory of the blocks
     after `start`, if peers may read it; `layout` names all that peers must have in common.
     `block_shape`: the dimensions of a block, if it contains numbers. `runs_ahead`: the runner
-    computes the next step of decoding sequences before its plan comes, if they have the blocks."""
+    computes the next step of decoding sequences before its plan comes, if they have the blocks.
+    `can_sleep`: the runner has `sleep` and `wake_up`."""
 
     region: MemoryRegion | None = None
     layout: str = ""
     block_shape: BlockShape | None = None
     runs_ahead = False
+    can_sleep = False
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -109,6 +111,15 @@ class ModelRunner(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Release everything. A step in progress may be abandoned."""
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back as `Engine.sleep` says. No sequence has blocks or an area, but a step in
+        progress may use some of them until it ends."""
+        raise NotImplementedError
+
+    async def wake_up(self) -> None:
+        """Take the memory again. Raises `ModelUnavailable`, also if the weights are others now."""
+        raise NotImplementedError
 
     def export_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Blocks `first` to `end` of the sequence's prompt are about to be read by a peer. Called

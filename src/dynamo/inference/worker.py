@@ -39,6 +39,7 @@ from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metr
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvControl, declare_tier_metrics
 from dynamo.inference.probe import answer_probe, encode_probe_result
+from dynamo.inference.sleep.sleep_endpoint import SleepEndpoint
 from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
 from dynamo.runtime.supervisors import SUPERVISOR_KEY
@@ -129,6 +130,10 @@ class EngineWorker:
         generate = await endpoint("generate").serve(self._generate, capabilities=capabilities)
         self._endpoints.append(generate)
         self._prefill.withdraw_after(generate)
+        self._sleep = SleepEndpoint(
+            runtime, self._engine, tuple(self._endpoints), self._load_peer_adapters
+        )
+        self._endpoints.append(await self._sleep.serve(component, card.names[0]))
         handlers = self._small_endpoints(runtime)
         serves = (endpoint(name).serve(handle) for name, handle in handlers.items())
         self._endpoints += await run_all(*serves)
@@ -182,8 +187,13 @@ class EngineWorker:
         handle = AdapterEndpoint(adapters, self._announce_adapters).handle
         model = {"model": self._card.names[0]}
         self._endpoints.append(await endpoint.serve(handle, capabilities=model))
-        cards_prefix = self._discovery_key().removesuffix(self._runtime.instance_id)
-        await load_peer_adapters(adapters, self._runtime, cards_prefix)
+        await self._load_peer_adapters()
+
+    async def _load_peer_adapters(self) -> None:
+        """Load the adapters that the other workers of the model have."""
+        if (adapters := self._engine.adapters) is not None:
+            cards_prefix = self._discovery_key().removesuffix(self._runtime.instance_id)
+            await load_peer_adapters(adapters, self._runtime, cards_prefix)
 
     async def _open_prefill(self, component: Component) -> None:
         runtime, engine = self._runtime, self._engine
@@ -196,6 +206,7 @@ class EngineWorker:
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish requests within `drain_s`, and stop the engine."""
         if self._is_announced:
+            await self._sleep.close()
             await self._runtime.discovery.delete(self._discovery_key())
         await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
         if hasattr(self, "_prefill"):  # else `attach` has failed before it

@@ -168,12 +168,28 @@ class ServedEndpoint:
         self.before_withdrawal: Callable[[float | None], Awaitable[None]] | None = None
         """Awaited with the drain time before the instance leaves discovery."""
         self._withdrawn = asyncio.Event()
+        self._handler: RequestHandler
 
     async def start(self, handler: RequestHandler) -> None:
         """Serve and register the instance. The state then follows the health of the process."""
+        self._handler = handler
+        await self._register()
+        self.endpoint.runtime.health.on_change(self._on_health_change)
+        self._on_health_change()
+
+    async def resume(self) -> None:
+        """Serve and register the instance again after `withdraw`. Raises `ConfigError` if the
+        process serves the endpoint otherwise meanwhile."""
+        self.endpoint.runtime.add_served_endpoint(self)
+        self.lifecycle = Lifecycle(self.endpoint.path)
+        self._withdrawn.clear()
+        await self._register()
+        self._on_health_change()
+
+    async def _register(self) -> None:
         runtime = self.endpoint.runtime
         component = self.endpoint.component
-        await runtime.requests.serve(self.endpoint.path, handler)
+        await runtime.requests.serve(self.endpoint.path, self._handler)
         self.instance = Instance(
             id=runtime.instance_id,
             address=runtime.requests.address,
@@ -186,8 +202,6 @@ class ServedEndpoint:
         await runtime.discovery.put(instance_key(self.instance), encode_instance(self.instance))
         self.lifecycle.transition_to(LifecycleState.REGISTERED)
         self.lifecycle.transition_to(LifecycleState.RUNNING)
-        runtime.health.on_change(self._on_health_change)
-        self._on_health_change()
 
     async def announce(self, capabilities: Mapping[str, Any]) -> None:
         """Change some capabilities in the record of this instance."""

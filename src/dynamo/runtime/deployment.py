@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ProcessState = Literal["starting", "standby", "ready", "draining", "hung", "restarting"]
+ProcessState = Literal["starting", "standby", "ready", "sleeping", "draining", "hung", "restarting"]
 """A process reports its state itself, except for `hung`: its supervisor reports that, and readers
 of its record find a process that is stopped (SIGSTOP). `restarting` is a dead one whose restart its
-supervisor waits for. `standby`: it has loaded its model and takes the place of a dead one."""
+supervisor waits for. `standby`: it has loaded its model and takes the place of a dead one.
+`sleeping`: a worker that gave its memory back and serves again when it is woken."""
 RECORDS_FOLDER = "processes"
 DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"

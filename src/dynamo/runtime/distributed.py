@@ -33,7 +33,7 @@ from dynamo.runtime.component import (
     ServedEndpoint,
     parse_reference,
 )
-from dynamo.runtime.deployment import deployment_of, new_instance_id
+from dynamo.runtime.deployment import ProcessState, deployment_of, new_instance_id
 from dynamo.runtime.discovery import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.environment import environment_settings
 from dynamo.runtime.health import ProcessHealth
@@ -61,7 +61,8 @@ class DistributedRuntime:
     a component may call it before the process is ready. `shared_memory` is what processes of a
     supervisor share. `stand_by` is set in a standby process; a component calls it before it serves,
     and it returns when the process is to serve. `on_leaving(drain_s)` runs before the
-    shutdown of a process whose clients can go to others. `shutdown` closes the `clients`."""
+    shutdown of a process whose clients can go to others. `publish_state` tells the state of the
+    process to `dynamo ps`, to discovery and to the supervisor. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -108,6 +109,7 @@ class DistributedRuntime:
         self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
+        self.publish_state: Callable[[ProcessState], Awaitable[None]] = _publish_nothing
         self.report_models: Callable[[Mapping[str, str]], None] = lambda _: None
         self.stand_by: Callable[[], Awaitable[None]] | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
@@ -302,6 +304,11 @@ class DistributedRuntime:
         self.discovery = BackgroundDiscovery(discovery, background)
         opened.push_async_callback(self.discovery.close)
         return background
+
+
+async def _publish_nothing(state: ProcessState) -> None:
+    """Publish no state: the process has no record."""
+    del state
 
 
 async def _open_republishing(planes: Planes) -> RepublishingDiscovery:

@@ -36,9 +36,10 @@ if SUPPORTED:
 
 class MemoryMessage(msgspec.Struct, frozen=True):
     """A message about the memory `key`. A child sends `open`, and after the answer `build` either
-    `built` with the descriptor or `failed`. The answer `memory` has the descriptor."""
+    `built` with the descriptor or `failed`. The answer `memory` has the descriptor. `release` says
+    that the child uses the memory no more."""
 
-    kind: Literal["open", "build", "built", "failed", "memory"]
+    kind: Literal["open", "build", "built", "failed", "memory", "release"]
     key: str
 
 
@@ -66,6 +67,11 @@ class SharedMemoryClient:
                 raise
             _send(self._socket, MemoryMessage("built", key), fd)
             return fd
+
+    def release(self, key: str) -> None:
+        """Tell the supervisor that this process uses the memory `key` no more."""
+        with self._lock:
+            _send(self._socket, MemoryMessage("release", key))
 
     def close(self) -> None:
         """End a call that waits, with `OSError`. The supervisor forgets this process."""
@@ -133,6 +139,8 @@ class SharedMemoryBroker:
             return
         if message.kind == "open":
             self._open(message.key, child)
+        elif message.kind == "release":
+            self._leave(message.key, child)
         elif message.kind == "built" and self._on_built(message.key, fd, child):
             return
         else:
@@ -187,11 +195,17 @@ class SharedMemoryBroker:
             if child in memory.waiting:
                 memory.waiting.remove(child)
             self._on_failed(key, child)
-            if child in memory.users:
-                memory.users.remove(child)
-                if not memory.users:
-                    expires_at = self._clock.now() + self._keep_s
-                    memory.cancel_expiry = self._clock.call_at(expires_at, partial(self._drop, key))
+            self._leave(key, child)
+
+    def _leave(self, key: str, child: socket.socket) -> None:
+        """Keep memory for a while that its last user has left."""
+        memory = self._memories.get(key)
+        if memory is None or child not in memory.users:
+            return
+        memory.users.remove(child)
+        if not memory.users:
+            expires_at = self._clock.now() + self._keep_s
+            memory.cancel_expiry = self._clock.call_at(expires_at, partial(self._drop, key))
 
     def _drop(self, key: str) -> None:
         memory = self._memories.pop(key)

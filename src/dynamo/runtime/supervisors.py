@@ -21,12 +21,13 @@ SUPERVISOR_KEY = "supervisor"
 
 
 class KindRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The processes of a kind that serve, start (or are started again) and drain. `gpus`: those of
-    one process, 0: unknown. `role` and `model`: those of its settings."""
+    """The processes of a kind that serve, start (or are started again), drain and sleep. `gpus`:
+    those of one process, 0: unknown. `role` and `model`: those of its settings."""
 
     ready: int = 0
     starting: int = 0
     draining: int = 0
+    sleeping: int = 0
     gpus: int = 0
     role: str = ""
     model: str = ""

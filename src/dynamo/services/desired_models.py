@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView
 
-State = Literal["loaded", "loading", "unloaded", "failed"]
-STATES: tuple[State, ...] = ("loaded", "loading", "unloaded", "failed")
+State = Literal["loaded", "loading", "sleeping", "unloaded", "failed"]
+STATES: tuple[State, ...] = ("loaded", "loading", "sleeping", "unloaded", "failed")
 STARTING_TEXT = "its supervisor starts a worker"
 NO_WORKERS_TEXT = "its supervisor keeps no worker of it running"
 

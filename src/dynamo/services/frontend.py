@@ -107,7 +107,8 @@ class FrontendService:
         )
         metrics.gauge(
             "dynamo_model_state",
-            "1 for the state of a model: loaded, loading, unloaded or failed; 0 for the others",
+            "1 for the state of a model: loaded, loading, sleeping, unloaded or failed; 0 for the "
+            "others",
             ("model", "state"),
             callback=self._states_by_label,
             merge="max",

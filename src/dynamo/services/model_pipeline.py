@@ -22,7 +22,9 @@ from dynamo.core.reply import Operator
 from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.sleep import MODEL_KEY, SLEEP_ENDPOINT, sleep_level
 from dynamo.scheduling.admission import WorkerStarts
+from dynamo.scheduling.admission.sleeping_workers import SleepingWorkers
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import (
@@ -61,6 +63,7 @@ class ModelPipeline(StagedPipeline):
     """
 
     health: WorkerHealth
+    sleeping: SleepingWorkers
     starts: WorkerStarts
     migration: Migration
     dispatch: Dispatch
@@ -192,9 +195,16 @@ async def _open_replica_sync(pipeline: ModelPipeline, *, apply: bool) -> None:
 
 
 async def _open_starts(pipeline: ModelPipeline) -> None:
-    runtime = pipeline.runtime
+    runtime, model = pipeline.runtime, pipeline.model
+    endpoint = runtime.namespace().component(WORKER_COMPONENT).endpoint(SLEEP_ENDPOINT)
+    sleepers = await endpoint.client(
+        lambda instance: sleep_level(instance) > 0 and instance.capabilities[MODEL_KEY] == model
+    )
+    pipeline.resources.push_async_callback(sleepers.close)
+    pipeline.sleeping = SleepingWorkers(pipeline.client, sleepers)
+    pipeline.resources.push_async_callback(pipeline.sleeping.close)
     pipeline.starts = WorkerStarts(
-        pipeline.client, pipeline.routing.follow_supervisors(), runtime.clock
+        pipeline.client, pipeline.routing.follow_supervisors(), runtime.clock, pipeline.sleeping
     )
     pipeline.resources.callback(pipeline.starts.close)
 
@@ -257,7 +267,11 @@ STAGES = (
     Stage("ledger", open_ledger, "writes where each request is: placed, first token, end"),
     Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
     Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
-    Stage("starts", _open_starts, "predicts when a supervisor will have started a lost worker"),
+    Stage(
+        "starts",
+        _open_starts,
+        "predicts when a lost worker will have started; wakes a sleeping one",
+    ),
     Stage("admission", _open_admission, "queues or rejects requests by SLO and worker capacity"),
     Stage("loads", open_loads, "passes the workers' load reports to policy and admission"),
     Stage("migration", _open_migration, "continues an answer on another worker after a failure"),

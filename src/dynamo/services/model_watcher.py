@@ -59,6 +59,7 @@ TakeRequests = Callable[[str], Callable[[], int]]
 POLL_INTERVAL_S = 0.02
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
+SLEEPING_TEXT = "a request wakes one of its workers"
 NO_PREFILL_WORKER = "no prefill worker: decode workers compute prompts"
 NO_DISAGGREGATION = "router.disaggregation.mode is off: decode workers compute prompts"
 
@@ -183,6 +184,7 @@ class ModelWatcher:
         update = partial(self._on_workers_changed, pipeline, served, encoder)
         pipeline.client.on_change(update)
         pipeline.client.view.on_reason_change(update)
+        pipeline.sleeping.on_change(update)
         runtime.health.add_check(name, partial(self._check_health, name))
         update()
         runtime.health.set_healthy(MODELS_HEALTH_KEY)  # from now on under the model's name
@@ -210,11 +212,12 @@ class ModelWatcher:
     def _on_workers_changed(
         self, pipeline: ModelPipeline, served: ServedModel, encoder: str
     ) -> None:
-        """Serve a model from its first reachable worker on, and report the lack of workers."""
+        """Serve a model from its first worker on, which is reachable or sleeps, and report the lack
+        of workers."""
         name = served.names[0]
         if self._pipelines.get(name) is not pipeline:
             return
-        if pipeline.client.instances:
+        if pipeline.client.instances or pipeline.sleeping:
             if name not in self._gateway.models:
                 self._add(served, encoder)
             adapters = served_adapters(served, pipeline.client.instances.values())
@@ -224,9 +227,9 @@ class ModelWatcher:
         self._update_health()
 
     def _unreachable_reason(self, name: str) -> str:
-        """Return why a model has no worker at present, or "" if it has one."""
+        """Return why a model has no worker at present, or "" if it has one, which may sleep."""
         pipeline = self._pipelines[name]
-        if pipeline.client.instances:
+        if pipeline.client.instances or pipeline.sleeping:
             return ""
         prefill = count_prefill_workers(len(pipeline.prefill_client.instances))
         causes = (
@@ -240,11 +243,13 @@ class ModelWatcher:
     def model_states(self) -> Mapping[str, ModelState]:
         """Return the state of every model that is served, was announced or is to be served."""
         states = {name: self.desired.state(name) for name in self.desired.aliases}
-        for name in self._pipelines:
+        for name, pipeline in self._pipelines.items():
             if reason := self._unreachable_reason(name):
                 states[name] = ModelState(self.desired.state(name).state, reason)
-            else:
+            elif pipeline.client.instances:
                 states[name] = ModelState("loaded")
+            else:
+                states[name] = ModelState("sleeping", SLEEPING_TEXT)
         return {**states, **self.other_states()}
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
@@ -258,8 +263,8 @@ class ModelWatcher:
         return described
 
     def _serves_any(self) -> bool:
-        """Whether a model has a worker."""
-        if any(pipeline.client.instances for pipeline in self._pipelines.values()):
+        """Whether a model has a worker, which may sleep."""
+        if any(each.client.instances or each.sleeping for each in self._pipelines.values()):
             return True
         return any(state.state == "loaded" for state in self.other_states().values())
 

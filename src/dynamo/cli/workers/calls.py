@@ -96,7 +96,9 @@ async def find_instances(runtime: DistributedRuntime, endpoint: str) -> Mapping[
     return {instance.id: instance for instance in instances if instance is not None}
 
 
-async def call_worker(runtime: DistributedRuntime, instance: Instance, payload: bytes) -> bytes:
+async def call_worker(
+    runtime: DistributedRuntime, instance: Instance, payload: bytes, timeout_s: float = TIMEOUT_S
+) -> bytes:
     """Call the endpoint of an instance and return its answer. Raises the errors of the call, and
     `DeadlineExceeded`."""
     from dynamo.core.context import Context
@@ -104,11 +106,11 @@ async def call_worker(runtime: DistributedRuntime, instance: Instance, payload: 
     path = f"{instance.namespace}.{instance.component}.{instance.endpoint}"
     client = await runtime.endpoint(path).client()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return b"".join(await client.collect(instance, payload, Context("command")))
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the worker {instance.id} has not answered within {TIMEOUT_S:g} s",
+            f"the worker {instance.id} has not answered within {timeout_s:g} s",
             hint="`dynamo ps` shows its state",
         ) from None
     finally:

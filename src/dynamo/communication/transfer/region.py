@@ -187,6 +187,15 @@ class MemoryRegion:
         text = "the peer's blocks lie in the memory of a device, which this process does not use"
         raise TransferFailed.of("refused", text)
 
+    def discard(self) -> None:
+        """Give the memory of all slots back, which then read as zeros. Reads of peers that began
+        before fail, because the generations change."""
+        for slot in range(self.slots):
+            self.generations[slot] += 1
+        if self._buffer is not None:
+            start = memory_offset(self.slots)
+            self._buffer.madvise(mmap.MADV_REMOVE, start, self.slots * self.slot_bytes)
+
     def keep(self) -> None:
         """Keep the memory until `release`: threads of a plane use its address."""
         self._users += 1

@@ -64,6 +64,8 @@ class MockRunner(PredictableModelRunner):
         self._capacity_tokens = info.num_blocks * info.block_tokens
         self._step_end_s = 0.0
 
+    can_sleep = True
+
     async def start(self) -> EngineInfo:
         if self.layout and self.region is None and hasattr(os, "memfd_create"):
             slots = self._info.num_blocks + self._host_blocks
@@ -109,6 +111,14 @@ class MockRunner(PredictableModelRunner):
     async def stop(self) -> None:
         if self.region is not None:
             self.region.close()
+
+    async def sleep(self, level: int) -> None:
+        del level  # there are no weights
+        if self.region is not None:
+            self.region.discard()
+
+    async def wake_up(self) -> None:
+        """As in the interface. A simulated runner has nothing to load."""
 
     def export_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         region = self.region

@@ -60,13 +60,12 @@ class DecoderModel:
     def __init__(
         self, weights: ModelWeights, backend: ArrayBackend, prepared: DecoderWeights | None = None
     ) -> None:
-        self._config = config = weights.config
+        self._config = weights.config
         self._backend = backend
         prepared = prepared or prepare_weights(weights, backend)
         self._embedding, self._final_norm = prepared.embedding, prepared.final_norm
         self._lm_head = prepared.embedding if prepared.lm_head is None else prepared.lm_head
         self._layers = prepared.layers
-        self._add_layer = self._add_plain if config.norms == "before" else self._add_normed
 
     def forward(self, batch: Any, read_rows: Callable[[Array], None] | None = None) -> Any:
         """Return the logits of the sampled rows, [samples, vocabulary]. The next call overwrites
@@ -75,8 +74,9 @@ class DecoderModel:
         backend = self._backend
         backend.begin_step(batch)
         rows = backend.embed(self._embedding, self._config.embedding_scale)
+        add_layer = self._add_plain if self._config.norms == "before" else self._add_normed
         for index, layer in enumerate(self._layers):
-            self._add_layer(rows, layer, index)
+            add_layer(rows, layer, index)
         if read_rows is not None:
             read_rows(rows)
         if not len(batch.sampled_rows):

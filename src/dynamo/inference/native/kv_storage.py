@@ -129,6 +129,14 @@ class KvStorage:
             start, end = index * size, min((index + 1) * size, length)
             self.blocks[block][:, :, :, : end - start] = area[:, :, :, start:end]
 
+    def discard(self) -> None:
+        """Return the memory of all areas and blocks to the kernel. No slot may be in use."""
+        size = len(self._used_tokens)
+        self._memory.madvise(mmap.MADV_DONTNEED, 0, self._area_bytes * size)
+        self._used_tokens, self._free_slot_tokens = [0] * size, 0
+        if self.region is not None:
+            self.region.discard()
+
     def _trim_free_slots(self) -> None:
         """Return the memory of free slots to the kernel. Their areas then read as zeros."""
         for slot in self._free:

@@ -126,6 +126,10 @@ class NumpyBackend(ArrayBackend):
     def to_logits(self, rows: Array) -> Floats:
         return cast("Floats", rows)
 
+    def release_memory(self) -> None:
+        """Release the buffers of steps, which the next step allocates again."""
+        self._scratch.clear()
+
     def stop(self) -> None:
         self.thread_pool.stop()
-        self._scratch.clear()
+        self.release_memory()

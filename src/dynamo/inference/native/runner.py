@@ -35,6 +35,8 @@ class NativeRunner(WeightsRunner):
     """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread.
     `memory_bytes` 0: all that is available. `shared_weights`: those of other workers."""
 
+    can_sleep = True
+
     def __init__(
         self,
         open_weights: Callable[[], ModelWeights],
@@ -86,7 +88,8 @@ class NativeRunner(WeightsRunner):
                 self._kv_storage,
                 ThreadPool(self._threads),
             )
-            digest = self._open_model(weights)
+            self._digest = digest = self._open_model(weights)
+        self._rotary_tokens = info.context_tokens
         self.region = self._kv_storage.region
         if self.region is not None:
             self.region.kv_layout = shape.layout(digest, info.block_tokens)
@@ -107,6 +110,40 @@ class NativeRunner(WeightsRunner):
         except MemoryError as error:
             raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         return digest or weights.digest
+
+    async def sleep(self, level: int) -> None:
+        await self._run(self._sleep, level)
+
+    async def wake_up(self) -> None:
+        await self._run(self._wake_up)
+
+    def _sleep(self, level: int) -> None:
+        """Give memory back. Private weights stay where they are at level 1."""
+        from dynamo.inference.native.buffers import Arena
+        from dynamo.models.tokenization.tokenizer import trim_heap
+
+        self._kv_storage.discard()
+        self._backend.release_memory()
+        if level > 1:
+            del self._model
+            self._backend.arena = Arena()
+        if self._shared_weights is not None:
+            self._shared_weights.leave(comes_back=level == 1)
+        trim_heap()
+
+    def _wake_up(self) -> None:
+        from dynamo.inference.native.weights_digest import DigestedWeights
+
+        if hasattr(self, "_model"):
+            return
+        weights = DigestedWeights(self._open_weights())
+        with weights:
+            weights.rotary(self._rotary_tokens)  # a part of the digest
+            if self._open_model(weights) != self._digest:
+                raise ModelUnavailable(
+                    "the weights have changed since the worker started",
+                    hint="the worker starts again with the new ones",
+                )
 
     def _compute_step(self, plan: StepPlan) -> StepResult:
         import numpy as np

@@ -65,7 +65,9 @@ class SharedWeights:
     def __init__(self, memory: SharedMemoryClient, path: Path) -> None:
         self._memory = memory
         self._path = path
-        self._floats: Floats | None = None
+        self._key = ""
+        self._mapped: Floats | None = None
+        self._small_pages: Floats | None = None
 
     def load(
         self, weights: DigestedWeights, backend: NumpyBackend
@@ -80,7 +82,7 @@ class SharedWeights:
             backend.thread_pool.threads,
             backend.small_kernels,
         )
-        key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+        self._key = key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
         try:
             fd = self._memory.open(key, lambda: _build(weights.copy(), backend))
         except OSError as error:
@@ -92,7 +94,7 @@ class SharedWeights:
             length = int.from_bytes(os.pread(fd, LENGTH_BYTES, size - LENGTH_BYTES), "little")
             data = os.pread(fd, length, size - LENGTH_BYTES - length)
             manifest = msgspec.msgpack.decode(data, type=_Manifest)
-            self._floats = floats = _map_memory(fd, size, mmap.PROT_READ)
+            self._mapped = self._small_pages = floats = _map_memory(fd, size, mmap.PROT_READ)
         finally:
             os.close(fd)
         return _from_manifest(manifest.weights, floats), manifest.digest
@@ -100,11 +102,23 @@ class SharedWeights:
     def start_huge_pages(self) -> None:
         """Let a thread ask the kernel for huge pages, with which a step of one row takes less time.
         Does nothing if another process did, or without kernel support."""
-        if self._floats is not None:
-            floats, self._floats = self._floats, None
+        if self._small_pages is not None:
+            floats, self._small_pages = self._small_pages, None
             threading.Thread(
                 target=_collapse, args=(floats,), name="huge-pages", daemon=True
             ).start()
+
+    def leave(self, *, comes_back: bool) -> None:
+        """Take the memory out of this process. If it `comes_back`, the weights stay mapped: each
+        page returns with its first use. Else the weights may not be used any more, and the memory
+        is given back when no other process has it."""
+        mapped, self._small_pages = self._mapped, None
+        if mapped is None:
+            return
+        _madvise(mapped.ctypes.data, mapped.nbytes, mmap.MADV_DONTNEED)
+        if not comes_back:
+            self._mapped = None
+            self._memory.release(self._key)
 
 
 def shared_weights(memory: SharedMemoryClient | None, path: Path) -> SharedWeights | None:
@@ -218,8 +232,12 @@ def _map_memory(fd: int, size: int, protection: int) -> Floats:
 def _collapse(floats: Floats) -> None:
     """Ask for huge pages, a few at a time, when the cores have nothing else to do."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    library = ctypes.CDLL(None)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for start in range(0, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, COLLAPSED_BYTES):
         size = min(COLLAPSED_BYTES, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start)
-        library.madvise(floats.ctypes.data + start, size, MADV_COLLAPSE)
+        _madvise(floats.ctypes.data + start, size, MADV_COLLAPSE)
+
+
+def _madvise(address: int, size: int, advice: int) -> None:
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.madvise(address, size, advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.models.checkpoint.weights import ModelWeights
+
+T = TypeVar("T")
 
 
 class WeightsRunner(ModelRunner):
@@ -42,7 +44,7 @@ class WeightsRunner(ModelRunner):
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def start(self) -> EngineInfo:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._load_model)
+        return await self._run(self._load_model)
 
     async def step(self, plan: StepPlan) -> StepResult:
         loop = asyncio.get_running_loop()
@@ -54,6 +56,11 @@ class WeightsRunner(ModelRunner):
             self._backend.stop()
         if self.region is not None:
             self.region.close()
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on the runner's thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, work, *arguments)
 
     @abstractmethod
     def _load_model(self) -> EngineInfo:

@@ -139,6 +139,11 @@ class ChildProcess:
         return self.pid != 0 and self.report.state == "ready"
 
     @property
+    def sleeping(self) -> bool:
+        """Whether the process runs and gave its memory back until it is woken."""
+        return self.pid != 0 and self.report.state == "sleeping"
+
+    @property
     def hung(self) -> bool:
         """Whether the event loop of the process does not answer."""
         return self.pid != 0 and self._watchdog.hung
@@ -157,7 +162,7 @@ class ChildProcess:
             return ""
         if self.hung:
             return f"its event loop does not answer; it is killed after {KILL_AFTER_S:g} s"
-        if self.ready:
+        if self.ready or self.sleeping:
             return ""
         if reason := self.crash_loop_reason or self.start_error:
             return reason
@@ -308,15 +313,8 @@ class ChildProcess:
     ) -> int:
         reader, writer = await asyncio.open_connection(sock=parent_end)
         spec = self.spec
-        start = ChildStart(
-            self._settings,
-            spec.name,
-            os.getpid(),
-            spec.task,
-            self._supervisor_id,
-            memory_fd,
-            spec.standby,
-        )
+        facts = (self._supervisor_id, memory_fd, spec.standby)
+        start = ChildStart(self._settings, spec.name, os.getpid(), spec.task, *facts)
         writer.write(msgspec.json.encode(start) + b"\n")
         self._stdin_writer = writer
         if self._notice.preparing:

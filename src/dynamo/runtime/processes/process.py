@@ -197,6 +197,7 @@ class ProcessRunner:
             runtime.on_serving = self._parent.answer_pings
             runtime.shared_memory = self._parent.shared_memory
             runtime.report_models = self._report_models
+        runtime.publish_state = self._publish_state
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")

@@ -138,7 +138,7 @@ def describe_workers(
         start_s[kind] = child.start_s or start_s.get(kind, 0.0)
         state = "draining"
         if child.desired:
-            state = "ready" if child.ready else "starting"
+            state = "ready" if child.ready else "sleeping" if child.sleeping else "starting"
             if reason := child.crash_loop_reason or child.start_error:
                 failing[kind] = f"{child.spec.name} {reason}"
             else:

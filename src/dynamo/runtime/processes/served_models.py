@@ -203,6 +203,8 @@ class ServedModels:
         reasons = [child.crash_loop_reason or child.start_error for child in children]
         reason = next(filter(None, reasons), "")
         state = "loaded" if ready else "failed" if reason else "loading" if desired else "unloaded"
+        if state == "loading" and any(child.sleeping for child in children):
+            state = "sleeping"
         spec = children[0].spec if children else self._group.spec_of_model(model)
         settings = spec.settings
         return ModelStatus(

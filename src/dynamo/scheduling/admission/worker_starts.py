@@ -9,6 +9,7 @@ from dynamo.core.errors import NoWorkers
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.supervisors import SUPERVISOR_KEY, SupervisorRecord, SupervisorView
+from dynamo.scheduling.admission.sleeping_workers import SleepingWorkers
 
 UNKNOWN_START_S = 5.0
 """The predicted duration of a start before a supervisor has measured one."""
@@ -21,10 +22,18 @@ class WorkerStarts:
 
     A worker is expected while the client has no instance and one of these supervisors keeps
     processes of that kind running. Workers that were drained or scaled to zero are not expected,
-    neither are workers that run on with another role, or that no supervisor started.
+    neither are workers that run on with another role, or that no supervisor started. A worker that
+    sleeps is expected, too: `sleeping` wakes it for a request.
     """
 
-    def __init__(self, client: Client, view: SupervisorView, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: Client,
+        view: SupervisorView,
+        clock: Clock,
+        sleeping: SleepingWorkers | None = None,
+    ) -> None:
+        self._sleeping = sleeping
         self._client = client
         self._view = view
         self._clock = clock
@@ -43,12 +52,18 @@ class WorkerStarts:
 
     @property
     def is_expected(self) -> bool:
-        """Whether a supervisor keeps a worker of this client running."""
-        return any(record.desired.get(kind) for kind, record in self._records())
+        """Whether a supervisor keeps a worker of this client running, or one sleeps."""
+        return bool(self._sleeping) or any(
+            record.desired.get(kind) for kind, record in self._records()
+        )
 
     def is_expected_within(self, limit_s: float) -> bool:
-        """Whether a worker is expected, at the latest in `limit_s`. Raises `NoWorkers` if it is
-        expected later, or if the workers are in a crash loop."""
+        """Whether a worker is expected, at the latest in `limit_s`. A sleeping one is woken. Raises
+        `NoWorkers` if it is expected later, or if the workers are in a crash loop."""
+        if self._sleeping is not None:
+            self._sleeping.wake_one()
+        if self._sleeping:
+            return True
         if self.is_expected:
             if self.predict_s() > limit_s:
                 raise self.late_error(limit_s)
@@ -76,6 +91,8 @@ class WorkerStarts:
 
     def describe(self) -> str:
         """Return why no worker serves at present, as far as a supervisor knows, or ""."""
+        if self._sleeping:
+            return "one wakes up"
         if self.is_expected:
             return "its supervisor starts one"
         reasons = (record.failing.get(kind) for kind, record in self._records())
@@ -83,8 +100,9 @@ class WorkerStarts:
 
     def late_error(self, limit_s: float) -> NoWorkers:
         """Return the error of a request that waits at most `limit_s` for an expected worker."""
+        start = "one wakes up" if self._sleeping else "its supervisor starts one"
         return NoWorkers(
-            f"no worker serves this model now: its supervisor starts one, expected in "
+            f"no worker serves this model now: {start}, expected in "
             f"{self.predict_s():.1f} s; this request may wait {limit_s:.1f} s",
             hint="send it again then; router.max_queue_wait, router.ttft_slo and the request's own "
             "timeout limit the wait",

@@ -67,7 +67,7 @@ class LocalConnector(Connector):
             leaving = max(0, -more - state.starting) if state.pool else 0
             if more + leaving:
                 home = workers.record.kinds[order.kind]
-                size = home.ready + home.starting + more + leaving
+                size = home.ready + home.sleeping + home.starting + more + leaving
                 await self._request(ControlRequest("scale", order.kind, size))
             for instance in workers.acting(order.kind)[:leaving]:
                 await self._request(ControlRequest("drain", instance.id))
