@@ -332,3 +332,47 @@ def test_a_standby_worker_takes_the_place_of_a_killed_one(
     serving = until(lambda: named("worker", "ready"))
     assert (serving["pid"], serving["restarts"]) == (standby["pid"], 1)
     assert until(lambda: named("worker-standby-1", "standby"))["pid"] != standby["pid"]
+
+
+def test_a_sleeping_worker_is_woken_by_a_request_and_restarted_when_it_dies(
+    start: Callable[..., Deployment], tiny_model: Path
+) -> None:
+    deployment = start("out=mock", tiny_model, *FAST)
+
+    def order(*arguments: str) -> str:
+        line = [
+            sys.executable,
+            "-m",
+            "dynamo",
+            *arguments,
+            "--deployment",
+            f"http-{deployment.port}",
+        ]
+        done = subprocess.run(line, capture_output=True, env=deployment.environ, text=True)
+        return done.stdout + done.stderr
+
+    def answer() -> Any:
+        status, body = deployment.post("/v1/chat/completions", CHAT)
+        assert status == 200
+        return body["choices"]
+
+    def state() -> str:
+        (worker,) = [p for p in deployment.processes() if p["role"] == "worker"]
+        return str(worker["state"])
+
+    before = answer()
+    assert "worker sleeps at level 2" in order("sleep", "tiny", "--level", "2")
+    assert state() == "sleeping"
+    assert "worker sleeps already, at level 2" in order("sleep", "worker")
+    assert deployment.get("/health")[0] == 200
+    (model,) = json.loads(deployment.get("/v1/models")[1])["data"]
+    assert model["status"]["value"] == "sleeping"
+    assert answer() == before
+    assert state() == "ready"
+    assert "worker is awake" in order("wake", "worker")
+    assert "did you mean 'worker'?" in order("wake", "wroker")
+
+    order("sleep", "worker")
+    (pid,) = pids(deployment, "worker")
+    os.kill(pid, signal.SIGKILL)
+    assert answer() == before

@@ -75,6 +75,7 @@ class FakeLlm:
         self.streams: list[FakeStream] = []
         self.error: Exception | None = None
         self.on_reset: Any = None
+        self.sleep_calls: list[tuple[Any, ...]] = []
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(
                 num_gpu_blocks=66, block_size=4, enable_prefix_caching=True
@@ -85,6 +86,7 @@ class FakeLlm:
             model_config=SimpleNamespace(
                 max_model_len=90,
                 get_vocab_size=lambda: 100,
+                enable_sleep_mode=True,
                 get_diff_sampling_param=lambda: {"temperature": 0.6, "max_tokens": 70},
             ),
         )
@@ -97,6 +99,15 @@ class FakeLlm:
         assert reset_running_requests
         done: bool = await self.on_reset()
         return done
+
+    async def sleep(self, level: int) -> None:
+        self.sleep_calls.append(("sleep", level))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.sleep_calls.append(("wake_up", tags))
+
+    async def collective_rpc(self, method: str) -> None:
+        self.sleep_calls.append((method,))
 
     def shutdown(self) -> None:
         pass
@@ -259,3 +270,34 @@ async def test_a_reset_that_a_dead_core_does_not_answer_ends(
     with pytest.raises(WorkerFailed, match=CORE_DIED):
         async with asyncio.timeout(10):
             await engine.clear_blocks()
+
+
+async def test_vllm_loads_weights_again_that_it_has_given_back(
+    engine: VllmEngine, llm: FakeLlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV that another worker loads is waited for."""
+    monkeypatch.setattr("dynamo.inference.vllm.engine.EMPTY_RETRY_S", 0.0)
+    resets = iter([False, True, True])
+
+    async def reset() -> bool:
+        return next(resets)
+
+    llm.on_reset = reset
+    assert engine.sleep_refusal(2) == ""
+    for level in (1, 2):
+        await engine.sleep(level)
+        await engine.wake_up()
+    assert llm.sleep_calls == [
+        ("sleep", 1),
+        ("wake_up", None),
+        ("sleep", 2),
+        ("wake_up", ["weights"]),
+        ("reload_weights",),
+        ("wake_up", ["kv_cache"]),
+    ]
+    assert next(resets, None) is None
+
+
+async def test_vllm_without_sleep_mode_cannot_sleep(engine: VllmEngine, llm: FakeLlm) -> None:
+    llm.vllm_config.model_config.enable_sleep_mode = False
+    assert "enable_sleep_mode=true" in engine.sleep_refusal(1)

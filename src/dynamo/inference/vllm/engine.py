@@ -42,6 +42,7 @@ FEATURES: tuple[Feature, ...] = (
 GRAMMAR_BACKEND = "guidance"
 """vLLM's name of the library that knows grammars of calls. An engine has one for all forms."""
 HEALTH_CHECK_INTERVAL_S = 0.5
+EMPTY_RETRY_S = 0.2
 SHUTDOWN_TIMEOUT_S = 5.0
 BLOCKS_IN_USE = "Failed to reset KV cache"
 """Begin of the message of vLLM's scheduler if blocks stay in use without running requests."""
@@ -123,6 +124,7 @@ class VllmEngine(MultiprocessEngine):
     kv_connector: VllmKvConnector | None = None
     adapters: VllmAdapters | None = None
     steps_per_output = 0
+    _sleep_level = 0
     forward = staticmethod(forward_output)
 
     async def open_engine(self) -> EngineInfo:
@@ -260,6 +262,36 @@ class VllmEngine(MultiprocessEngine):
                 "vLLM does not empty its prefix cache while it is used by requests, or by KV that "
                 "another worker will load"
             )
+
+    def sleep_refusal(self, level: int) -> str:
+        del level
+        if self._llm.vllm_config.model_config.enable_sleep_mode:
+            return ""
+        return "vLLM was started without sleep mode; --engine-arg enable_sleep_mode=true needs CUDA"
+
+    async def sleep(self, level: int) -> None:
+        """As in the interface. KV that another worker will load stays until its lease ends."""
+        self._sleep_level, now = level, self.inputs.clock.now
+        lease_s = self.kv_connector.lease_s if self.kv_connector is not None else 0.0
+        ends_s = now() + lease_s
+        while True:
+            try:
+                await self.clear_blocks()
+                break
+            except Overloaded:
+                if now() > ends_s:
+                    raise
+                await self.inputs.clock.sleep(EMPTY_RETRY_S)
+        await self._llm.sleep(level)
+
+    async def wake_up(self) -> None:
+        """As in the interface. vLLM leaves memory without content where weights were (level 2)."""
+        if self._sleep_level > 1:
+            await self._llm.wake_up(tags=["weights"])
+            await self._llm.collective_rpc("reload_weights")
+            await self._llm.wake_up(tags=["kv_cache"])
+        else:
+            await self._llm.wake_up()
 
     async def close_engine(self) -> None:
         llm, self._llm = self._llm, None
