@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +56,11 @@ async def test_answers_after_sleep_are_those_before(
     before = await answers(engine, make_request)
     assert engine.sleep_refusal(level) == ""
     for _ in range(2):
+        models = [weakref.ref(runner._model) for runner in runners]
         await engine.sleep(level)
         for runner in runners:
             assert hasattr(runner, "_model") == (level == 1)
+            assert (models[0]() is None) == (level == 2)
             assert not runner._kv_storage.blocks.any()
             assert not runner._kv_storage.areas.any()
         await engine.wake_up()
@@ -98,6 +102,10 @@ async def test_shared_weights_are_given_back_when_all_sleep_without_them(
     await engines[1].sleep(2)
     await users.changed.wait()
     assert users.broker.size_bytes == 0
+    for thread in threading.enumerate():
+        if thread.name == "huge-pages":
+            thread.join()
+    assert "dynamo-weights" not in Path("/proc/self/maps").read_text()
     for engine in engines:
         await engine.wake_up()
         assert await answers(engine, make_request) == before

@@ -35,6 +35,7 @@ class _WorkerThread:
                     self.done.put(error)
                 else:
                     self.done.put(None)
+                del job  # it holds weights, which may be given back while this thread waits
 
 
 class ThreadPool:
