@@ -18,9 +18,10 @@ from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.fleet import Startup
 from dynamo.operations.replay.replay import Replay, ReplayPlan
 from dynamo.operations.replay.result import ReplayResult
-from dynamo.operations.replay.workers import ReplayWorkers
+from dynamo.operations.replay.workers import ReplayWorkers, SimulatedTier
 
 ERRORS = {"no_workers", "worker_failed", "poisoned_request", "overloaded"}
+TIERS = [SimulatedTier("host", 100, 1e9), SimulatedTier("shared", 300, 5e8)]
 times = st.floats(0, 25)
 
 
@@ -76,9 +77,10 @@ def check(
     mode=st.sampled_from(["round_robin", "least_loaded", "kv"]),
     limit=st.sampled_from([0, 2]),
     events=changes("worker"),
+    tiers=st.sampled_from([(), TIERS]),
 )
 @example(  # a request moves to the worker that was full when it was admitted
-    seed=119, workers=1, blocks=300, mode="kv", limit=2,
+    seed=119, workers=1, blocks=300, mode="kv", limit=2, tiers=(),
     events=[
         FleetEvent(0.0, "die", "worker", startup=4.0),
         FleetEvent(4.0, "start", "worker", startup=4.0),
@@ -91,10 +93,12 @@ def check(
     ],
 )  # fmt: skip
 def test_no_request_is_lost(
-    seed: int, workers: int, blocks: int, mode: str, limit: int, events: Sequence[FleetEvent]
-) -> None:
+    seed: int, workers: int, blocks: int, mode: str, limit: int,
+    events: Sequence[FleetEvent], tiers: Sequence[SimulatedTier],
+) -> None:  # fmt: skip
     router = RouterSettings(mode=mode, max_worker_requests=limit if mode == "kv" else 0)
-    check(make_workers(workers, blocks, 8, "lru"), router, seed, events)
+    cluster = replace(make_workers(workers, blocks, 8, "lru"), tiers=tiers)
+    check(cluster, router, seed, events)
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,6 +107,7 @@ def test_no_request_is_lost(
     prefill=st.integers(1, 3),
     decode=st.integers(1, 3),
     rate=st.sampled_from([5e8, 6.4e10]),
+    tiers=st.sampled_from([(), TIERS]),
     events=changes("prefill-worker", "decode-worker"),
     roles=st.lists(
         st.builds(
@@ -116,10 +121,10 @@ def test_no_request_is_lost(
     ),
 )
 def test_no_prompt_of_another_worker_is_lost(
-    seed: int, prefill: int, decode: int, rate: float,
+    seed: int, prefill: int, decode: int, rate: float, tiers: Sequence[SimulatedTier],
     events: Sequence[FleetEvent], roles: Sequence[FleetEvent],
 ) -> None:  # fmt: skip
-    workers = replace(with_roles(prefill, decode, 300), transfer=rate)
+    workers = replace(with_roles(prefill, decode, 300), transfer=rate, tiers=tiers)
     router = RouterSettings(mode="kv", disaggregation=DisaggregationSettings(mode="predicted"))
     check(workers, router, seed, [*events, *roles])
 

@@ -95,7 +95,8 @@ class Replay:
         plan = self._plan
         block_tokens = plan.workers.block_tokens
         blocks = TraceBlockConverter(plan.trace_block_tokens, block_tokens)
-        log = ReplayLog(clock, blocks, block_tokens, plan.objectives)
+        spreads = bool(plan.workers.tiers)
+        log = ReplayLog(clock, blocks, block_tokens, plan.objectives, spreads=spreads)
         rng = Random(plan.seed)
         async with (
             BackgroundTasks() as changes,

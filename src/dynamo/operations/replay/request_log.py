@@ -22,6 +22,7 @@ from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.scheduling.workers.prompt import Prompt
 
 FIRST_UNIQUE_BLOCK = 1 << 62
+SPREAD, MAX_HASH = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NO_OBJECTIVES = LatencyObjectives()
 
 
@@ -94,8 +95,13 @@ class ReplayLog:
         blocks: TraceBlockConverter,
         block_tokens: int,
         objectives: LatencyObjectives = NO_OBJECTIVES,
+        *,
+        spreads: bool = False,
     ) -> None:
+        """`spreads`: hashes are spread over 64 bits like those of real blocks, by which the tables
+        of memory tiers find them."""
         self.clock = clock
+        self._spread = SPREAD if spreads else 1
         self.inter_token = LatencyHistogram()
         self.in_flight: dict[str, ReplayRequest] = {}
         self._requests, self._workers = array("q"), array("i")
@@ -126,11 +132,13 @@ class ReplayLog:
     def new_unique_block(self) -> int:
         """Return a block hash that no other prompt has."""
         self._last_unique_block += 1
-        return self._last_unique_block
+        return self._last_unique_block * self._spread & MAX_HASH
 
     def on_arrival(self, turn: TraceRequest) -> ReplayRequest:
         """Record the arrival of a request and return its reply."""
         hashes = self._block_converter.block_hashes(turn)
+        if self._spread > 1:
+            hashes = [block * self._spread & MAX_HASH for block in hashes]
         missing = turn.prompt_tokens // self._block_tokens - len(hashes)
         hashes += [self.new_unique_block() for _ in range(missing)]
         request = ReplayRequest(self, turn, hashes, self.clock.now())
