@@ -1,8 +1,8 @@
 """The memory tiers below the blocks of one worker of a fast replay.
 
-They do with units of the trace what `KvTiers` and `Offload` do with blocks: units go down ahead of
-their eviction or with their second use, and those that a prompt lacks are loaded where that is
-predicted to be quicker than computing.
+`FastTiers` does with units of the trace what `KvTiers` and `Offload` do with blocks. Units go down
+ahead of their eviction, or with their second use. Those that a prompt lacks are loaded where that
+is predicted to be quicker than computing.
 """
 
 from __future__ import annotations
