@@ -1,7 +1,7 @@
 """The memory tiers below the blocks of one worker of a fast replay.
 
 `FastTiers` does with units of the trace what `KvTiers` and `Offload` do with blocks. Units go down
-ahead of their eviction, or with their second use. Those that a prompt lacks are loaded where that
+ahead of their eviction, or with their second use. Units that a prompt lacks are loaded where that
 is predicted to be quicker than computing.
 """
 
