@@ -181,38 +181,39 @@ class BlockPool:
         content.ensure_hashes(end)
         if not self.prefix_caching or (first and not blocks[first - 1].cached):
             return
-        hashes, fingerprint = content.hashes, content.fingerprint
+        hashes, index = content.hashes, first
         parent_hash = hashes[first - 1] if first else content.root
-        cached_blocks, new = self._cached_blocks, first
-        for index in range(first, end):
-            block, block_hash = blocks[index], hashes[index]
-            cached_block = cached_blocks.get(block_hash)
-            if cached_block is None:
+        find_or_add, new = self._cached_blocks.setdefault, first
+        marks = zip(hashes[first:end], content.list_fingerprints(first, end), strict=True)
+        for block, (block_hash, fingerprint) in zip(blocks[first:end], marks, strict=True):
+            cached_block = find_or_add(block_hash, block)
+            if cached_block is block and not block.cached:
                 block.block_hash, block.parent_hash = block_hash, parent_hash
-                block.fingerprint, block.cached, block.hits = fingerprint(index), True, 0
-                cached_blocks[block_hash] = block
+                block.fingerprint, block.cached, block.hits = fingerprint, True, 0
             else:
                 self._add_stored(content, new, index)
                 new = index + 1
-                if cached_block.fingerprint != fingerprint(index):
+                if cached_block.fingerprint != fingerprint:
                     return
                 if cached_block is not block:
                     self.reference((cached_block,))
                     self.release((block,))
                     blocks[index] = cached_block
             parent_hash = block_hash
+            index += 1
         self._add_stored(content, new, end)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference from each block of a chain, tail first. `blocks` is in chain order."""
         free, evictable = self._free_blocks, []
         for block in reversed(blocks):
-            block.ref_count -= 1
-            if not block.ref_count:
-                if block.cached:
-                    evictable.append(block)
-                else:
-                    free.append(block)
+            block.ref_count = count = block.ref_count - 1
+            if count:
+                continue
+            if block.cached:
+                evictable.append(block)
+            else:
+                free.append(block)
         self._evictable.add(evictable)
 
     def clear(self) -> int:
@@ -264,11 +265,11 @@ class BlockPool:
             self.registrations += end - first
 
     def _evict(self, count: int) -> None:
-        victims = self._evictable.pop(count)
+        victims, cached_blocks = self._evictable.pop(count), self._cached_blocks
         hashes = [block.block_hash for block in victims]
-        for block in victims:
+        for block, block_hash in zip(victims, hashes, strict=True):
             block.cached = False
-            del self._cached_blocks[block.block_hash]
+            del cached_blocks[block_hash]
         self._events.add_removed(*hashes)
         self._free_blocks += victims
         self.evictions += count

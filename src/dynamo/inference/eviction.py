@@ -116,14 +116,15 @@ class EvictionPolicy:
         first, end = run.at, min(run.at + count, len(run.blocks))
         if self._reuse_aware:
             lifetime, number, last_use = self._lifetime, self._victims, self._uses
-            for at, use in enumerate(run.uses[first:end], first):
+            at = first
+            for use in run.uses[first:end]:
                 if spared_use + lifetime < use:
-                    end = at
                     break
                 if number < LIFETIME_VICTIMS:
                     number += 1
                 lifetime += (last_use - use - lifetime) / number
-            self._lifetime, self._victims = lifetime, number
+                at += 1
+            self._lifetime, self._victims, end = lifetime, number, at
         victims += run.blocks[first:end]
         run.at = end
         run.drop(end - first)

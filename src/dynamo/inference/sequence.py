@@ -61,6 +61,10 @@ class SequenceContent(ABC):
         del block
         return 0
 
+    def list_fingerprints(self, first: int, end: int) -> Sequence[int]:
+        """Return those of the full blocks from `first` up to `end`."""
+        return (0,) * (end - first)
+
     @abstractmethod
     def append_token(self, token: int) -> None:
         """Add the token that was sampled next."""
@@ -112,6 +116,11 @@ class TokenContent(SequenceContent):
             else:
                 known += [hash(_KEY + ids[at : at + step]) for at in range(0, len(ids), step)]
         return known[block]
+
+    def list_fingerprints(self, first: int, end: int) -> Sequence[int]:
+        while len(self.fingerprints) < end:
+            self.fingerprint(len(self.fingerprints))
+        return self.fingerprints[first:end]
 
     def append_token(self, token: int) -> None:
         self.tokens.append(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +86,10 @@ class Replay:
         if self._plan.workers.lockstep:
             raise ConfigError("only the fast replay has ranks in lockstep", hint="add --fast")
         wall, cpu = time.perf_counter(), time.process_time()
-        log = run_in_virtual_time(lambda clock: self._replay(clock, conversations))
+        try:
+            log = run_in_virtual_time(lambda clock: self._replay(clock, conversations))
+        finally:
+            gc.unfreeze()
         took = (time.perf_counter() - wall, time.process_time() - cpu)
         return self._make_result(log, *took), log
 
@@ -117,6 +121,7 @@ class Replay:
             self._send_request = fleet.send if cluster.migrates else cluster.send
             self._schedule_changes()
             clock.on_time_advanced(lambda: self._on_clock_jump(cluster, log))
+            gc.freeze()  # else each collection visits the whole trace
             for conversation in conversations:
                 if conversation.start_s > clock.now() + SIMULTANEOUS_S:
                     await clock.sleep_until(conversation.start_s)
