@@ -36,7 +36,7 @@ from dynamo.operations.replay.replay import ReplayPlan
 from dynamo.operations.replay.workers import ReplayGroup, ReplayWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo_conformance.planner import ConnectorConformance, Settle
 

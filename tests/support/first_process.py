@@ -29,7 +29,7 @@ from dynamo.library.kv_router import KvRouter
 from dynamo.runtime import deployment
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.planes import planes_of
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 
 SETTINGS = Settings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from dynamo.application.access import ApiKeys, CallerLimits, Cors, make_header_check
@@ -13,7 +14,8 @@ from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
 from dynamo.application.front_page import ROUTER_VIEW, FrontPage
 from dynamo.application.frontend_metrics import FrontendMetrics
-from dynamo.application.gateway import Gateway
+from dynamo.application.gateway import Gateway, UnloadedModel
+from dynamo.application.generation.deadlines import TIMEOUT_HEADER
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.large_bodies import LargeBodies
 from dynamo.application.messages.errors import ANTHROPIC_ERRORS
@@ -82,6 +84,7 @@ log = logging.getLogger(__name__)
 MESSAGES_PATH = "/v1/messages"
 """Errors below this path have Anthropic's format, all others OpenAI's."""
 FIRST_ERROR_STATUS = 400
+MIN_TIMEOUT_S = 0.001
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -223,7 +226,10 @@ class Application:
                 route = self._routes.find(request.method, request.path)
             if len(request.body) > LARGE_BODY_BYTES:
                 await self._large_bodies.check(request)
-            await route(exchange)
+            try:
+                await route(exchange)
+            except UnloadedModel as error:
+                await self._answer_when_loaded(exchange, route, error)
         except DynamoError as error:
             exchange.send_error(error)
         except RecursionError:
@@ -242,6 +248,23 @@ class Application:
             if response.ended:
                 status = exchange.error_status or response.status
             self._record_response(exchange, status, self._clock.now() - started)
+
+    async def _answer_when_loaded(
+        self, exchange: Exchange, route: Route, error: UnloadedModel
+    ) -> None:
+        """Answer a request whose model is loaded first. Its deadline stays."""
+        if (load := self._gateway.load) is None:
+            raise error
+        generation, request = self.generation, exchange.request
+        exchange.model, body = error.model, request.decoded_body
+        async with AsyncExitStack() as stack:
+            async with generation.open_context(exchange, error.model) as context:
+                started, timeout_s = self._clock.now(), context.timeout_s or 0.0
+                await stack.enter_async_context(load(error.model, timeout_s))
+                left_s = max(timeout_s - (self._clock.now() - started), MIN_TIMEOUT_S)
+            request.headers = {**request.headers, TIMEOUT_HEADER: b"%.3f" % left_s}
+            request.body, body = body, b""
+            await route(exchange)
 
     def on_error(self, error: DynamoError, request: Request, response: Response) -> None:
         """Answer a request that failed before `handle`, e.g. one with a malformed head."""

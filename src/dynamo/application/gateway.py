@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,18 @@ class ServedEmbeddingModel(msgspec.Struct, frozen=True):
     owned_by: str = "dynamo"
 
 
+class UnloadedModel(ModelNotReady):
+    """A request is for a model that is on demand and not open here. `Gateway.load` opens it."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model {model!r} is not loaded", retry_after_s=RETRY_AFTER_S)
+        self.model = model
+
+
+LoadModel = Callable[[str, float | None], AbstractAsyncContextManager[None]]
+"""(model, timeout_s): has a model on demand open during the block. Raises `DynamoError`."""
+
+
 M = TypeVar("M", bound=ServedModel | ServedEmbeddingModel)
 
 
@@ -65,7 +78,7 @@ class Gateway:
 
     `models` are in the order of `set_desired`, then of arrival, derived ones last.
     `context_tokens` is their longest context; 0 without models. `describe()` returns fields of
-    `/v1/models` by model, such as its state.
+    `/v1/models` by model, such as its state. `load` opens models that are on demand.
     """
 
     def __init__(self) -> None:
@@ -76,6 +89,8 @@ class Gateway:
         self._adapters: dict[str, Mapping[str, ServedModel]] = {}
         self._desired: Mapping[str, Sequence[str]] = {}
         self._pending: dict[str, str] = {}
+        self._unloaded: Mapping[str, bool] = {}
+        self.load: LoadModel | None = None
         self._no_models_reason = "no model has been announced yet"
         self.context_tokens = 0
         self._listeners: list[Callable[[], None]] = []
@@ -114,6 +129,21 @@ class Gateway:
         replace those that the model was announced with."""
         self._desired = desired
         self._update()
+
+    def set_unloaded(self, models: Mapping[str, bool]) -> None:
+        """Set the models that are on demand and not open, and whether each computes vectors."""
+        if models != self._unloaded:
+            self._unloaded = models
+            self._update()
+
+    def unloaded_names(self) -> Mapping[str, str]:
+        """Return all names of models that are on demand and not open, with their ids."""
+        return {
+            name: model
+            for model in self._unloaded
+            for name in (model, *self._desired.get(model, ()))
+            if name not in self.models and name not in self.embedding_models
+        }
 
     def remove(self, model: str) -> None:
         """Forget a model of this id and its adapters. Requests that have found it continue."""
@@ -156,7 +186,7 @@ class Gateway:
     @property
     def not_ready_reason(self) -> str:
         """Why no model is served; empty when one is."""
-        if self.models or self.embedding_models:
+        if self.models or self.embedding_models or self._unloaded:
             return ""
         if self._pending:
             return "; ".join(f"{name}: {reason}" for name, reason in self._pending.items())
@@ -164,7 +194,7 @@ class Gateway:
 
     def require_ready(self) -> None:
         """Raise `ModelNotReady` while there is no model."""
-        if not (self.models or self.embedding_models):
+        if not (self.models or self.embedding_models or self._unloaded):
             raise ModelNotReady(
                 f"no model is ready: {self.not_ready_reason}",
                 hint="try again in a moment; /health has details",
@@ -177,18 +207,23 @@ class Gateway:
         served = self.models.get(name)
         if served is not None:
             return name, served
-        if (pending := self._pending_model(name)) in self._pending:
+        pending = self._pending_model(name)
+        if pending in self._unloaded and not self._unloaded[pending]:
+            raise UnloadedModel(pending)
+        if pending in self._pending and pending not in self._unloaded:
             raise ModelNotReady(
                 f"model {name!r} is not ready: {self._pending[pending]}",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
-        if name in self.embedding_models or not self.models:
+        embeds = name in self.embedding_models or pending in self._unloaded
+        names = {**self.models, **self.unloaded_names()}
+        if embeds or not (self.models or False in self._unloaded.values()):
+            embedding = self.embedding_models or self._unloaded
             raise InvalidRequest(
                 f"{name!r} computes embeddings and no text"
-                if name in self.embedding_models
-                else "only embedding models are served here: "
-                + _format_names(self.embedding_models),
+                if embeds
+                else f"only embedding models are served here: {_format_names(embedding)}",
                 hint="use /v1/embeddings, or serve a model that generates text",
                 param="model",
             )
@@ -196,8 +231,8 @@ class Gateway:
             served = next(iter(self.models.values()))
             return served.names[0], served
         raise ModelNotFound(
-            f"there is no model {name[:200]!r}; served: {_format_names(self.models)}",
-            hint=nearest_name_hint(name[:200], self.models, "GET /v1/models lists them"),
+            f"there is no model {name[:200]!r}; served: {_format_names(names)}",
+            hint=nearest_name_hint(name[:200], names, "GET /v1/models lists them"),
             param="model",
         )
 
@@ -206,7 +241,8 @@ class Gateway:
         for model, aliases in self._desired.items():
             if name == model or name in aliases:
                 return model
-            if name == DEFAULT_MODEL and model not in self.embedding_models:
+            embeds = model in self.embedding_models or self._unloaded.get(model, False)
+            if name == DEFAULT_MODEL and not embeds:
                 return model
         return name
 
@@ -217,7 +253,12 @@ class Gateway:
         served = self.embedding_models.get(name)
         if served is not None:
             return name, served
-        if name in self._pending:
+        unloaded = self.unloaded_names().get(name, "")
+        if name == DEFAULT_MODEL and not self.embedding_models:
+            unloaded = next((model for model, embeds in self._unloaded.items() if embeds), "")
+        if self._unloaded.get(unloaded):
+            raise UnloadedModel(unloaded)
+        if name in self._pending and not unloaded:
             raise ModelNotReady(
                 f"model {name!r} is not ready: {self._pending[name]}", retry_after_s=RETRY_AFTER_S
             )
@@ -228,7 +269,7 @@ class Gateway:
         hint = "start one: `dynamo run in=http out=native minilm`"
         if self.embedding_models:
             hint = f"embedding models: {_format_names(self.embedding_models)}"
-        if name in self.models or name == DEFAULT_MODEL:
+        if name in self.models or unloaded or name == DEFAULT_MODEL:
             raise InvalidRequest(
                 f"{name[:200]!r} generates text and computes no embeddings",
                 hint=hint,

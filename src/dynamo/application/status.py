@@ -96,6 +96,8 @@ class ModelsHandler:
         data = [_model_body(name, served, states) for name, served in gateway.models.items()]
         embedding_models = gateway.embedding_models.items()
         data += [_model_body(name, served, states) for name, served in embedding_models]
+        unloaded = gateway.unloaded_names().items()
+        data += [_unloaded_body(name, model, states) for name, model in unloaded]
         exchange.send_value({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
@@ -103,11 +105,22 @@ class ModelsHandler:
         name = exchange.request.path.removeprefix("/v1/models/")
         states = self._gateway.describe()
         embedding_model = self._gateway.embedding_models.get(name)
+        if (unloaded := self._gateway.unloaded_names().get(name)) is not None:
+            exchange.send_value(_unloaded_body(name, unloaded, states))
+            return
         if embedding_model is not None:
             exchange.send_value(_model_body(name, embedding_model, states))
             return
         name, served = self._gateway.find(name)
         exchange.send_value(_model_body(name, served, states, tool_format=served.tool_format))
+
+
+def _unloaded_body(
+    name: str, model: str, states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the model object of a model on demand that is not open: its limits are unknown."""
+    body = {"id": name, "object": "model", "created": 0, "owned_by": "dynamo", "root": model}
+    return {**body, **states.get(model, {})}
 
 
 def _model_body(

@@ -24,7 +24,7 @@ from dynamo.core.settings.load import MODELS_KEY
 from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 
 if TYPE_CHECKING:
-    from dynamo.runtime.processes.child import ChildSpec
+    from dynamo.runtime.processes.child_spec import ChildSpec
 
 TEXT = "text"
 NONE = "none"

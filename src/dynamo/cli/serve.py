@@ -23,7 +23,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
-    from dynamo.runtime.processes.child import ChildSpec
+    from dynamo.runtime.processes.child_spec import ChildSpec
     from dynamo.services.deployment.plan import DeploymentPlan
     from dynamo.services.deployment.service_options import ServiceOptions
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Literal
 from urllib.parse import quote
 
 import msgspec
@@ -33,6 +35,23 @@ class KindRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
 
 
+LoadState = Literal["unloaded", "loading", "loaded", "leaving", "failed"]
+
+
+class LoadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that is loaded when it is wanted. A `leaving` one is loaded and ends its requests, so
+    that another one gets its memory: requests wait for its next load. `load_s`: the duration of the
+    last load, 0: unknown. A `failed` model is loaded again on request unless `backoff_s`, the
+    seconds until then, is above 0. `embeds`: its requests want vectors, and those of others text.
+    """
+
+    state: LoadState = "unloaded"
+    reason: str = ""
+    load_s: float = 0.0
+    backoff_s: float = 0.0
+    embeds: bool = False
+
+
 class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The record of a live supervisor, by kind of process such as `worker`.
 
@@ -40,7 +59,8 @@ class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     purpose. `start_s` is the duration of the last start. `failing` says why no process of a kind
     can be expected to serve. `kinds` is for those who change the numbers.
     `models` has the aliases of each model that is to be served in `namespace`, by its id: a model
-    that a record does not list any more was removed.
+    that a record does not list any more was removed. `on_demand` has those of them that run only
+    while they are wanted.
     """
 
     desired: dict[str, int] = {}
@@ -49,6 +69,7 @@ class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     kinds: dict[str, KindRecord] = {}
     models: dict[str, tuple[str, ...]] = {}
     namespace: str = ""
+    on_demand: dict[str, LoadRecord] = {}
 
 
 def supervisor_record_key(supervisor: str) -> str:
@@ -62,19 +83,31 @@ def removals_prefix(namespace: str, model: str) -> str:
     return f"/{namespace}/removals/{quote(model, safe='')}/"
 
 
+def uses_prefix(namespace: str) -> str:
+    """Return the prefix of the keys of frontends that have requests for a model which is loaded
+    when it is wanted; the model's id and the frontend's instance id follow. The value is `WAITING`
+    while a request is in flight that came before the model was loaded, else `IN_USE`."""
+    return f"/{namespace}/uses/"
+
+
+WAITING, IN_USE = b"waiting", b"in use"
+
+
 def supervised_kind(supervisor: str, kind: str) -> str:
     """Return the value of the capability `SUPERVISOR_KEY`."""
     return f"{supervisor}/{kind}"
 
 
 class SupervisorView:
-    """The records of all supervisors in discovery, by instance id."""
+    """The records of all supervisors in discovery, by instance id. `is_read` is set when they were
+    read for the first time."""
 
     def __init__(self, discovery: Discovery, clock: Clock) -> None:
         self._discovery = discovery
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
         self.records: dict[str, SupervisorRecord] = {}
+        self.is_read = asyncio.Event()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of the records."""
@@ -98,5 +131,6 @@ class SupervisorView:
             except DECODE_ERRORS as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("invalid record of a supervisor", extra={"fields": fields})
+        self.is_read.set()
         for listener in self._listeners:
             listener()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView
+from dynamo.runtime.supervisors import LoadRecord, LoadState, SupervisorRecord, SupervisorView
 
 State = Literal["loaded", "loading", "sleeping", "unloaded", "failed"]
 STATES: tuple[State, ...] = ("loaded", "loading", "sleeping", "unloaded", "failed")
+LOAD_ORDER: tuple[LoadState, ...] = ("loaded", "loading", "leaving", "unloaded", "failed")
 STARTING_TEXT = "its supervisor starts a worker"
 NO_WORKERS_TEXT = "its supervisor keeps no worker of it running"
 
@@ -24,7 +25,7 @@ class DesiredModels:
     """The aliases of each model that is to be served in a namespace, by the model's id.
 
     A model is removed when its supervisor lists it no more and no other one does. It stays when its
-    supervisor is gone, since that may come back.
+    supervisor is gone, since that may come back. `loads` has the models that are on demand.
     """
 
     def __init__(self, view: SupervisorView, namespace: str) -> None:
@@ -33,6 +34,7 @@ class DesiredModels:
         self._listed: dict[str, frozenset[str]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._states: dict[str, ModelState] = {}
+        self.loads: dict[str, LoadRecord] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
         self.removed: set[str] = set()
         view.on_change(self._on_records_changed)
@@ -49,6 +51,15 @@ class DesiredModels:
         """Return the state of a model without a worker that answers."""
         return self._states.get(model, ModelState("unloaded", NO_WORKERS_TEXT))
 
+    def _read_loads(self) -> dict[str, LoadRecord]:
+        """Return the models on demand. Of several supervisors, the first counts that serves one."""
+        loads: dict[str, LoadRecord] = {}
+        for record in self._records().values():
+            for model, load in record.on_demand.items():
+                other = loads.get(model, load)
+                loads[model] = min(other, load, key=lambda load: LOAD_ORDER.index(load.state))
+        return loads
+
     def _read_states(self) -> dict[str, ModelState]:
         states: dict[str, ModelState] = {}
         for record in self._records().values():
@@ -57,6 +68,10 @@ class DesiredModels:
                     states[described.model] = ModelState("loading", STARTING_TEXT)
                 elif reason := record.failing.get(kind):
                     states.setdefault(described.model, ModelState("failed", reason))
+        for model, load in self.loads.items():
+            states[model] = ModelState(
+                "loaded" if load.state == "leaving" else load.state, load.reason
+            )
         return states
 
     def _records(self) -> dict[str, SupervisorRecord]:
@@ -82,6 +97,7 @@ class DesiredModels:
             if model not in desired and model not in dropped
         }
         self.aliases = desired | orphans
+        self.loads = self._read_loads()
         self._states = self._read_states()
         for listener in self._listeners:
             listener()

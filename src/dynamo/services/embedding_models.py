@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
 import msgspec
@@ -35,7 +36,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
 from dynamo.services.catalogue import ModelOpener, ModelRecords
 from dynamo.services.desired_models import DesiredModels, ModelState
-from dynamo.services.model_removal import close_removed_model
+from dynamo.services.model_uses import ModelUses, close_removed_model
 from dynamo.services.model_watcher import ensure_file
 
 log = logging.getLogger(__name__)
@@ -56,10 +57,15 @@ class EmbeddingModelWatcher:
     """
 
     def __init__(
-        self, runtime: DistributedRuntime, gateway: Gateway, desired: DesiredModels
+        self,
+        runtime: DistributedRuntime,
+        gateway: Gateway,
+        desired: DesiredModels,
+        uses: ModelUses,
     ) -> None:
         self._runtime = runtime
         self._desired = desired
+        self._uses = uses
         self._gateway = gateway
         prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
         self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
@@ -131,7 +137,14 @@ class EmbeddingModelWatcher:
         client = await component.endpoint(EMBED_ENDPOINT).client(accepts)
         previous = self._open_models.get(card.names[0])
         self._open_models[card.names[0]] = (card, client)
-        processor = EmbeddingProcessor(card, encoder, client, runtime.clock)
+        name = card.names[0]
+
+        def hold(timeout_s: float | None) -> AbstractAsyncContextManager[None]:
+            if name not in self._desired.loads:
+                return nullcontext()
+            return self._uses.hold(name, timeout_s, lambda: bool(client.instances))
+
+        processor = EmbeddingProcessor(card, encoder, client, runtime.clock, hold)
         served = ServedEmbeddingModel(
             card.names, processor, card.created, card.context_tokens, card.dimensions
         )
@@ -157,9 +170,18 @@ class Embeddings(NamedTuple):
 
 
 class EmbeddingProcessor:
-    """Computes embeddings of one model: encodes texts here and calls the workers."""
+    """Computes embeddings of one model: encodes texts here and calls the workers. `hold` waits for
+    a worker of a model that is on demand."""
 
-    def __init__(self, card: EmbeddingCard, encoder: Encoder, client: Client, clock: Clock) -> None:
+    def __init__(
+        self,
+        card: EmbeddingCard,
+        encoder: Encoder,
+        client: Client,
+        clock: Clock,
+        hold: Callable[[float | None], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._hold = hold
         self._card = card
         self._encoder = encoder
         self._client = client
@@ -192,7 +214,8 @@ class EmbeddingProcessor:
             return True
 
         payload = msgspec.msgpack.encode(EmbedRequest(packed, dimensions))
-        await call_with_retries(self._client, payload, context, sink)
+        async with self._hold(context.timeout_s):
+            await call_with_retries(self._client, payload, context, sink)
         data = memoryview(b"".join(parts))
         if len(data) != width * len(packed):
             raise ProtocolError(f"{len(data)} bytes instead of {width * len(packed)} came back")

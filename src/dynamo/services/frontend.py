@@ -77,7 +77,9 @@ class FrontendService:
     def _watch_models(self, gateway: Gateway, application: Application) -> None:
         """Follow the models, and let those that are removed end their requests."""
         watcher, limits = self._model_watcher, application.generation.concurrency
-        embedding_models = EmbeddingModelWatcher(self._runtime, gateway, watcher.desired)
+        embedding_models = EmbeddingModelWatcher(
+            self._runtime, gateway, watcher.desired, watcher.uses
+        )
         watcher.other_states = embedding_models.states
 
         def take_requests(model: str) -> Callable[[], int]:
@@ -85,7 +87,8 @@ class FrontendService:
             return lambda: limit.running + limit.waiting if limit is not None else 0
 
         def report_models() -> None:
-            names = {name: model.names[0] for name, model in gateway.embedding_models.items()}
+            names = dict(gateway.unloaded_names())
+            names |= {name: model.names[0] for name, model in gateway.embedding_models.items()}
             names |= {name: model.names[0] for name, model in gateway.models.items()}
             self._runtime.report_models(names)
 

@@ -195,7 +195,7 @@ async def _open_replica_sync(pipeline: ModelPipeline, *, apply: bool) -> None:
 
 
 async def _open_starts(pipeline: ModelPipeline) -> None:
-    runtime, model = pipeline.runtime, pipeline.model
+    runtime, routing, model = pipeline.runtime, pipeline.routing, pipeline.model
     endpoint = runtime.namespace().component(WORKER_COMPONENT).endpoint(SLEEP_ENDPOINT)
     sleepers = await endpoint.client(
         lambda instance: sleep_level(instance) > 0 and instance.capabilities[MODEL_KEY] == model
@@ -204,7 +204,11 @@ async def _open_starts(pipeline: ModelPipeline) -> None:
     pipeline.sleeping = SleepingWorkers(pipeline.client, sleepers)
     pipeline.resources.push_async_callback(pipeline.sleeping.close)
     pipeline.starts = WorkerStarts(
-        pipeline.client, pipeline.routing.follow_supervisors(), runtime.clock, pipeline.sleeping
+        pipeline.client,
+        routing.follow_supervisors(),
+        runtime.clock,
+        pipeline.sleeping,
+        lambda: routing.predict_load(model),
     )
     pipeline.resources.callback(pipeline.starts.close)
 

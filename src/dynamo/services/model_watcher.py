@@ -14,6 +14,7 @@ from dynamo.application import Gateway, ServedModel
 from dynamo.application.gateway import MODELS_HEALTH_KEY
 from dynamo.core.context import Context
 from dynamo.core.errors import ModelUnavailable, NotFound, PlaneUnavailable, WorkerFailed
+from dynamo.core.tasks import wait_at_most
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.file_cache import FileRef, find_file, store_file
@@ -28,7 +29,7 @@ from dynamo.services.adapters import served_adapters
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.desired_models import ModelState
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
-from dynamo.services.model_removal import close_removed_model
+from dynamo.services.model_uses import ModelUses, close_removed_model
 from dynamo.services.routing import ProcessRouting
 
 
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 
 TakeRequests = Callable[[str], Callable[[], int]]
 POLL_INTERVAL_S = 0.02
+SUPERVISORS_TIMEOUT_S = 5.0
+"""A model is opened when the supervisors' records are read, at the latest after this time."""
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
 SLEEPING_TEXT = "a request wakes one of its workers"
@@ -98,6 +101,9 @@ class ModelWatcher:
                 "this deployment starts no workers", extra={"fields": {"engine.workers": 0}}
             )
         self.desired = routing.desired_models()
+        self.uses = ModelUses(runtime, gateway, self.desired)
+        gateway.load = self.uses.load
+        routing.predict_load = self.uses.predict
         self.desired.on_change(self._on_desired_change)
         self._catalogue = Catalogue(
             runtime, self.desired, self._open_model, self._close_model, self._set_pending
@@ -152,17 +158,19 @@ class ModelWatcher:
     async def _open_model(self, card: ModelCard) -> None:
         """Build the pipeline and processor of a card's model and serve it."""
         runtime, name = self._runtime, card.name
+        await wait_at_most(self._routing.follow_supervisors().is_read.wait(), SUPERVISORS_TIMEOUT_S)
         text_parts = None if card.tokenizer is None else await self._load_text_parts(card)
         pipeline = await open_model_pipeline(runtime, self._failure_detector, self._routing, card)
+        send = self.uses.track(name, pipeline.send)
         processor: ChatProcessor | TextProcessor
         if text_parts is None:
-            processor = TextProcessor(card, pipeline.send, runtime.settings.sampling)
+            processor = TextProcessor(card, send, runtime.settings.sampling)
         else:
             processor = await runtime.clock.offload(
                 ChatProcessor,
                 card,
                 *text_parts,
-                pipeline.send,
+                send,
                 runtime.settings.sampling,
                 runtime.clock,
             )
@@ -245,7 +253,10 @@ class ModelWatcher:
         states = {name: self.desired.state(name) for name in self.desired.aliases}
         for name, pipeline in self._pipelines.items():
             if reason := self._unreachable_reason(name):
-                states[name] = ModelState(self.desired.state(name).state, reason)
+                state = self.desired.state(name)
+                states[name] = (
+                    state if name in self.desired.loads else state._replace(reason=reason)
+                )
             elif pipeline.client.instances:
                 states[name] = ModelState("loaded")
             else:
@@ -263,7 +274,9 @@ class ModelWatcher:
         return described
 
     def _serves_any(self) -> bool:
-        """Whether a model has a worker, which may sleep."""
+        """Whether a model has a worker, which may sleep, or can be loaded."""
+        if any(not load.backoff_s for load in self.desired.loads.values()):
+            return True
         if any(each.client.instances or each.sleeping for each in self._pipelines.values()):
             return True
         return any(state.state == "loaded" for state in self.other_states().values())
@@ -295,6 +308,11 @@ class ModelWatcher:
         served = gateway.models.keys() | gateway.embedding_models.keys()
         for model in desired.aliases.keys() - served - self._pipelines.keys():
             gateway.set_pending(model, preparation or desired.state(model).reason)
+        gateway.set_unloaded(
+            {name: load.embeds for name, load in desired.loads.items() if name not in served}
+        )
+        if desired.loads and self._serves_any():
+            self._runtime.health.set_healthy(MODELS_HEALTH_KEY)
 
     def _close_model(self, name: str) -> None:
         """Close the pipeline of a removed model when its requests have ended."""
@@ -325,7 +343,7 @@ class ModelWatcher:
             self._gateway.set_pending(name, reason)
         else:
             self._gateway.set_no_models_reason(reason)
-        if not self._gateway.models:
+        if not (self._gateway.models or self._serves_any()):
             self._runtime.health.set_unhealthy(
                 MODELS_HEALTH_KEY, f"{name}: {reason}" if name else reason
             )

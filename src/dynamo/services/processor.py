@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
 import msgspec
 
 from dynamo.application import Gateway
-from dynamo.application.gateway import find_worker_model
+from dynamo.application.gateway import UnloadedModel, find_worker_model
 from dynamo.application.openai.service_chat import (
     ChatAnswerReply,
     ChatChunkReply,
@@ -46,7 +48,10 @@ class ProcessorEndpoints:
         await component.endpoint(spec.endpoints["answer"].name).serve(self._handle_answer)
 
     async def _handle_chat(self, payload: bytes, out: ResponseWriter) -> None:
-        request, processor = self._decode_request(payload)
+        async with self._read_request(payload, out.context) as (request, processor):
+            await self._chat(request, processor, out)
+
+    async def _chat(self, request: ChatRequest, processor: Any, out: ResponseWriter) -> None:
         head = {
             "id": f"chatcmpl-{out.context.request_id}",
             "created": int(self._runtime.clock.wall()),
@@ -60,18 +65,33 @@ class ProcessorEndpoints:
         await processor.chat(request, self._own_context(out.context), reply)
 
     async def _handle_answer(self, payload: bytes, out: ResponseWriter) -> None:
-        request, processor = self._decode_request(payload)
-        options = msgspec.structs.replace(request.options, n=1)
-        reply = ChatAnswerReply()
-        request = msgspec.structs.replace(request, options=options)
-        await processor.chat(request, self._own_context(out.context), reply)
-        out.send(_encode(reply.answer))
+        async with self._read_request(payload, out.context) as (request, processor):
+            options = msgspec.structs.replace(request.options, n=1)
+            reply = ChatAnswerReply()
+            single = msgspec.structs.replace(request, options=options)
+            await processor.chat(single, self._own_context(out.context), reply)
+            out.send(_encode(reply.answer))
 
     def _own_context(self, context: Context) -> Context:
         """Return the context with a unique id, since a service may make several calls under the id
         of one HTTP request."""
         own_id = f"{context.request_id}.{next(self._call_numbers)}"
         return msgspec.structs.replace(context, request_id=own_id)
+
+    @asynccontextmanager
+    async def _read_request(
+        self, payload: bytes, context: Context
+    ) -> AsyncIterator[tuple[ChatRequest, Any]]:
+        """Yield a request and its processor. Its model is loaded first, if it is on demand."""
+        async with AsyncExitStack() as stack:
+            try:
+                request = self._decode_request(payload)
+            except UnloadedModel as error:
+                if (load := self._gateway.load) is None:
+                    raise
+                await stack.enter_async_context(load(error.model, context.timeout_s))
+                request = self._decode_request(payload)
+            yield request
 
     def _decode_request(self, payload: bytes) -> tuple[ChatRequest, Any]:
         body = _decode(payload)

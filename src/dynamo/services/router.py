@@ -33,7 +33,7 @@ from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
-from dynamo.services.model_removal import close_removed_model
+from dynamo.services.model_uses import close_removed_model
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.routing_queries import RoutingQueries
 from dynamo.telemetry.metrics import Counter

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from dynamo.core.kv_events import split_worker_name
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisors import SupervisorView
+from dynamo.scheduling.admission.worker_starts import LoadPrediction
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
 from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
@@ -48,12 +49,14 @@ class ModelRouting(NamedTuple):
 
 
 class ProcessRouting:
-    """All models of this process as the router sees them, with recent decisions and samples."""
+    """All models of this process as the router sees them, with recent decisions and samples.
+    `predict_load(model)` returns when a model that is on demand will serve, None for others."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         """Raises `ConfigError` for an unknown or unusable `router.selector`."""
         settings = runtime.settings.router
         self._runtime = runtime
+        self.predict_load: Callable[[str], LoadPrediction | None] = lambda _: None
         self._models: dict[str, ModelRouting] = {}
         self._metrics: dict[str, ModelRegistry] = {}
         self._recorders: dict[str, RoutingRecorder] = {}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 
 

@@ -20,7 +20,7 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.processes import process_group
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.exit_status import (
     OOM_KILL_TEXT,

@@ -12,7 +12,7 @@ from tests.support.supervisors import control, serving
 
 from dynamo.core.errors import NotFound
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 
 Spec = Callable[..., ChildSpec]

@@ -15,7 +15,7 @@ from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, NotFound
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes import served_models
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.served_models import ModelSources
 from dynamo.runtime.processes.supervisor import Supervisor

@@ -17,7 +17,7 @@ from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.settings.reload import replace_setting
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import RunningTrial, trying
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.supervisor import Supervisor

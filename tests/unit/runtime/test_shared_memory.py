@@ -14,7 +14,7 @@ from tests.support.shared_memory import MemoryUsers, descriptors
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.shared_memory import (
     SEALS,

@@ -16,7 +16,8 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.process_record import describe_workers
 from dynamo.runtime.processes.standby import with_standbys

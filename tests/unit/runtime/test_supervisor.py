@@ -18,7 +18,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.exit_status import describe_exit
 from dynamo.runtime.processes.supervisor import PrefixedLogWriter, Supervisor
 
@@ -311,7 +311,7 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 from dynamo.core.settings import Settings
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes.exit_status import describe_exit
 from dynamo.runtime.processes.supervisor import Supervisor, run_supervisor

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.parent_pipe import ChildStart, ParentPipe
 from dynamo.runtime.processes.supervisor import Supervisor
 

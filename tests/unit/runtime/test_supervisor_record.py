@@ -17,7 +17,7 @@ from dynamo.communication.discovery import Discovery, RecordChange, open_discove
 from dynamo.core.clock import SystemClock
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment, add_waiting_children
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.supervisors import (
     SUPERVISORS_PREFIX,

@@ -14,7 +14,8 @@ from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.deployment import ChildStatus, Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes import watchdog as watchdog_module
-from dynamo.runtime.processes.child import HUNG_EXIT_TEXT, ChildSpec
+from dynamo.runtime.processes.child import HUNG_EXIT_TEXT
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.runtime.processes.watchdog import (
     HUNG_AFTER_S,

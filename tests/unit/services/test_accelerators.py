@@ -9,7 +9,7 @@ import pytest
 from tests.unit.services.test_model_groups import load
 
 from dynamo.core.errors import ConfigError
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.services.deployment import accelerators
 from dynamo.services.deployment.accelerators import (
     assign_cards,

@@ -21,7 +21,7 @@ from dynamo.operations.tuner.search import Recommendation
 from dynamo.operations.tuner.tuner import AutoTuner
 from dynamo.operations.tuner.verdict import TrialRules, TrialVerdict
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import RunningTrial
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.scheduling.request_record import RequestRecord

@@ -193,6 +193,7 @@ class GenerationHandler:
         options: TextOptions,
         prompts: int = 1,
     ) -> HttpReply:
+        exchange.request.decoded_body = b""
         deadlines, limit = self.deadlines, self.concurrency[exchange.model]
         metrics = self._metrics.for_model(exchange.model)
         usage_counter, started = UsageCounter(options.n), self._clock.now()
@@ -233,13 +234,14 @@ class GenerationHandler:
                 self.stories.end(usage_counter, tokens, missing, ended)
 
     @asynccontextmanager
-    async def open_context(self, exchange: Exchange) -> AsyncIterator[Context]:
-        """Hold a slot for a request that generates no text, until its deadline. Yields its context.
-        Raises `Overloaded`, `DeadlineExceeded` and `InvalidRequest`."""
+    async def open_context(self, exchange: Exchange, model: str = "") -> AsyncIterator[Context]:
+        """Hold a slot of a model for a request that generates no text or waits for the model, until
+        its deadline. Without a model, the slot is one for vectors. Yields its context. Raises
+        `Overloaded`, `DeadlineExceeded` and `InvalidRequest`."""
         deadlines = self.deadlines
         deadline = deadlines.start(self._clock.now(), exchange.request.headers)
         try:
-            async with self.concurrency[""].slot():
+            async with self.concurrency[model].slot():
                 remaining_s = deadline.expires_at - self._clock.now()
                 yield _make_context(exchange, remaining_s, passes_key=self._passes_key)
         except asyncio.CancelledError:

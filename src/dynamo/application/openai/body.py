@@ -45,7 +45,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     finally:
-        request.body = b""
+        request.body, request.decoded_body = b"", body
         if request.hold is not None and len(body) <= LARGE_BODY_BYTES:
             request.hold.release()
 

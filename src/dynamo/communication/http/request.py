@@ -27,10 +27,20 @@ class Request:
     """A request. Header names are lower-case bytes. `path` is percent-decoded.
 
     `body` and `keep_alive` are set when the body is complete. `hold` is the body's share of the
-    budget, if it has one.
+    budget, if it has one. `decoded_body` is a body that was decoded, until its request is sent on.
     """
 
-    __slots__ = ("body", "headers", "hold", "keep_alive", "method", "path", "query", "version")
+    __slots__ = (
+        "body",
+        "decoded_body",
+        "headers",
+        "hold",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+        "version",
+    )
 
     def __init__(
         self,
@@ -47,6 +57,7 @@ class Request:
             self.path, self.query = split_target(text)
         self.headers = headers
         self.body: bytes | bytearray = b""
+        self.decoded_body: bytes | bytearray = b""
         self.hold: BodyHold | None = None
         self.version = version
         self.keep_alive = False

@@ -139,7 +139,7 @@ def with_model_entry(
     of the sections. Raises `ConfigError`."""
     prefix = f"{MODELS_KEY}[{index}]."
     own: Any = merge_layers([entry], ModelEntrySettings, prefix).settings
-    model = ModelSettings(own.path, own.names, own.context_tokens, own.tool_format)
+    model = ModelSettings(*(getattr(own, name) for name in ModelSettings.__struct_fields__))
     model_settings = replace(settings, model=model, models=())
     if any(key in entry for key in ("engine.workers", *WORKER_COUNTS)):
         workers = 0 if any(key in entry for key in WORKER_COUNTS) else 1
@@ -164,15 +164,13 @@ def model_entry(model: Settings) -> ModelEntrySettings:
     groups = [
         [group] if group.replicas else [] for group in (model.workers.prefill, model.workers.decode)
     ]
+    own = {name: getattr(model.model, name) for name in ModelSettings.__struct_fields__}
     return ModelEntrySettings(
-        model.model.path,
-        model.model.names,
-        model.model.context_tokens,
-        model.model.tool_format,
-        model.engine,
-        model.cache,
-        (*groups[0], *model.prefill_workers),
-        (*groups[1], *model.decode_workers),
+        **own,
+        engine=model.engine,
+        cache=model.cache,
+        prefill_workers=(*groups[0], *model.prefill_workers),
+        decode_workers=(*groups[1], *model.decode_workers),
     )
 
 

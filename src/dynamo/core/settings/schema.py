@@ -265,6 +265,13 @@ class RuntimeSettings(SettingsSection, frozen=True):
     drain_s: float = setting(
         30.0, "time for requests in flight after SIGTERM", flag="--drain", unit="seconds", ge=0
     )
+    memory: int = setting(
+        0,
+        "memory that the workers of this host may use together; 0: what the host or its control "
+        "group has",
+        unit="bytes",
+        ge=0,
+    )
     lease_ttl: float = setting(
         30.0,
         "time after which a dead process is removed from discovery",
@@ -337,7 +344,7 @@ class Settings(SettingsSection, frozen=True):
             replace(
                 self,
                 model=ModelSettings(
-                    entry.path, entry.names, entry.context_tokens, entry.tool_format
+                    *(getattr(entry, name) for name in ModelSettings.__struct_fields__)
                 ),
                 engine=entry.engine,
                 cache=entry.cache,

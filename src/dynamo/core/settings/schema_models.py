@@ -7,6 +7,8 @@ from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 
+ALWAYS, ON_DEMAND = "always", "on_demand"
+
 
 class ModelSettings(SettingsSection, frozen=True):
     """The served model."""
@@ -36,6 +38,32 @@ class ModelSettings(SettingsSection, frozen=True):
         flag="--tool-format",
         aliases=("tool_call_parser",),
     )
+    load: str = setting(
+        ALWAYS,
+        "when its workers run: always, or on_demand: from its first request until `keep_alive` "
+        "after its last one, or until another model needs the memory",
+        flag="--load",
+        choices=(ALWAYS, ON_DEMAND),
+    )
+    keep_alive: float = setting(
+        600.0,
+        "with load on_demand: time without requests after which its workers end",
+        flag="--keep-alive",
+        unit="seconds",
+        ge=0,
+    )
+    memory: int = setting(
+        0,
+        "memory of each of its workers; 0: what its weights and a small cache need",
+        flag="--memory",
+        unit="bytes",
+        ge=0,
+    )
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether workers are started at the first request."""
+        return self.load == ON_DEMAND
 
 
 class ModelEntrySettings(ModelSettings, frozen=True):

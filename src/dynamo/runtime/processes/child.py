@@ -9,11 +9,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +20,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.exit_status import (
     count_oom_kills,
     describe_exit,
@@ -48,31 +47,6 @@ OUTPUT_GRACE_S = 0.2
 started in a session of its own may hold the pipe."""
 
 CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep alive. Processes with a lower `stop_order` stop first. With
-    `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
-    role needs beside the settings. `cards` are the accelerators that the process may use; without
-    any, its environment says which. `model` is the id of the model that a worker serves, "" if only
-    its server knows it. A `standby` process takes the place of another one that dies. `command`
-    replaces `dynamo _child ROLE` and gets the same standard input."""
-
-    role: str
-    name: str
-    settings: Settings
-    stop_order: int = 0
-    needs_preparation: bool = False
-    task: dict[str, Any] = {}
-    cards: tuple[str, ...] = ()
-    model: str = ""
-    command: tuple[str, ...] = ()
-    standby: bool = False
-
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The command line."""
-        return self.command or (sys.executable, "-P", "-m", "dynamo", "_child", self.role)
 
 
 class ChildProcess:

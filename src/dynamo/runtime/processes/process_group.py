@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
-from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.process_names import (
     DEFAULT_KIND,
     check_replicas,
@@ -19,6 +20,7 @@ from dynamo.runtime.processes.process_names import (
     kind_called,
     kind_of_process,
     kind_of_spec,
+    replica_spec,
     url_worker_kind,
     url_worker_spec,
 )
@@ -45,7 +47,8 @@ def _let_leave(children: Sequence[ChildProcess]) -> None:
 
 
 class ProcessGroup:
-    """Starts, stops and replaces children. `children` holds all of them in order of their start.
+    """Starts, stops and replaces children. `children` holds all of them in order of their start,
+    at first without those that are on demand.
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
     settings changed. `require_space` raises if the host has no room for another process.
     `on_removed` is called when a child has left."""
@@ -73,7 +76,7 @@ class ProcessGroup:
         self._run_tasks: dict[ChildProcess, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()
         self._child_changed = asyncio.Event()
-        self.children = [create_child(spec) for spec in specs]
+        self.children = [create_child(spec) for spec in specs if not spec.on_demand]
 
     def start(self) -> None:
         """Start all children."""
@@ -189,9 +192,9 @@ class ProcessGroup:
         """Return the number of workers that are to run."""
         return sum(child.spec.role == DEFAULT_KIND for child in self._staying)
 
-    def spec_of_model(self, model: str) -> ChildSpec:
-        """Return the spec of workers of a model."""
-        return next(spec for spec in self._specs.values() if spec.model == model)
+    def specs_of_model(self, model: str) -> Sequence[ChildSpec]:
+        """Return the processes of a model as the settings have them."""
+        return [spec for spec in self._specs_by_name.values() if spec.model == model]
 
     def require_new_names(self, specs: Sequence[ChildSpec]) -> None:
         """Raise `ConfigError` if a process of such a kind is there, or leaves."""
@@ -211,16 +214,21 @@ class ProcessGroup:
             await self._require_space()
             self.update_specs(specs)
             added = [self._start_new_child(spec) for spec in specs]
-        for child in added:
+        for child in [child for child in added if not child.spec.standby]:
             await self._wait_until_ready(child)
             progress(f"{child.spec.name} serves")
 
     async def remove_model(self, model: str, progress: ControlProgressCallback) -> None:
-        """Stop and remove all processes of a model."""
+        """Stop and remove all processes of a model, and forget it."""
         async with self._lock:
             for specs in (self._specs, self._specs_by_name):
                 for name in [name for name, spec in specs.items() if spec.model == model]:
                     del specs[name]
+        await self.stop_model(model, progress)
+
+    async def stop_model(self, model: str, progress: ControlProgressCallback) -> None:
+        """Stop and remove all processes of a model."""
+        async with self._lock:
             leaving = [c for c in self.children if c.desired and c.spec.model == model]
             _let_leave(leaving)
         await self._stop_leaving(leaving, progress)
@@ -269,8 +277,8 @@ class ProcessGroup:
             spec = self._specs.get(kind_of_process(old.spec.name), old.spec)
             if old.spec.settings.engine.urls:
                 spec = old.spec  # each has its own URL, which may not be in the settings
-            spec = with_values(spec, values or {})
-            new = self._start_new_child(self._replica_spec(spec, old.spec.name))
+            spec = replica_spec(with_values(spec, values or {}), old.spec.name, self._specs_by_name)
+            new = self._start_new_child(spec)
         await self._wait_until_ready(new)
         async with self._lock:
             old = serving_instead(old, new, self._staying)
@@ -292,7 +300,9 @@ class ProcessGroup:
         spec = replicas[0].spec if replicas else self._specs[kind]
         free_names = self._free_names(kind)
         try:
-            new_specs = [self._replica_spec(spec, next(free_names)) for _ in range(count)]
+            new_specs = [
+                replica_spec(spec, next(free_names), self._specs_by_name) for _ in range(count)
+            ]
         except ConfigError:
             if not self._leaving_of(kind):
                 raise
@@ -304,23 +314,6 @@ class ProcessGroup:
         used_names = {child.spec.name for child in self.children}
         names = (f"{kind}-{number}" for number in range(1, 1 << 20))
         return (name for name in names if name not in used_names)
-
-    def _replica_spec(self, spec: ChildSpec, name: str) -> ChildSpec:
-        """Return the spec of a replica with its own share of the devices. Raises `ConfigError` if
-        none is left for it."""
-        engine = spec.settings.engine
-        if not (engine.device_ids or spec.cards) or engine.urls:
-            return replace(spec, name=name)
-        own = self._specs_by_name.get(name)
-        if own is None or (spec.cards and not own.cards):
-            raise ConfigError(
-                f"no device is left for {name}",
-                hint="give device_ids more numbers and the start more workers",
-                param="engine.device_ids",
-            )
-        device_ids = own.settings.engine.device_ids
-        settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
-        return replace(spec, name=name, settings=settings, cards=own.cards)
 
     def _leaving_of(self, kind: str) -> list[asyncio.Task[None]]:
         """Return the tasks of children of a kind that drain."""

@@ -11,7 +11,8 @@ from dynamo.core.errors import ConfigError, NotFound
 from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+    from dynamo.runtime.processes.child import ChildProcess
+    from dynamo.runtime.processes.child_spec import ChildSpec
 
 DEFAULT_KIND = "worker"
 """The processes that a restart without a name replaces, and the role of all workers."""
@@ -88,3 +89,21 @@ def url_worker_spec(spec: ChildSpec, url: str, model: str, kv_events: str) -> Ch
     if not (model_settings.path or spec.settings.engine.kind == "openai"):
         model_settings = replace(model_settings, path=DEFAULT_MODEL.name)
     return replace(spec, settings=replace(spec.settings, engine=engine, model=model_settings))
+
+
+def replica_spec(spec: ChildSpec, name: str, specs: Mapping[str, ChildSpec]) -> ChildSpec:
+    """Return the spec of a replica with its own share of the devices, as `specs` have it by name.
+    Raises `ConfigError` if none is left for it."""
+    engine = spec.settings.engine
+    if not (engine.device_ids or spec.cards) or engine.urls:
+        return replace(spec, name=name)
+    own = specs.get(name)
+    if own is None or (spec.cards and not own.cards):
+        raise ConfigError(
+            f"no device is left for {name}",
+            hint="give device_ids more numbers and the start more workers",
+            param="engine.device_ids",
+        )
+    device_ids = own.settings.engine.device_ids
+    settings = replace(spec.settings, engine=replace(engine, device_ids=device_ids))
+    return replace(spec, name=name, settings=settings, cards=own.cards)

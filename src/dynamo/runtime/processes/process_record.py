@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from dynamo.communication.directory import WATCH_RETRY_S, RecordChange, follow_records
 from dynamo.communication.discovery import Discovery, open_discovery
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
@@ -193,6 +194,37 @@ class SupervisorDiscovery:
 
     async def _list_keys(self, prefix: str) -> Sequence[str]:
         return list(await (await self._open()).get(prefix))
+
+    def follow(self, prefix: str, on_state: Callable[[Mapping[str, bytes]], None]) -> None:
+        """Call `on_state` on this loop with the records below a prefix, by the rest of their keys,
+        now and after each change."""
+        loop = asyncio.get_running_loop()
+
+        def publish(state: Mapping[str, bytes]) -> None:
+            with suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(on_state, state)
+
+        self._submit(partial(self._follow, prefix, publish))
+
+    async def _follow(self, prefix: str, publish: Callable[[Mapping[str, bytes]], None]) -> None:
+        state: dict[str, bytes] = {}
+
+        def apply(batch: Sequence[RecordChange], replaces: bool) -> None:
+            if replaces:
+                state.clear()
+            for change in batch:
+                state.pop(key := change.key.removeprefix(prefix), None)
+                if change.value is not None:
+                    state[key] = change.value
+            publish(state.copy())
+
+        while True:
+            try:
+                await follow_records(await self._open(), prefix, apply, SystemClock())
+            except (DynamoError, OSError) as error:  # the plane cannot be opened
+                fields = {"prefix": prefix, "error": str(error)}
+                log.warning("records cannot be followed yet", extra={"fields": fields})
+            await asyncio.sleep(WATCH_RETRY_S)
 
     async def close(self) -> None:
         """Withdraw the records. Records that could not be deleted expire with their leases."""

@@ -13,7 +13,8 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings.reload import SettingChange, apply_reload
 from dynamo.core.tasks import wait_at_most
-from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_names import kind_of_process
 from dynamo.telemetry.logs import set_levels

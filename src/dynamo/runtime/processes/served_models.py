@@ -10,7 +10,8 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError, DynamoError, NotFound, nearest_name_hint
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
+from dynamo.runtime.processes.model_loader import ModelLoader
 from dynamo.runtime.processes.process_group import ControlProgressCallback, ProcessGroup
 from dynamo.runtime.supervisors import removals_prefix
 
@@ -50,6 +51,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
 class ServedModels:
     """The models of a supervisor by id, each with its aliases, in order of the settings.
 
+    `specs` are the processes of the start, and `loader` loads those models that are on demand.
     `on_change` announces them. `list_keys` returns the keys of discovery below a prefix. Models
     that only a server's URL names are not listed.
     """
@@ -57,6 +59,8 @@ class ServedModels:
     def __init__(
         self,
         group: ProcessGroup,
+        loader: ModelLoader,
+        specs: Sequence[ChildSpec],
         sources: ModelSources | None,
         namespace: str,
         drain_s: float,
@@ -66,6 +70,7 @@ class ServedModels:
         list_keys: Callable[[str], Awaitable[Sequence[str]]],
     ) -> None:
         self._group = group
+        self._loader = loader
         self._sources = sources
         self._namespace = namespace
         self._drain_s = drain_s
@@ -74,8 +79,8 @@ class ServedModels:
         self._list_keys = list_keys
         self._saving = asyncio.Lock()
         self.aliases: dict[str, tuple[str, ...]] = {}
-        for child in group.children:
-            self._list(child.spec)
+        for spec in specs:
+            self._list(spec)
 
     def _list(self, spec: ChildSpec) -> None:
         if spec.model:
@@ -85,7 +90,7 @@ class ServedModels:
         self, entry: Mapping[str, Any], progress: ControlProgressCallback, *, save: bool
     ) -> None:
         """Start the workers of an entry of `models`, and wait until they serve. If one cannot
-        start, all are stopped and the error is raised."""
+        start, all are stopped and the error is raised. A model on demand is only listed."""
         sources = self._require_sources()
         specs = await sources.make_specs(entry, self._group.count_workers())
         spec = specs[0]
@@ -93,9 +98,13 @@ class ServedModels:
             self._require_free(name)
         self._group.require_new_names(specs)
         self._list(spec)
+        if spec.on_demand:
+            self._group.update_specs(specs)
+            self._loader.add(specs)
         self._on_change()
         try:
-            await self._group.start_model(specs, progress)
+            if not spec.on_demand:
+                await self._group.start_model(specs, progress)
             await self._wait_for_frontends(spec.model, spec.model)
         except BaseException:
             if spec.model in self.aliases:  # else a command has removed the model
@@ -103,7 +112,7 @@ class ServedModels:
             raise
         if spec.model not in self.aliases:
             raise NotFound(f"{spec.model} was removed while it was added")
-        progress(f"{spec.model} is served")
+        progress(f"{spec.model} is " + ("loaded when wanted" if spec.on_demand else "served"))
         if save:
             until = f"{spec.model} is served until the deployment ends"
             progress(f"{await self._save(entry, '', until)} has the model")
@@ -145,6 +154,7 @@ class ServedModels:
 
     async def _forget(self, model: str, progress: ControlProgressCallback) -> None:
         self.aliases.pop(model, None)
+        self._loader.forget(model)
         await self._group.remove_model(model, progress)
         self._on_change()
 
@@ -205,7 +215,9 @@ class ServedModels:
         state = "loaded" if ready else "failed" if reason else "loading" if desired else "unloaded"
         if state == "loading" and any(child.sleeping for child in children):
             state = "sleeping"
-        spec = children[0].spec if children else self._group.spec_of_model(model)
+        elif not ready and (load := self._loader.records.get(model)) is not None:
+            state, reason = load.state, load.reason
+        spec = children[0].spec if children else self._group.specs_of_model(model)[0]
         settings = spec.settings
         return ModelStatus(
             model,

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 from msgspec.structs import replace
@@ -23,10 +24,13 @@ from dynamo.runtime.deployment import (
 )
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
-from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_logs import PrefixedLogWriter
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
+from dynamo.runtime.processes.host_memory import HostMemory
+from dynamo.runtime.processes.model_loader import ModelLoader
 from dynamo.runtime.processes.parent_pipe import ChildReport
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.process_record import (
@@ -43,7 +47,7 @@ from dynamo.runtime.processes.standby import take_over
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.runtime.shared_memory import SharedMemoryBroker
-from dynamo.runtime.supervisors import KindRecord, supervisor_record_key
+from dynamo.runtime.supervisors import KindRecord, supervisor_record_key, uses_prefix
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import LogStream
 
@@ -109,7 +113,8 @@ class Supervisor:
         self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
         self._group = self._create_group(specs)
-        self._models = self._create_models(models)
+        self._loader = self._create_loader(settings, specs)
+        self._models = self._create_models(models, specs)
         self._control = ControlServer(self._group, self._models, deployment.folder)
         self.children = self._group.children
 
@@ -139,6 +144,7 @@ class Supervisor:
                     tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
                     tasks.start(refresh, "process record"),
                     tasks.start(self._disk_space.watch(), "disk space"),
+                    tasks.start(self._loader.run(), "model loader"),
                     tasks.start(watch_children(self.children, self._clock), "watchdog"),
                 ]
                 await self._wait_for_stop()
@@ -261,9 +267,21 @@ class Supervisor:
             self._on_child_removed,
         )
 
-    def _create_models(self, sources: ModelSources | None) -> ServedModels:
+    def _create_loader(self, settings: Settings, specs: Sequence[ChildSpec]) -> ModelLoader:
+        memory = HostMemory(settings.runtime.memory)
+        follow = partial(self._discovery.follow, uses_prefix(settings.runtime.namespace))
+        announce = self._announce_processes
+        loader = ModelLoader(self._group, memory, self._clock, self._tasks, follow, announce)
+        loader.add(specs)
+        return loader
+
+    def _create_models(
+        self, sources: ModelSources | None, specs: Sequence[ChildSpec]
+    ) -> ServedModels:
         return ServedModels(
             self._group,
+            self._loader,
+            specs,
             sources,
             self._record_writer.record.namespace,
             self._drain_s,
@@ -302,8 +320,10 @@ class Supervisor:
             self.failure = child.report
             self._stop_requested.set()
         self._group.on_child_change()
+        self._loader.on_child_change()
         if self.failure is None and all(
-            child.ready or child.start_error or child.spec.standby for child in self.children
+            child.ready or child.start_error or child.spec.standby or child.spec.on_demand
+            for child in self.children
         ):
             self.ready.set()
         self._record_child_status()
@@ -312,7 +332,7 @@ class Supervisor:
     def _needs(self, child: ChildProcess) -> bool:
         """Whether the deployment cannot start without a child. A child that is added later is not
         needed, nor are those of a model beside others."""
-        if self.ready.is_set():
+        if self.ready.is_set() or child.spec.on_demand:
             return False
         startable = {each.spec.model for each in self.children if not each.start_error}
         return not child.spec.model or not startable - {child.spec.model, ""}
@@ -333,7 +353,8 @@ class Supervisor:
         """Announce in discovery which workers this supervisor keeps running."""
         record = describe_workers(self.children, self._start_s, self._kinds)
         namespace = self._record_writer.record.namespace
-        record = replace(record, models=self._models.aliases, namespace=namespace)
+        models, on_demand = self._models.aliases, self._loader.records
+        record = replace(record, models=models, namespace=namespace, on_demand=on_demand)
         self._discovery.announce(supervisor_record_key(self._record_writer.record.instance), record)
 
     async def _refresh_announcements(self) -> None:

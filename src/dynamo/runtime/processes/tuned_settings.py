@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
 from dynamo.core.settings.reload import replace_setting
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.process_names import kind_of_spec
 
 Values = Mapping[str, Any]

@@ -17,7 +17,8 @@ from dynamo.inference.engines.arguments import ENGINE_TABLES, PassedSetting
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
 from dynamo.inference.torch.device import wants_card
 from dynamo.runtime.deployment import live_processes
-from dynamo.runtime.processes.child import CARDS_VARIABLE, ChildSpec
+from dynamo.runtime.processes.child import CARDS_VARIABLE
+from dynamo.runtime.processes.child_spec import ChildSpec
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference.engines.choice import with_engine
 from dynamo.models.file_cache import atomic_replacement
 from dynamo.models.location import locate_model
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.services.deployment.accelerators import assign_cards
 from dynamo.services.deployment.model_groups import (
     group_specs,

@@ -20,7 +20,7 @@ from dynamo.core.values import worker_role
 from dynamo.inference.engines.choice import log_choices
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.parent_pipe import ParentPipe
 from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.reload import SettingsReloader
@@ -146,7 +146,7 @@ def serve(
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
-        check_open_files(len(processes))
+        check_open_files(sum(not spec.on_demand for spec in processes))
         check_standby_memory(processes)
         log_choices()
         supervisor = Supervisor(

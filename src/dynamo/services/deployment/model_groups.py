@@ -20,8 +20,8 @@ from dynamo.core.settings.schema_engine import AUTO
 from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 from dynamo.inference.engines.choice import with_engine
 from dynamo.inference.engines.packages import CARD_ENGINES, package_kind
-from dynamo.models.location import locate_model
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.models.location import computes_embeddings, locate_model
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.process_names import check_replicas
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,15 @@ def model_id(settings: Settings) -> str:
     with suppress(ModelUnavailable):  # the start says so
         return next(iter(model_names(settings)), "")
     return ""
+
+
+def serves_embeddings(settings: Settings) -> bool:
+    """Whether a model that is on demand computes vectors. False for others, whose cards say it."""
+    if not settings.model.on_demand or lacks_tokenizer(settings):
+        return False
+    with suppress(ModelUnavailable):  # the start says so
+        return computes_embeddings(settings.model.path)
+    return False
 
 
 def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
@@ -318,6 +327,7 @@ def group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
             stop_order=order,
             needs_preparation=group.role == "worker",
             model=group.model,
+            embeds=serves_embeddings(group.settings),
         )
         for order, group in enumerate(group for group in groups if group.replicas)
         for index, name in enumerate(replica_names(group.name, group.replicas))

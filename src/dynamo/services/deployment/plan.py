@@ -14,7 +14,7 @@ from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 from dynamo.core.settings.load import BESIDE_GROUPS, MODELS_KEY
 from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.inference.engines.choice import with_engine
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
 from dynamo.sdk.decorators import builtin_service, role_of, spec_of
@@ -36,6 +36,7 @@ from dynamo.services.deployment.model_groups import (
     replica_names,
     replica_settings,
     role_groups,
+    serves_embeddings,
     shared_settings,
     unique_model_names,
 )
@@ -206,6 +207,7 @@ def process_specs(plan: DeploymentPlan, settings: Settings) -> list[ChildSpec]:
             needs_preparation=process.role == "worker",
             task=_user_service_task(process),
             model=process.model,
+            embeds=serves_embeddings(process.settings),
         )
         for order, process in enumerate(plan.processes)
         for index, name in enumerate(replica_names(process.name, process.replicas))

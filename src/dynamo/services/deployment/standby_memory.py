@@ -9,7 +9,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.inference.native.engine_sizing import available_memory_bytes
-from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec
 
 PROCESS_BYTES = 64 << 20
 """A process without weights and with empty KV blocks, which take memory when they are written."""

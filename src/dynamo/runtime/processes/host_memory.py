@@ -1,0 +1,28 @@
+"""The memory of a host, which its workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.runtime.processes.child_spec import ChildSpec
+
+
+class HostMemory:
+    """Compares what processes need with the memory that all of them may use together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+
+    def lack_of(self, specs: Sequence[ChildSpec], others: Sequence[ChildSpec]) -> str:
+        """Return what processes lack beside others, with the numbers, or "" if they fit."""
+        needed, used = _sum(specs), _sum(others)
+        if not self._limit_bytes or needed + used <= self._limit_bytes:
+            return ""
+        return (
+            f"its workers need {needed >> 20} MiB, others have {used >> 20} MiB of the "
+            f"{self._limit_bytes >> 20} MiB of runtime.memory"
+        )
+
+
+def _sum(specs: Sequence[ChildSpec]) -> int:
+    return sum(spec.settings.model.memory for spec in specs)
