@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedModel
-from dynamo.core.errors import ModelNotFound, ModelNotReady
+from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedModel, UnloadedModel
+from dynamo.core.errors import InvalidRequest, ModelNotFound, ModelNotReady
 
 
 def served(*names: str, context_tokens: int = 100, parent: str = "") -> ServedModel:
@@ -75,3 +75,47 @@ def test_an_embedding_model_is_no_default_for_text() -> None:
     assert gateway.find(None)[0] == "a"
     gateway.remove("vectors")
     assert not gateway.embedding_models
+
+
+def on_demand(**models: bool) -> Gateway:
+    """Return a gateway with models that are not loaded, and whether each computes vectors."""
+    gateway = Gateway()
+    gateway.set_desired({name: (f"{name}-alias",) for name in models})
+    for name in models:
+        gateway.set_pending(name, "")
+    gateway.set_unloaded(models)
+    return gateway
+
+
+def test_models_on_demand_are_found_by_all_their_names() -> None:
+    gateway = on_demand(a=False, b=False)
+    assert gateway.not_ready_reason == ""
+    for name, model in (("a", "a"), ("b-alias", "b"), (None, "a"), ("default", "a")):
+        with pytest.raises(UnloadedModel) as got:
+            gateway.find(name)
+        assert got.value.model == model
+    with pytest.raises(ModelNotFound, match="served: 'a', 'a-alias', 'b', 'b-alias'"):
+        gateway.find("c")
+    gateway.add(served("a"))
+    gateway.set_unloaded({"b": False})
+    assert gateway.find(None)[0] == "a"
+    assert dict(gateway.unloaded_names()) == {"b": "b", "b-alias": "b"}
+
+
+def test_a_model_on_demand_is_not_loaded_for_a_request_that_it_cannot_answer() -> None:
+    gateway = on_demand(vectors=True, a=False)
+    for name in ("vectors", "vectors-alias"):
+        with pytest.raises(InvalidRequest, match="computes embeddings and no text"):
+            gateway.find(name)
+    for name in ("a", "a-alias"):
+        with pytest.raises(InvalidRequest, match="generates text and computes no embeddings"):
+            gateway.find_embedding_model(name)
+    for name in (None, "default", "vectors", "vectors-alias"):
+        with pytest.raises(UnloadedModel) as got:
+            gateway.find_embedding_model(name)
+        assert got.value.model == "vectors"
+    with pytest.raises(UnloadedModel) as got:
+        gateway.find(None)
+    assert got.value.model == "a"
+    with pytest.raises(InvalidRequest, match="only embedding models are served here: 'vectors'"):
+        on_demand(vectors=True).find(None)

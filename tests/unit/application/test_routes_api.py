@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -349,3 +351,35 @@ def test_completion_logprobs_name_partial_characters_by_bytes() -> None:
     assert logprobs.top_logprobs == [
         {"bytes:\\xf0\\x9f": -0.5, "bytes:\\xe6": -1.0, "\ufffd": -2.0, "bytes:\\x98": -3.0}
     ]
+
+
+async def test_a_model_on_demand_is_listed_and_opened_for_a_request(
+    site: Any, connect: Any
+) -> None:
+    waits: list[tuple[str, float]] = []
+
+    @asynccontextmanager
+    async def load(model: str, timeout_s: float | None) -> AsyncIterator[None]:
+        waits.append((model, timeout_s or 0.0))
+        if model == "late":
+            site.add("late")
+        site.gateway.set_unloaded({"broken": False} if model == "late" else {})
+        yield
+
+    site.gateway.set_desired({"words": ("spoken",), "late": ("soon",), "broken": ()})
+    site.gateway.describe = lambda: {"late": {"status": {"value": "unloaded"}}}
+    site.gateway.set_unloaded({"late": False, "broken": False})
+    site.gateway.load = load
+    listed = (await get(connect, site, "/v1/models")).json["data"]
+    assert [model["id"] for model in listed] == ["words", "spoken", "late", "soon", "broken"]
+    soon = (await get(connect, site, "/v1/models/soon")).json
+    assert (soon["root"], soon["status"]) == ("late", {"value": "unloaded"})
+    assert waits == [], "nothing is loaded for a look"
+    chat = {"model": "soon", "messages": [{"role": "user", "content": "x"}]}
+    answer = await get(connect, site, "/v1/chat/completions", "POST", chat)
+    assert (answer.status, answer.json["model"]) == (200, "soon")
+    ((model, timeout_s),) = waits
+    assert (model, timeout_s) == ("late", pytest.approx(300, abs=1))
+    assert site.application.generation.concurrency.running == 0
+    answer = await get(connect, site, "/v1/completions", "POST", {"model": "broken", "prompt": "x"})
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")

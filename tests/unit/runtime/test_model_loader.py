@@ -315,7 +315,7 @@ async def test_two_in_demand_take_turns_and_each_serves_its_queue(small: Host) -
         await small.settle(LONG_S)
         assert small.states == {name: "loaded", other: "unloaded"}, "its queue is not served"
         await small.use(**{name: IN_USE})
-        await small.settle(QUIET_S)
+        await small.settle(2 * QUIET_S)
         await small.use(**{name: WAITING})
         await small.complete_stop(name)
     assert small.processes.started == ["a", "b", "a", "b"]

@@ -18,9 +18,9 @@ from dynamo.runtime.supervisors import WAITING, LoadRecord, LoadState
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
+TICK_S = 0.2
 """Times and calls of workers are compared this often while a model is loaded or wanted."""
-QUIET_S = 1.0
+QUIET_S = 0.6
 """A model that has to leave gets no further requests, and is stopped when its workers had no call
 for this time."""
 FIRST_RETRY_S, MAX_RETRY_S = 2.0, 60.0
