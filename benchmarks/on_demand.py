@@ -107,7 +107,7 @@ class Host:
         return [
             record.pid
             for deployment in live_deployments()
-            if deployment.id == str(self.port)
+            if deployment.id == f"http-{self.port}"
             for record in deployment.live_processes()
             if record.role == role and state in {"", record.state}
         ]

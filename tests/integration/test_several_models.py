@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,25 @@ def change_models(deployment: Deployment, model: Path, file: Path) -> None:
     assert {status for _, status in answers} == {200}
 
 
+def load_on_demand(deployment: Deployment, model: Path) -> None:
+    """Add a model on demand, which is loaded by requests at once, leaves, and comes again."""
+    added = ("add", model, "out=mock", "--model-name", "rare", "--load", "on_demand")
+    code, output = dynamo(deployment, *added, "--keep-alive", "0")
+    assert (code, output.splitlines()[-1]) == (0, "rare is loaded when wanted")
+    assert models(deployment)["rare"] == ([], "unloaded", 0)
+    assert ask(deployment, "", "/v1/models/rare")[1]["status"] == {"value": "unloaded"}
+    assert ask(deployment, "rare", "/v1/models/rare")[1]["status"] == {"value": "unloaded"}
+    for _ in range(2):  # the second time, the frontend knows the model
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda _: ask(deployment, "rare")[0], range(8))
+            assert set(answers) == {200}
+        until(lambda: models(deployment)["rare"] == ([], "unloaded", 0))
+    log = deployment.log.read_text()
+    assert log.count("a model is loaded model=rare") == 2
+    assert dynamo(deployment, "remove", "rare")[0] == 0
+    assert ask(deployment, "rare")[0] == 404
+
+
 def check_refusals(deployment: Deployment, model: Path) -> None:
     """Check that wrong names, paths, engines and flags are refused."""
     for words, error in (
@@ -151,6 +171,7 @@ def test_models_come_and_go_beside_each_other(
     assert 'dynamo_model_state{model="small",state="loaded"} 1' in metrics
     assert 'dynamo_admission_waiting_requests{model="qwen"} 0' in metrics
 
+    load_on_demand(deployment, tiny_model)
     check_refusals(deployment, tiny_model)
     assert "the default model is small now" in dynamo(deployment, "remove", "qwen")[1]
     assert ask(deployment, "default")[1]["model"] == "small"
