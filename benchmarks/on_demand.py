@@ -99,8 +99,8 @@ class Host:
 
     def loads_s(self) -> list[float]:
         """Return how long each load took."""
-        found = re.findall(r"a model is loaded model=\w+ seconds=(\S+)", self.log.read_text())
-        return [float(seconds) for seconds in found]
+        times = re.findall(r"a model is loaded model=\w+ seconds=(\S+)", self.log.read_text())
+        return list(map(float, times))
 
     def processes(self, role: str, state: str = "") -> list[int]:
         """Return the pids of the processes of a role."""

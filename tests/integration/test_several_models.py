@@ -89,7 +89,7 @@ def change_models(deployment: Deployment, model: Path, file: Path) -> None:
         before = file.read_text()
         added = ("add", model, "out=mock", "--model-name", "third", "--save")
         code, output = dynamo(deployment, *added)
-        assert (code, output.splitlines()[-1]) == (0, "third is served")
+        assert (code, output.splitlines()[-2:]) == (0, ["third is served", f"{file} has the model"])
         assert '"names":["third"]' in file.read_text()
         assert ask(deployment, "third")[0] == 200
         assert dynamo(deployment, "models", "--alias", "chat=third")[0] == 0
@@ -97,7 +97,7 @@ def change_models(deployment: Deployment, model: Path, file: Path) -> None:
         assert dynamo(deployment, "models", "--alias", "chat=small")[0] == 0
         assert dynamo(deployment, "scale", "small=2")[0] == 0
         code, output = dynamo(deployment, "remove", "third", "--save")
-        assert (code, output.splitlines()[-1]) == (0, "third is removed")
+        assert (code, output.splitlines()[-1]) == (0, f"{file} lacks the model")
         assert file.read_text() == before
     assert {status for _, status in answers} == {200}
 
