@@ -72,7 +72,7 @@ class WorkerService:
             await _serve_embeddings(runtime, files)
             return
         card = make_card(files, settings)
-        memory_bytes = available_memory_bytes(settings.worker_count)
+        memory_bytes = settings.model.memory or available_memory_bytes(settings.worker_count)
         inputs = EngineInputs(
             settings, card, files, runtime.clock, memory_bytes, runtime.shared_memory
         )

@@ -10,6 +10,14 @@ import msgspec
 from dynamo.core.settings import Settings
 
 
+class MemoryNeed(msgspec.Struct, frozen=True):
+    """The memory of a process: its own, and what it shares with others of the same `shared_key`."""
+
+    own_bytes: int = 0
+    shared_bytes: int = 0
+    shared_key: str = ""
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep alive. Processes with a lower `stop_order` stop first. With
     `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
@@ -30,6 +38,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     standby: bool = False
     embeds: bool = False
+    memory: MemoryNeed = MemoryNeed()
 
     @property
     def on_demand(self) -> bool:

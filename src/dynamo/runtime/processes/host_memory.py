@@ -15,14 +15,18 @@ class HostMemory:
 
     def lack_of(self, specs: Sequence[ChildSpec], others: Sequence[ChildSpec]) -> str:
         """Return what processes lack beside others, with the numbers, or "" if they fit."""
-        needed, used = _sum(specs), _sum(others)
+        used = _sum(others)
+        needed = _sum([*others, *specs]) - used
         if not self._limit_bytes or needed + used <= self._limit_bytes:
             return ""
         return (
-            f"its workers need {needed >> 20} MiB, others have {used >> 20} MiB of the "
-            f"{self._limit_bytes >> 20} MiB of runtime.memory"
+            f"its workers need {needed >> 20} MiB, and {used >> 20} MiB of the "
+            f"{self._limit_bytes >> 20} MiB for workers are taken (runtime.memory)"
         )
 
 
 def _sum(specs: Sequence[ChildSpec]) -> int:
-    return sum(spec.settings.model.memory for spec in specs)
+    """Return the memory of processes. Shared memory counts once."""
+    needs = [spec.memory for spec in specs]
+    shared = {need.shared_key: need.shared_bytes for need in needs}
+    return sum(need.own_bytes for need in needs) + sum(shared.values())

@@ -10,7 +10,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from dynamo.core.clock import Backoff, Clock
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_spec import ChildSpec
@@ -136,6 +136,15 @@ class ModelLoader:
                 model.uses = self._uses.get(spec.model, {})
                 self.records[spec.model] = LoadRecord(embeds=spec.embeds)
         self._changed.set()
+
+    def check_room(self, specs: Sequence[ChildSpec]) -> None:
+        """Raise `ConfigError` for processes that never fit beside those that always run."""
+        if lack := self._memory.lack_of(specs, self._processes(self._models)):
+            raise ConfigError(
+                f"{specs[0].model} never fits beside what is always loaded: {lack}",
+                hint="give it less with --memory, or remove another model",
+                param="model.memory",
+            )
 
     def forget(self, name: str) -> None:
         """Forget a model that is removed. Its processes stay."""

@@ -97,6 +97,7 @@ class ServedModels:
         for name in dict.fromkeys((spec.model, *spec.settings.model.names)):
             self._require_free(name)
         self._group.require_new_names(specs)
+        self._loader.check_room(specs)
         self._list(spec)
         if spec.on_demand:
             self._group.update_specs(specs)

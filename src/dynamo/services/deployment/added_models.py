@@ -20,6 +20,7 @@ from dynamo.models.file_cache import atomic_replacement
 from dynamo.models.location import locate_model
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.services.deployment.accelerators import assign_cards
+from dynamo.services.deployment.memory_needs import with_memory
 from dynamo.services.deployment.model_groups import (
     group_specs,
     model_names,
@@ -49,8 +50,10 @@ def added_model_specs(
             hint="give --workers N, or --decode-workers N beside --prefill-workers",
         )
     specs = group_specs(groups)
-    return assign_cards(
-        [replace(spec, stop_order=STOP_ORDER, needs_preparation=False) for spec in specs]
+    return with_memory(
+        assign_cards(
+            [replace(spec, stop_order=STOP_ORDER, needs_preparation=False) for spec in specs]
+        )
     )
 
 

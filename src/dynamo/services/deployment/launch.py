@@ -29,6 +29,7 @@ from dynamo.runtime.processes.standby import with_standbys
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.services.deployment.accelerators import assign_cards, keep_cards
 from dynamo.services.deployment.added_models import added_model_specs, save_model
+from dynamo.services.deployment.memory_needs import check_standby_memory, share_memory
 from dynamo.services.deployment.model_groups import (
     ReplicaGroup,
     answering_groups,
@@ -36,7 +37,6 @@ from dynamo.services.deployment.model_groups import (
     shared_settings,
     worker_groups,
 )
-from dynamo.services.deployment.standby_memory import check_standby_memory
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ def serve(
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
+        settings, processes = share_memory(settings, processes)
         check_open_files(sum(not spec.on_demand for spec in processes))
         check_standby_memory(processes)
         log_choices()
@@ -212,7 +213,7 @@ def make_reload(
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
-        processes = specs(with_port_and_deployment(settings, port, deployment))
-        return keep_cards(with_standbys(processes), started)
+        processes = with_standbys(specs(with_port_and_deployment(settings, port, deployment)))
+        return share_memory(settings, keep_cards(processes, started))[1]
 
     return SettingsReloader(read, source.files)
