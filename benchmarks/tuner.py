@@ -4,11 +4,10 @@
     benchmarks/tuner.py TRACES [--only NAME] [--rounds 100]
 
 TRACES is a folder with sharegpt300_llama-3.1-8b_blk16.jsonl, mooncake_conversation_trace.jsonl and
-azure2023_conv.csv. `search`: from 16 sequences and 512 tokens a step, what is recommended against the
-best of all 36 pairs of sizes, by cost (the mean time of a request, times 1 + 10 x the share of broken
-promises). `rounds`: a process with other settings beside its siblings, in replays of 5 minutes: the
-search's advice, the advice of a search whose timing is wrong by 2, planted bad advice, and settings
-that change nothing.
+azure2023_conv.csv. The search begins with 16 sequences and 512 tokens a step. Its advice is compared
+with the best of all 36 pairs of sizes, by cost: the mean time of a request, times 1 + 10 x the share of
+broken promises. A round lets one of 8 workers have other settings for 5 minutes of a replay. They are
+good ones, those of a search whose timing is wrong by 2, bad ones, and ones that change nothing.
 """
 
 from __future__ import annotations
@@ -117,9 +116,9 @@ def azure(path: Path) -> list[TraceConversation]:
 def search(case: Case, scale: float = 1.0) -> tuple[SettingSearch, list[Recommendation]]:
     """Return a search from `START`, and what it recommends."""
     stages = make_stages(case.requests, lambda values: case.plan(values, scale), case.promise)
-    found = SettingSearch(RANGES, START, stages, 0.9)
-    found.run()
-    return found, [each for each in found.recommendations(0.05) if each.safety_score > 0.9]
+    searched = SettingSearch(RANGES, START, stages, 0.9)
+    searched.run()
+    return searched, [each for each in searched.recommendations(0.05) if each.safety_score > 0.9]
 
 
 def measure_search(name: str, case: Case) -> None:
@@ -232,7 +231,7 @@ def measure_rounds(name: str, case: Case, count: int) -> None:
             "rounds": count,
             "kept": sum(verdict.keep for verdict, _, _ in rounds),
             "verdict_s": max(seconds for _, seconds, _ in rounds),
-            "why": rounds[-1][0].why,
+            "reason": rounds[-1][0].why,
             "broken_most": round(max(broken for *_, broken in rounds), 4),
         }
         print(json.dumps(row), flush=True)

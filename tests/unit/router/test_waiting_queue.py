@@ -102,3 +102,19 @@ def test_the_remaining_items_are_complete_and_in_order(
         remaining, key=lambda at: (QUEUE_ORDERS[order](keys[at]), keys[at].arrived_s, at)
     )
     assert len(queue) == len(remaining)
+
+
+def test_similar_requests_leave_a_queue_of_clusters_together() -> None:
+    keys = {
+        "short": QueueOrderKey(0.0, prefill_tokens=100),
+        "long": QueueOrderKey(0.1, prefill_tokens=4000),
+        "short too": QueueOrderKey(0.2, prefill_tokens=110),
+        "long too": QueueOrderKey(0.3, prefill_tokens=4100, max_tokens=0),
+        "later": QueueOrderKey(5.0, prefill_tokens=100),
+        "dear": QueueOrderKey(5.0, prefill_tokens=9, priority=9),
+    }
+    queue = queue_of("clusters", **keys)
+    assert queue.count_ahead(keys["short too"]) == 3  # before those that arrive at its place
+    assert queue.ordered(5.0) == ["dear", "short", "short too", "long", "long too", "later"]
+    with pytest.raises(ConfigError, match="unknown queue order 'none'"):
+        WaitingQueue("none")

@@ -33,7 +33,7 @@ class IndexSettings(SettingsSection, frozen=True):
 
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
-QUEUE_ORDER_NAMES = ("fcfs", "shortest", "deadline")
+QUEUE_ORDER_NAMES = ("fcfs", "shortest", "deadline", "clusters")
 MODE_ALIASES = (
     ("basic", "round_robin"),
     ("weighted", "weighted_round_robin"),
@@ -195,8 +195,8 @@ class RouterSettings(SettingsSection, frozen=True):
     queue_order: str = setting(
         "fcfs",
         "order of requests that wait in the router; fcfs: by arrival; shortest: fewest uncached "
-        "prompt tokens by priority weight; deadline: earliest deadline. A step of priority counts "
-        "as one second in fcfs and deadline",
+        "prompt tokens by priority weight; deadline: earliest deadline; clusters: similar lengths "
+        "together. A step of priority counts as one second in fcfs, deadline and clusters",
         flag="--router-queue-order",
         choices=QUEUE_ORDER_NAMES,
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
-from math import inf
+from math import dist, inf, log2
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, Overloaded
+from dynamo.scheduling.router.clustering import EPS
 from dynamo.scheduling.router.features import NO_CONSTRAINTS
 from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.prompt import Prompt
@@ -111,6 +113,7 @@ class QueueOrderKey(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
     priority: int = 0
     deadline_s: float = inf
+    max_tokens: int = 0
 
 
 QueueOrderable = QueueOrderKey | PendingRequest
@@ -139,6 +142,33 @@ QUEUE_ORDERS: dict[str, Callable[[QueueOrderable], float]] = {
     "deadline": earliest_deadline_first,
 }
 
+CLUSTER_S, MAX_MEMBERS = 1.0, 64
+
+
+class ClusterOrder:
+    """Orders similar requests together: by the arrival of the first one of their cluster. A request
+    joins the cluster of a recent one whose prompt and answer have about its lengths, for a time."""
+
+    def __init__(self) -> None:
+        self._members: deque[tuple[tuple[float, float], float]] = deque(maxlen=MAX_MEMBERS)
+
+    def __call__(self, item: QueueOrderable) -> float:
+        point = log2(item.prefill_tokens + 1), log2(item.max_tokens + 1)
+        begin_s = item.arrived_s
+        for member, since_s in self._members:
+            if 0 <= item.arrived_s - since_s <= CLUSTER_S and dist(point, member) <= EPS:
+                begin_s = since_s
+                break
+        if (point, begin_s) not in self._members:
+            self._members.append((point, begin_s))
+        return begin_s - PRIORITY_STEP_S * item.priority
+
+
+QUEUE_ORDERS_WITH_STATE: dict[str, Callable[[], Callable[[QueueOrderable], float]]] = {
+    "clusters": ClusterOrder
+}
+"""Orders of which each queue has its own."""
+
 _SortKey = tuple[float, float, int]
 
 
@@ -147,12 +177,15 @@ class WaitingQueue(Generic[T]):
     first, so that no order starves an item. The caller passes all times."""
 
     def __init__(self, order: str = "fcfs", bound: int = 1024, starvation_s: float = inf) -> None:
-        """`order` is a key of QUEUE_ORDERS. Raises `ConfigError` for others."""
-        if order not in QUEUE_ORDERS:
-            raise ConfigError(
-                f"unknown queue order {order!r}", hint=f"known: {', '.join(QUEUE_ORDERS)}"
-            )
-        self.sort_key = QUEUE_ORDERS[order]
+        """`order` is a key of QUEUE_ORDERS or QUEUE_ORDERS_WITH_STATE. Raises `ConfigError` for
+        others."""
+        if order in QUEUE_ORDERS_WITH_STATE:
+            self.sort_key = QUEUE_ORDERS_WITH_STATE[order]()
+        elif order in QUEUE_ORDERS:
+            self.sort_key = QUEUE_ORDERS[order]
+        else:
+            known = ", ".join((*QUEUE_ORDERS, *QUEUE_ORDERS_WITH_STATE))
+            raise ConfigError(f"unknown queue order {order!r}", hint=f"known: {known}")
         self._bound = bound
         self._starvation_s = starvation_s
         self._sorted: list[tuple[_SortKey, str]] = []
