@@ -5,9 +5,9 @@
 
 TRACES is a folder with sharegpt300_llama-3.1-8b_blk16.jsonl, mooncake_conversation_trace.jsonl and
 azure2023_conv.csv. The search begins with 16 sequences and 512 tokens a step. Its advice is compared
-with the best of all 36 pairs of sizes, by cost: the mean time of a request, times 1 + 10 x the share of
-broken promises. A round lets one of 8 workers have other settings for 5 minutes of a replay. They are
-good ones, those of a search whose timing is wrong by 2, bad ones, and ones that change nothing.
+with the best of all 36 pairs of sizes, by cost. The cost is the mean time of a request, times 1 + 10 x
+the share of broken promises. A round lets one of 8 workers have other settings for 5 minutes of a
+replay. Settings are good, of a search whose timing is wrong by 2, bad, or change nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cases(folder: Path) -> Mapping[str, Case]:
     l4, fast = Timing(13.61, 0.0415, 0.0749, 4.0e-5), Timing(12.0, 0.09, 0.05, 6e-5)
     return {
         "sharegpt": Case(sharegpt, 1, l4, Promise(2.0, 60.0), block_tokens=16),
-        "mooncake": Case(twice, 8, fast, Promise(2.0, 60.0), "kv", 512),
+        "mooncake": Case(twice, 8, l4, Promise(4.0, 60.0), "kv", 512),
         "azure": Case(azure(folder / "azure2023_conv.csv"), 2, fast, Promise(2.0, 60.0)),
     }
 

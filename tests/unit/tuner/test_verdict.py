@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.operations.planner.values import Promise
 from dynamo.operations.tuner.verdict import LiveRequest, TrialRules, TrialVerdict, judge
@@ -115,3 +116,17 @@ def test_a_process_that_takes_more_of_a_common_queue_gains() -> None:
     assert answer is not None
     assert answer.keep
     assert answer.gain == pytest.approx(1 - (3.25 - 2.0 * (1 - 1 / 2)) / 3.25, abs=0.05)
+
+
+def test_siblings_that_differ_from_each_other_hide_a_gain() -> None:
+    """Queues at each process last for minutes, and are chance, too."""
+    chances = 0
+    for seed in range(60):
+        rng = Random(seed)
+        factors = [rng.uniform(0.7, 1.3) for _ in range(4)]
+        rows = [
+            replace(row, e2e_s=row.e2e_s * factors[int(row.process[-1])])  # type: ignore[operator]
+            for row in requests(better(0.0), seed, rate=1.0)
+        ]
+        chances += verdict(rows).keep
+    assert chances <= 3

@@ -12,13 +12,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamo.operations.planner.values import Promise
-from dynamo.operations.tuner.outcome import BROKEN_COST
+from dynamo.operations.tuner.outcome import BROKEN_COST, Array
 
 WINDOWS, MIN_WINDOWS = 20, 8
 """Both are compared window by window, so that the load counts for both alike."""
 MIN_REQUESTS = 30
-SURE = 2.3
-"""Standard errors by which a gain must be above 0: chance has that in one of 50 trials."""
+SURE, ALONE = 2.3, 2.5
+"""Standard errors by which a gain must be above 0, and so many times as much beside one sibling."""
 SETTLING = 0.2
 """The share of the period after the start that is not compared, and that requests may take."""
 SAME_LOAD, CLEAR_PERCENT = 0.95, 70.0
@@ -82,12 +82,12 @@ def judge(trial: TrialRules, requests: Sequence[LiveRequest], now_s: float) -> T
     table = _Table(trial.promise, _with_own_queues(before, inside))
     if min(table.tried.sum(), (~table.tried).sum()) < MIN_REQUESTS:
         return TrialVerdict(False, f"fewer than {MIN_REQUESTS} requests can be compared")
-    gain, error = table.gain(begin_s, end_s) or table.more_ended()
+    gain, margin = table.gain(begin_s, end_s) or table.more_ended()
     if table.excess_broken() > MORE_BROKEN * table.tried.sum():
         return TrialVerdict(False, "more promises were broken than by its siblings", gain)
     if gain < trial.min_gain:
         return TrialVerdict(False, f"it gained {gain:.1%}, less than {trial.min_gain:.1%}", gain)
-    if math.log1p(-gain) + SURE * error >= 0:
+    if math.log1p(-gain) + margin >= 0:
         return TrialVerdict(False, f"a gain of {gain:.1%} can be chance", gain)
     return TrialVerdict(True, f"it gained {gain:.1%}", gain)
 
@@ -97,7 +97,7 @@ class _Table:
 
     def __init__(self, promise: Promise, requests: Sequence[LiveRequest]) -> None:
         self.arrived_s = np.array([each.arrived_s for each in requests], float)
-        self.processes = {each.process for each in requests}
+        self.processes = np.array([each.process for each in requests], object)
         self.tried = np.array([each.tried for each in requests], bool)
         self.broken = np.array([_is_broken(each, promise) for each in requests], bool)
         self.kinds = np.array(
@@ -122,24 +122,24 @@ class _Table:
     def missing(self) -> float:
         """Return how many requests fewer than its siblings the process has ended, beyond two
         standard deviations: they wait there."""
-        siblings = len(self.processes - {""}) - 1
+        siblings = len({*self.processes} - {""}) - 1
         if siblings < 1:
             return 0.0
         others = float((~self.tried).sum()) / siblings
         return others - float(self.tried.sum()) - 2 * math.sqrt(2 * others)
 
     def more_ended(self) -> tuple[float, float]:
-        """Return the gain by the number of requests that have ended, and the standard error of its
+        """Return the gain by the number of requests that have ended, and the margin of its
         logarithm: where most requests of the siblings wait, their times are not known."""
         tried, others = float(self.tried.sum()), float((~self.tried).sum())
-        siblings = len(self.processes - {""}) - 1
+        siblings = len({*self.processes} - {""}) - 1
         if siblings < 1:
             return 0.0, math.inf
-        return 1 - others / siblings / tried, math.sqrt(1 / tried + 1 / others)
+        return 1 - others / siblings / tried, SURE * math.sqrt(1 / tried + 1 / others)
 
     def gain(self, begin_s: float, end_s: float) -> tuple[float, float] | None:
-        """Return how much less a request costs than one of its kind at the siblings, and the
-        standard error of the logarithm. None: too few windows have requests of both."""
+        """Return how much less a request costs than one of its kind at the siblings, and the margin
+        of the logarithm. None: too few windows have requests of both."""
         relative = np.full(len(self.cost), math.nan)
         for kind in np.unique(self.kinds):
             members = self.kinds == kind
@@ -157,8 +157,24 @@ class _Table:
         ]
         if len(differences) < MIN_WINDOWS:
             return None
-        error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
-        return 1 - math.exp(float(np.mean(differences))), error
+        margin = SURE * float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+        margin = self._spread_margin(relative, margin)
+        return 1 - math.exp(float(np.mean(differences))), margin
+
+    def _spread_margin(self, relative: Array, margin: float) -> float:
+        """Return the margin by how much siblings differ from each other, if that is more: queues
+        last over several windows, which then tell less than their number."""
+        names = sorted(set(self.processes[~self.tried]))
+        means = [
+            float(values.mean())
+            for name in names
+            if (values := relative[(self.processes == name) & ~np.isnan(relative)]).size
+        ]
+        if len(means) < 2:
+            return ALONE * margin
+        sure = 2 + 5 / (len(means) - 1)  # about Student's t
+        spread = float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / len(means))
+        return max(margin, sure * spread)
 
 
 def _with_own_queues(
@@ -192,7 +208,8 @@ def _shorter_queue_s(before: Sequence[LiveRequest], after: Sequence[LiveRequest]
 
 
 def _rate(requests: Sequence[LiveRequest]) -> float:
-    return len(requests) / max(1e-9, requests[-1].arrived_s - requests[0].arrived_s)
+    times = [each.arrived_s for each in requests]
+    return len(times) / max(1e-9, max(times) - min(times))
 
 
 def _queue_windows(requests: Sequence[LiveRequest]) -> list[float]:
