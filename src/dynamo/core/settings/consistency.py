@@ -27,6 +27,12 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             param="server.priority_range",
         )
     _check_planner(settings.planner, origins)
+    if settings.tuner.auto_tune_interval and not settings.planner.enabled:
+        raise ConfigError(
+            "tuner.auto_tune_interval needs the planner, whose process tunes",
+            hint="add --planner; with --planner.policy static it changes no sizes",
+            param="tuner.auto_tune_interval",
+        )
     _check_block_sizes(settings)
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):

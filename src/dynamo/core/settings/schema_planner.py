@@ -68,7 +68,8 @@ class TunerSettings(SettingsSection, frozen=True):
 
     auto_tune_interval: float = setting(
         0.0,
-        "time between two rounds of tuning while serving; 0: only `dynamo tune`",
+        "time between two rounds of tuning while serving, by the process of the planner (policy "
+        "static leaves the sizes); 0: only `dynamo tune`",
         unit="seconds",
         ge=0,
     )

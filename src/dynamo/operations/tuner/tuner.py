@@ -18,6 +18,7 @@ KINDS = {"engine": "worker", "router": "frontend"}
 """The kind of processes that read the settings of a section."""
 
 MakeSearch = Callable[[], SettingSearch]
+RunWork = Callable[[MakeSearch], Awaitable[SettingSearch]]
 RunRound = Callable[[str, Mapping[str, Any]], Awaitable[TrialVerdict]]
 """Tries values on a process of a kind, and then on all of it or none."""
 
@@ -31,11 +32,14 @@ class AutoTuner:
         search: MakeSearch | None = None,
         run_round: RunRound | None = None,
         clock: Clock | None = None,
+        run_work: RunWork | None = None,
     ) -> None:
+        """`run_work` runs searches beside the event loop (default: on a thread of the clock)."""
         self.config = config or TunerSettings()
         self._search = search
         self._run_round = run_round
         self._clock = clock or SystemClock()
+        self._run_work = run_work or self._clock.offload
 
     async def generate_recommendations(
         self, performance_metrics: object = None, bottlenecks: object = None
@@ -48,9 +52,14 @@ class AutoTuner:
                 "the tuner has no record to search",
                 hint="AutoTuner(config, search); `dynamo tune` makes a search of a record",
             )
-        search = await self._clock.offload(self._search)
-        await self._clock.offload(search.run)
-        return self.select(search)
+        make_search = self._search
+
+        def run_search() -> SettingSearch:
+            search = make_search()
+            search.run()
+            return search
+
+        return self.select(await self._run_work(run_search))
 
     def select(self, search: SettingSearch) -> Sequence[Recommendation]:
         """Return the recommendations of a search that are safe and gain enough."""

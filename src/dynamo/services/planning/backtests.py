@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ MAX_RECORD_S, MAX_REQUESTS = 7200.0, 100_000
 """The newest part of the record that is played."""
 BLOCK_TOKENS = 64
 NICENESS = 19
+T = TypeVar("T")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -44,6 +46,19 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 def run_backtest(settings: Settings, record: Path, facts: WorkerFacts) -> Backtest:
     """Return the result for the newest part of a record. Prompts have the length that was not
     cached. Blocks for minutes. Raises `ConfigError` if the record is too short."""
+    requests = recorded_requests(record)
+    workers = replay_workers(facts.limits, facts.timing, 1)
+    routing = replace(settings.router, mode="least_loaded", max_queue_wait=math.inf, ttft_slo=0.0)
+    startup = Startup(facts.start_s, facts.start_s)
+    plan = ReplayPlan("record", workers, routing, startup=startup)
+    unlimited = replace(settings, planner=replace(settings.planner, budget=None, max=0))
+    trial = Trial(plan, requests, promise_of(settings))
+    return backtest(trial, lambda eta, peak: make_planner(unlimited, eta=eta, peak=peak))
+
+
+def recorded_requests(record: Path) -> list[TraceConversation]:
+    """Return the newest part of a record, with the prompts that were not cached. Blocks. Raises
+    `ConfigError` if the record is too short."""
     rows = read_record(str(record), RequestRecord).rows[-MAX_REQUESTS:]
     first_ms = max(rows[0].timestamp, rows[-1].timestamp - MAX_RECORD_S * 1e3) if rows else 0.0
     requests = [
@@ -60,7 +75,11 @@ def run_backtest(settings: Settings, record: Path, facts: WorkerFacts) -> Backte
     ]
     if missing := short_record(requests[-1].start_s if requests else 0.0, len(requests)):
         raise ConfigError(missing)
-    limits = facts.limits
+    return requests
+
+
+def replay_workers(limits: EngineLimits, timing: Timing, count: int) -> ReplayWorkers:
+    """Return workers of a replay, without caches."""
     engine = EngineInfo(
         "mock",
         BLOCK_TOKENS,
@@ -69,18 +88,12 @@ def run_backtest(settings: Settings, record: Path, facts: WorkerFacts) -> Backte
         limits.max_seqs,
         limits.step_tokens,
     )
-    workers = ReplayWorkers([ReplayGroup(1, engine, facts.timing)], "lru", prefix_caching=False)
-    routing = replace(settings.router, mode="least_loaded", max_queue_wait=math.inf, ttft_slo=0.0)
-    startup = Startup(facts.start_s, facts.start_s)
-    plan = ReplayPlan("record", workers, routing, startup=startup)
-    unlimited = replace(settings, planner=replace(settings.planner, budget=None, max=0))
-    trial = Trial(plan, requests, promise_of(settings))
-    return backtest(trial, lambda eta, peak: make_planner(unlimited, eta=eta, peak=peak))
+    return ReplayWorkers([ReplayGroup(count, engine, timing)], "lru", prefix_caching=False)
 
 
-def start_thread(work: Callable[[], Backtest]) -> Future[Backtest]:
+def start_thread(work: Callable[[], T]) -> Future[T]:
     """Run on a thread of low priority, which does not delay the end of the process."""
-    future = Future[Backtest]()
+    future = Future[T]()
 
     def run() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -89,5 +102,5 @@ def start_thread(work: Callable[[], Backtest]) -> Future[Backtest]:
         except (DynamoError, OSError) as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="planner-backtest", daemon=True).start()
+    threading.Thread(target=run, name="replays", daemon=True).start()
     return future

@@ -23,6 +23,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.planning.backtests import run_backtest, start_thread
 from dynamo.services.planning.figures import DeploymentFigures
 from dynamo.services.planning.record import RECORD_FOLDER
+from dynamo.services.planning.tuning import DeploymentTuner
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,15 @@ class PlannerService:
         self._declare_metrics()
         runtime.on_settings_change(self._on_settings_change)
         runtime.add_shutdown_hook(lambda _: self._connector.close())
+        self._tuner = DeploymentTuner(runtime, self._figures)
         self._key = f"{PLANNERS_PREFIX}{settings.runtime.namespace}/{runtime.instance_id}"
         since = f"{runtime.clock.wall():017.6f}"
         await runtime.discovery.put(self._key, since.encode())
         runtime.tasks.start(self._run(), "planner")
         if settings.planner.policy == "flow":
             runtime.tasks.start(self._run_backtests(), "backtests")
+        if settings.tuner.auto_tune_interval:
+            runtime.tasks.start(self._tuner.tuner.run(), "tuner")
 
     def _on_settings_change(self, settings: Settings) -> None:
         self._planner.rails.settings = rail_settings(settings)
@@ -65,6 +69,8 @@ class PlannerService:
         while True:
             due_s = clock.now() + self._planner.policy.interval_s
             is_first = await self._is_first()
+            if not is_first:
+                self._tuner.workers = 0  # the other one tunes
             if is_first:
                 await self._decide()
             elif was_first:
@@ -115,6 +121,7 @@ class PlannerService:
         now = self._runtime.clock.wall()
         figures = self._figures.measure
         decision = await plan_once(self._planner, self._connector, figures, self._keep, now)
+        self._tuner.workers = sum(kind.ready for kind in decision.kinds.values())
         self._start_s = max((kind.start_s for kind in decision.kinds.values()), default=0.0)
 
     def _keep(self, decision: ScaleDecision) -> None:
