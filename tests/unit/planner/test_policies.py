@@ -177,6 +177,20 @@ def test_flow_divides_a_budget_by_bare_work_first() -> None:
     assert sizes["decode"] >= facts["work decode"]
 
 
+def test_flow_turns_no_role_by_chance_while_the_budget_holds_the_bare_work() -> None:
+    rng = Random(3)
+    demands = [
+        Demand(
+            15.0, 750, prompt_tokens=rng.uniform(0.95, 1.05) * 1_130_000, ended=750,
+            output_tokens=rng.uniform(0.95, 1.05) * 480_000, timing=TIMING, limits=LIMITS,
+        )
+        for _ in range(60)
+    ]  # fmt: skip
+    proposals = play(FlowPolicy(PolicyOptions()), demands, SPLIT, budget=16)
+    assert sum(proposals[-1].wanted.values()) == 16
+    assert len({tuple(each.wanted.values()) for each in proposals[5:]}) == 1
+
+
 def test_throughput_adds_eight_at_most() -> None:
     kinds = {"worker": KindState(1, 1)}
     (proposal,) = play(ThroughputPolicy(PolicyOptions()), [make_demand(10_000)], kinds)

@@ -51,7 +51,8 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     sizes = [max(each, mean) for each, mean in zip(wanted, means, strict=True)]
     room = _room(scene)
     if room is not None and sum(map(math.ceil, sizes)) > room:
-        sizes = list(_share(bare, sizes, room))
+        present = [sum(kind.wanted for kind in kinds.values()) for kinds in (prompts, answers)]
+        sizes = list(_share(bare, sizes, room, present))
     counts = [at_least_one(scene, size) for size in sizes]
     if room is not None and sum(counts) > room:  # rounding
         counts[counts.index(max(counts))] -= sum(counts) - room
@@ -82,8 +83,11 @@ def _room(scene: Scene) -> int | None:
     return None if scene.budget is None else scene.budget // gpus
 
 
-def _share(bare: Sequence[float], sizes: Sequence[float], room: int) -> Sequence[float]:
-    """Divide the room: bare work of both first, the rest by what each wants beyond it."""
+def _share(
+    bare: Sequence[float], sizes: Sequence[float], room: int, present: Sequence[int]
+) -> Sequence[float]:
+    """Divide the room: bare work of both first, the rest by what each wants beyond it. Sizes that
+    have room for the bare work stay while they differ by a worker, else chance turns roles."""
     total = sum(bare)
     if total >= room:
         return [max(1.0, float(round(room * each / total))) for each in bare]
@@ -91,4 +95,7 @@ def _share(bare: Sequence[float], sizes: Sequence[float], room: int) -> Sequence
     left, share = room - total, sum(beyond) or 1.0
     first = round(bare[0] + left * beyond[0] / share)
     first = min(max(first, math.ceil(bare[0])), max(1, room - math.ceil(bare[1])))
+    holds = all(work <= size for work, size in zip(bare, present, strict=True))
+    if holds and sum(present) == room and abs(first - present[0]) <= 1:
+        first = present[0]
     return [float(first), float(room - first)]
