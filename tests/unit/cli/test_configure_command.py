@@ -167,7 +167,7 @@ def test_a_measured_run_corrects_what_is_predicted(tmp_path: Path, capsys: Captu
         (ASK[:4], "--gpus or --rate"),
         ([*ASK, "--engine", "vlm"], "did you mean 'vllm'?"),
         ([*ASK, "--gpus", "0"], "0 is not above 0"),
-        ([*ASK, "--gpus", "1000000"], "1000000 is not above 0 to 65536"),
+        ([*ASK, "--gpus", "1000000"], "1000000 is not above 0 and at most 65536"),
         ([*ASK, "--rate", "nan"], "nan is not above 0"),
         ([*ASK, "--isl", "-1"], "-1 is not above 0"),
         ([*ASK, "--prefix", "4000"], "--prefix is less than --isl"),

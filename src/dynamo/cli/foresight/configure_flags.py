@@ -46,8 +46,8 @@ def _number(kind: type[float], most: float, *, zero: bool = False) -> Callable[[
     def number(text: str) -> float:
         value = kind(text)
         if not math.isfinite(value) or value > most or value < 0 or (not value and not zero):
-            least = "0" if zero else "above 0"
-            raise argparse.ArgumentTypeError(f"{text} is not {least} to {most:g}")
+            range_text = f"0 to {most:g}" if zero else f"above 0 and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {range_text}")
         return value
 
     return number

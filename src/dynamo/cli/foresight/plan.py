@@ -171,7 +171,7 @@ def _read_trials(args: argparse.Namespace, loaded: LoadedSettings) -> tuple[Tria
 
 
 def _draw(path: str, decisions: Sequence[ScaleDecision]) -> None:
-    """Draw the wanted, ready and proposed sizes of each kind over time into a PNG file."""
+    """Draw the wanted, ready and draining workers of each kind over time into a PNG file."""
     from dynamo.operations.plotting import make_panels
 
     kinds = sorted({kind for each in decisions for kind in each.kinds})
@@ -179,9 +179,9 @@ def _draw(path: str, decisions: Sequence[ScaleDecision]) -> None:
     for kind, panel in zip(kinds, panels, strict=False):
         seen = [each for each in decisions if kind in each.kinds]
         times = [(each.now_s - decisions[0].now_s) / 60 for each in seen]
-        for name in ("wanted", "ready", "draining"):
+        for name, style in (("ready", "-"), ("wanted", "--"), ("draining", ":")):
             sizes = [getattr(each.kinds[kind], name) for each in seen]
-            panel.step(times, sizes, where="post", label=name)
+            panel.step(times, sizes, style, where="post", label=name)
         panel.set(title=kind, xlabel="minutes", ylabel="workers", ylim=(0, None))
         panel.grid(visible=True, alpha=0.3)
         panel.legend(fontsize=8)
