@@ -191,6 +191,31 @@ def test_flow_turns_no_role_by_chance_while_the_budget_holds_the_bare_work() -> 
     assert len({tuple(each.wanted.values()) for each in proposals[5:]}) == 1
 
 
+@pytest.mark.parametrize(("pool", "sizes"), [("p", (10, 3)), ("", (11, 3))])
+def test_a_role_lends_ready_workers_to_one_that_lacks_some_now(
+    pool: str, sizes: tuple[int, int]
+) -> None:
+    demand = Demand(
+        15.0, 195, prompt_tokens=195 * 6800.0, ended=195, output_tokens=195 * 280.0,
+        timing=TIMING, limits=LIMITS,
+    )  # fmt: skip
+    kinds = {
+        "prefill": KindState(11, 11, role="prefill", start_s=60, pool=pool),
+        "decode": KindState(2, 2, role="decode", start_s=60, pool=pool),
+    }
+    policy, past = FlowPolicy(PolicyOptions()), list[Sample]()
+    first = policy.propose(Scene(0.0, kinds, demand, PROMISE, (), 16))
+    assert tuple(first.wanted.values()) == sizes
+    past.append(Sample(0.0, first.facts, first.wanted))
+
+    lent = {
+        "prefill": KindState(10, 10, role="prefill", start_s=60, pool=pool),
+        "decode": KindState(3, 3, role="decode", start_s=60, pool=pool),
+    }
+    later = policy.propose(Scene(15.0, lent, demand, PROMISE, tuple(past), 16))
+    assert later.wanted["prefill"] == sizes[0]
+
+
 def test_throughput_adds_eight_at_most() -> None:
     kinds = {"worker": KindState(1, 1)}
     (proposal,) = play(ThroughputPolicy(PolicyOptions()), [make_demand(10_000)], kinds)

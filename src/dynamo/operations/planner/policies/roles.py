@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dynamo.operations.planner.policies.policy import (
     at_least_one,
     capacity_of,
     kinds_of,
     length_facts,
+    ready,
     series,
     spread,
     start_s,
@@ -17,7 +18,7 @@ from dynamo.operations.planner.policies.policy import (
 )
 from dynamo.operations.planner.policies.simple import role_works
 from dynamo.operations.planner.predictors import Predictor
-from dynamo.operations.planner.values import Proposal, Scene
+from dynamo.operations.planner.values import KindState, Proposal, Scene
 
 PREFILL_SHARE, DECODE_SHARE = 0.8, 0.85
 """The parts of a worker's time that forecast prompts and answers take."""
@@ -25,6 +26,7 @@ RUNNING_SHARE = 0.9
 """Sequences that decode now may take this part of the promised time between tokens."""
 MIN_CLEAR_S = 30.0
 MEAN_S = 60.0
+LEND_S = 120.0
 
 
 def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
@@ -56,19 +58,50 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     counts = [at_least_one(scene, size) for size in sizes]
     if room is not None and sum(counts) > room:  # rounding
         counts[counts.index(max(counts))] -= sum(counts) - room
+    lent = _lend(scene, counts, bare, (prompts, answers))
     facts = {
         "work prefill": works["prefill"],
         "work decode": works["decode"],
         "wanted prefill": wanted[0],
         "wanted decode": wanted[1],
         **length_facts(capacity.lengths),
+        **lent,
     }
     why = (
         f"prompts are {bare[0]:.2f} workers of work and answers {bare[1]:.2f}, of which workers "
         f"take {PREFILL_SHARE:g} and {DECODE_SHARE:g}"
     )
+    for fact, count in lent.items():
+        why += f"; {count:.0f} {fact.removeprefix('lent ')} workers turn, which the others lack now"
     notes = [capacity.fault] if capacity.fault else []
     return Proposal(spread(counts[0], prompts) | spread(counts[1], answers), why, facts, notes)
+
+
+def _lend(
+    scene: Scene,
+    counts: list[int],
+    bare: Sequence[float],
+    roles: Sequence[Mapping[str, KindState]],
+) -> dict[str, float]:
+    """Change the counts where one role has ready workers beyond its bare work and the other one
+    lacks some now: a worker turns at once, and a start takes a while. The role that has lent does
+    not grow again for `LEND_S`. Returns the facts."""
+    if not all(kind.pool for kinds in roles for kind in kinds.values()):
+        return {}
+    facts = {}
+    for own, other in ((0, 1), (1, 0)):
+        present = sum(kind.wanted for kind in roles[own].values())
+        spare = ready(roles[own]) - math.ceil(bare[own])
+        lent = min(spare, math.ceil(bare[other]) - ready(roles[other]))
+        fact = ("lent prefill", "lent decode")[own]
+        if lent > 0:
+            counts[own] = min(counts[own], present - lent)
+            wanted = sum(kind.wanted for kind in roles[other].values())
+            counts[other] = max(counts[other], wanted + lent)
+            facts[fact] = float(lent)
+        elif any(fact in each.facts for each in scene.past if each.now_s > scene.now_s - LEND_S):
+            counts[own] = min(counts[own], max(present, math.ceil(bare[own])))
+    return facts
 
 
 def _mean(scene: Scene, fact: str) -> float:
