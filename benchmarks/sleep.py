@@ -3,8 +3,8 @@
 
     benchmarks/sleep.py [--case memory|cycles|kills] [--model DIR] [--cycles 200] [--kills 10]
 
-- memory: a worker answers, sleeps, and answers again, at levels 1 and 2: its private memory before
-  and within a second, the time to wake up, and whether the first answer is the same.
+- memory: a worker answers, sleeps, and answers again, at levels 1 and 2. Its private memory before
+  and while it sleeps, the times to fall asleep and to wake up, and the first answer are compared.
 - cycles: two workers under streams, one of which sleeps and wakes up, in turns.
 - kills: two workers under streams; one is killed while it falls asleep, sleeps or wakes up.
 """
@@ -20,7 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ def private_mb(pid: int) -> float:
 
 async def send_order(runtime: DistributedRuntime, instance: str, level: int) -> SleepAnswer:
     """Let a worker sleep at a level, or wake up (0)."""
-    found = (await find_instances(runtime, SLEEP_ENDPOINT))[instance]
-    answer = await call_worker(runtime, found, encode_sleep_order(SleepOrder(level)), ORDER_S)
+    worker = (await find_instances(runtime, SLEEP_ENDPOINT))[instance]
+    answer = await call_worker(runtime, worker, encode_sleep_order(SleepOrder(level)), ORDER_S)
     return msgspec.json.decode(answer, type=SleepAnswer)
 
 
@@ -162,7 +162,7 @@ def case_kills(args: argparse.Namespace) -> Targets:
     return targets
 
 
-Disturb = Callable[[DistributedRuntime, Server, dict[str, Any]], Awaitable[None]]
+Disturb = Callable[[DistributedRuntime, Server, dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 def measure_streams(args: argparse.Namespace, disturb: Disturb) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def measure_streams(args: argparse.Namespace, disturb: Disturb) -> dict[str, Any
 
         url = deployment_of(server).discovery_url
         async with open_command_runtime(Settings(), url) as runtime, asyncio.TaskGroup() as group:
-            disturbing = group.create_task(disturb(runtime, server, times))  # type: ignore[arg-type]
+            disturbing = group.create_task(disturb(runtime, server, times))
             for number in range(STREAMS):
                 group.create_task(run_streams(number))
         seconds = {

@@ -153,6 +153,12 @@ class Cluster:
 
     async def command(self, *arguments: str) -> str:
         """Run a `dynamo` command and return its output."""
+        code, output = await self.try_command(*arguments)
+        assert code == 0, output
+        return output
+
+    async def try_command(self, *arguments: str) -> tuple[int | None, str]:
+        """Run a `dynamo` command and return its exit code and output."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "dynamo", *arguments, "--deployment", str(self.port)),
             env=self.environ,
@@ -160,8 +166,7 @@ class Cluster:
             stderr=asyncio.subprocess.STDOUT,
         )
         output, _ = await process.communicate()
-        assert process.returncode == 0, output.decode()
-        return output.decode()
+        return process.returncode, output.decode()
 
     def metrics(self, record: ProcessRecord) -> dict[str, float]:
         """Return the metrics of one process by name."""

@@ -20,6 +20,7 @@ from tests.faults.cluster import Cluster
 from tests.faults.disaggregation import DISAGGREGATED
 from tests.faults.fault import Fault
 from tests.faults.kv_stores import KV_STORES
+from tests.faults.sleeping import SLEEPING
 from tests.faults.stream_client import Answer, KeptConnection, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
@@ -384,6 +385,7 @@ TABLE = (
     Fault("NATS is frozen (SIGSTOP) and resumed", "requests continue over TCP, no worker is ejected", nats_hung, planes=("servers",)),
     Fault("the disk is full and a worker is killed", "requests continue; with disk space a new worker is started", disk_full),
     Fault("a router process is killed three times", "frontends choose workers themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
+    *SLEEPING,
     *DISAGGREGATED,
     *KV_STORES,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,7 @@ from dynamo.cli.workers.calls import (
     find_instances,
     open_command_runtime,
 )
-from dynamo.core.errors import NotFound, nearest_name_hint
+from dynamo.core.errors import ConfigError, NotFound, nearest_name_hint
 from dynamo.core.settings import Settings
 from dynamo.runtime.sleep import (
     MODEL_KEY,
@@ -66,37 +67,60 @@ class SleepCommand(msgspec.Struct, frozen=True):
         """Send the order, and say what became of each worker."""
         args = self.parser().parse(arguments)
         settings = load_settings(args).settings
-        url = find_discovery_url(settings)
         order = SleepOrder(args.level if self is SLEEP else 0)
-        asyncio.run(_send_orders(settings, url, args.target, order))
+        asyncio.run(_send_orders(settings, args.target, order))
         return 0
 
 
-async def _send_orders(settings: Settings, url: str, target: str, order: SleepOrder) -> None:
+async def _send_orders(settings: Settings, target: str, order: SleepOrder) -> None:
     """Send an order to each worker of that name, one after the other. Raises the first error."""
+    url, chosen = await _select(settings, target)
+    timeout_s = settings.runtime.drain_s + WAKE_S
     async with open_command_runtime(settings, url) as runtime:
-        instances = _select(await find_instances(runtime, SLEEP_ENDPOINT), target)
-        timeout_s = settings.runtime.drain_s + WAKE_S
-        for name, instance in instances.items():
+        for name, instance in chosen.items():
             payload = encode_sleep_order(order)
             answer = await call_worker(runtime, instance, payload, timeout_s)
             print(_describe(name, msgspec.json.decode(answer, type=SleepAnswer)), flush=True)
 
 
-def _select(instances: Mapping[str, Instance], target: str) -> Mapping[str, Instance]:
-    """Return the workers that are called `target` or serve the model `target`, by name. Raises
-    `NotFound`."""
-    named = {instance_id: instance_id.rpartition("-")[0] for instance_id in instances}
-    chosen = {
-        named[instance_id]: instance
-        for instance_id, instance in instances.items()
-        if target in (instance_id, named[instance_id], instance.capabilities.get(MODEL_KEY))
-    }
-    if not chosen:
-        models = {str(each.capabilities.get(MODEL_KEY)) for each in instances.values()}
-        hint = nearest_name_hint(target, sorted({*named.values(), *models}))
+async def _select(settings: Settings, target: str) -> tuple[str, Mapping[str, Instance]]:
+    """Return the discovery plane and by name the workers there that are called `target`, or serve
+    that model. Raises `NotFound`, and `ConfigError` if several deployments have some."""
+    known: set[str] = set()
+    matches: dict[str, Mapping[str, Instance]] = {}
+    for url in _discovery_urls(settings):
+        async with open_command_runtime(settings, url) as runtime:
+            instances = (await find_instances(runtime, SLEEP_ENDPOINT)).values()
+        names = {each.id: (each.id.rpartition("-")[0], _model(each)) for each in instances}
+        known.update(name for pair in names.values() for name in pair)
+        if matching := [each for each in instances if target in (each.id, *names[each.id])]:
+            matches[url] = {
+                names[each.id][0]: each for each in sorted(matching, key=attrgetter("id"))
+            }
+    if not matches:
+        hint = nearest_name_hint(target, sorted(known))
         raise NotFound(f"no worker that can sleep has the name or the model {target!r}", hint=hint)
-    return dict(sorted(chosen.items()))
+    if len(matches) > 1:
+        raise ConfigError(
+            f"several deployments have workers that {target!r} names",
+            hint="--deployment names one; `dynamo ps` lists them",
+        )
+    return next(iter(matches.items()))
+
+
+def _discovery_urls(settings: Settings) -> Sequence[str]:
+    """Return the discovery plane that the settings name, or those of all running deployments."""
+    from dynamo.runtime.deployment import live_deployments
+    from dynamo.runtime.planes import planes_of
+
+    named = settings.runtime.discovery or settings.runtime.deployment
+    local = not named and planes_of(settings).discovery.startswith("file:")
+    running = live_deployments() if local else ()
+    return [each.discovery_url for each in running] or [find_discovery_url(settings)]
+
+
+def _model(instance: Instance) -> str:
+    return str(instance.capabilities.get(MODEL_KEY))
 
 
 def _describe(name: str, answer: SleepAnswer) -> str:

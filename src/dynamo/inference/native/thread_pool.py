@@ -35,7 +35,7 @@ class _WorkerThread:
                     self.done.put(error)
                 else:
                     self.done.put(None)
-                del job  # it holds weights, which may be given back while this thread waits
+                del job  # holds weights, which may be given back meanwhile
 
 
 class ThreadPool:

@@ -94,6 +94,7 @@ class SleepEndpoint:
     async def _sleep(self, level: int) -> float:
         """Leave the views of routers and peers, let requests end or move, then give memory back."""
         runtime = self._runtime
+        log.info("worker falls asleep", extra={"fields": {"level": level}})
         await self._served.announce({SLEEP_LEVEL_KEY: level})
         drain_s = runtime.settings.runtime.drain_s
         await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
