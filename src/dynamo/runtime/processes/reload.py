@@ -78,9 +78,10 @@ class SettingsReloader:
         for child in group.children:
             spec = by_role.get((child.spec.role, child.spec.stop_order))
             own = by_kind.get(kind_of_process(child.spec.name))
-            if found := own or spec:
-                made = _apply(child, found)
-                changes |= {each.key: each for each in made if each.applied or own is not None}
+            if new_spec := own or spec:
+                for change in _apply(child, new_spec):
+                    if change.applied or own is not None:
+                        changes[change.key] = change
         _log_changes(list(changes.values()))
         served = {child.spec.model for child in group.children}
         models = dict.fromkeys(spec.model for spec in specs if spec.model)

@@ -83,9 +83,11 @@ def _lend(
     bare: Sequence[float],
     roles: Sequence[Mapping[str, KindState]],
 ) -> dict[str, float]:
-    """Change the counts where one role has ready workers beyond its bare work and the other one
-    lacks some now: a worker turns at once, and a start takes a while. The role that has lent does
-    not grow again for `LEND_S`. Returns the facts."""
+    """Change the counts where one role has workers to spare and the other one lacks some now.
+
+    A worker turns at once, and a start takes a while. The role that has lent does not grow again
+    for `LEND_S`. Returns the facts.
+    """
     if not all(kind.pool for kinds in roles for kind in kinds.values()):
         return {}
     facts = {}
