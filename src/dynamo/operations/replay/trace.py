@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, islice
 from random import Random
@@ -128,11 +128,12 @@ def make_synthetic_trace(
     """Yield the conversations of a synthetic load, one request each, ordered by start. Raises
     `ConfigError`."""
     rng = Random(arrivals.seed)
+    draw_isl, draw_osl = _lengths(load.isl, rng), _lengths(load.osl, rng)
     delayed: list[tuple[float, int, TraceConversation]] = []
     for row, drawn in enumerate(islice(load.draw(rng), load.requests)):
         time_s, *lengths = (drawn,) if isinstance(drawn, float) else drawn
         start_s = time_s + (rng.random() * arrivals.jitter_s if arrivals.jitter_s else 0.0)
-        request = TraceRequest(row, *(lengths or (_vary(load.isl, rng), _vary(load.osl, rng))))
+        request = TraceRequest(row, *(lengths or (draw_isl(), draw_osl())))
         conversation = TraceConversation(start_s / arrivals.speed, [request])
         if not arrivals.jitter_s:
             yield conversation
@@ -144,14 +145,18 @@ def make_synthetic_trace(
         yield heappop(delayed)[-1]
 
 
-def _vary(length: int, rng: Random) -> int:
-    """Return a length that is uniform within 20 % of `length`, as `randint` draws it."""
+def _lengths(length: int, rng: Random) -> Callable[[], int]:
+    """Return what draws lengths within 20 % of `length`, uniform as `randint` draws them."""
     low = -(-length * 4 // 5)
     count = length * 6 // 5 - low + 1
-    bits = count.bit_length()
-    while (offset := rng.getrandbits(bits)) >= count:
-        pass
-    return low + offset
+    bits, draw = count.bit_length(), rng.getrandbits
+
+    def next_length() -> int:
+        while (offset := draw(bits)) >= count:
+            pass
+        return low + offset
+
+    return next_length
 
 
 def _make_conversation(

@@ -48,7 +48,7 @@ class EventHeap(Clock):
         """Call `callback` at a time. The returned canceller does nothing."""
         when = self.time_s + max(0.0, when - self.time_s)  # rounded as on an event loop
         heappush(self._heap, (when, self._next(), None, 0, callback))
-        return lambda: None
+        return _do_nothing
 
     def run(self) -> None:
         """Run until nothing is left to happen, or somebody has set `stopped`."""
@@ -61,9 +61,9 @@ class EventHeap(Clock):
                     callback()  # type: ignore[misc]
                 elif worker.wakes == wakes:
                     worker.on_wake(now)
-                    if worker.running or worker.waiting:
+                    if has_work := worker.running or worker.waiting:
                         worker.begin(now)
-                    if not worker.is_busy and worker.load:
+                    if not worker.is_busy and (has_work or worker.arriving):
                         idle.append(worker)
             while self.soon:
                 soon, self.soon = self.soon, []
@@ -74,3 +74,7 @@ class EventHeap(Clock):
                     if not worker.is_busy:
                         worker.begin(now)
                 idle.clear()
+
+
+def _do_nothing() -> None:
+    """Cancel no event."""

@@ -69,7 +69,9 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self._remote_prefills = 0
         self._peers: list[FastWorker] = []
         self._shared_units: TierUnits | None = None
-        self._block_bytes = size * plan.workers.kv_bytes_per_token
+        self._size, self._block_bytes = size, size * plan.workers.kv_bytes_per_token
+        self._run_tokens = max(plan.trace_block_tokens, size)
+        self._unit = self._run_tokens // size
         blocks = TraceBlockConverter(plan.trace_block_tokens, size)
         self._log = ReplayLog(self._heap, blocks, size, plan.objectives)
         rng = Random(plan.seed)
@@ -100,17 +102,13 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         took = time.perf_counter() - wall, time.process_time() - cpu
         return self._make_result(self._log, *took), self._log
 
-    @property
-    def _run_tokens(self) -> int:
-        return max(self._plan.trace_block_tokens, self._plan.workers.block_tokens)
-
     def make_worker(self, name: str, number: int, group: ReplayGroup) -> FastWorker:
         info, plan = group.engine, self._plan.workers
         events = KvEventBuffer() if self._plan.router_settings.mode == KV else None
         has_tiers = plan.tiers and plan.prefix_caching
         cache = (TieredRunCache if has_tiers else RunCache)(
             info.num_blocks,
-            self._run_tokens // info.block_tokens,
+            self._unit,
             reuse_aware=plan.eviction == "reuse",
             enabled=plan.prefix_caching,
             events=events,
@@ -205,8 +203,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self._heap.stopped = not self._open
 
     def _send_turn(self, turn: TraceRequest, turns: Iterator[TraceRequest]) -> None:
-        size = self._plan.workers.block_tokens
-        request = FastRequest(turn, size, self._run_tokens // size, self._heap.time_s)
+        request = FastRequest(turn, self._size, self._unit, self._heap.time_s)
         request.turns = turns
         self._log.requests += 1
         self._log.arrived_tokens += turn.prompt_tokens
@@ -243,12 +240,12 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
 
     def on_arrival(self, request: FastRequest, have_blocks: int) -> None:
         workers, now, source = self._plan.workers, self._heap.time_s, request.source
-        size, worker, fleet = workers.block_tokens, self._workers[source], self.fleet
+        worker, fleet = self._workers[source], self.fleet
         target = self._workers[request.worker]
         if worker.stopped:
             self._heap.soon.append(partial(self._compute_arriving, request, target))
             return
-        prompt = FastRequest(request.trace_request, size, self._run_tokens // size, now)
+        prompt = FastRequest(request.trace_request, self._size, self._unit, now)
         prompt.length = request.length
         block_s = self._block_bytes / (workers.transfer or math.inf)
         times = block_s, self._heap, fleet.end_pulled
