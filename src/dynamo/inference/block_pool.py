@@ -55,6 +55,8 @@ class KvEventBuffer:
 
     def drain(self) -> list[KvEvent]:
         """Return the events since the last call, in order."""
+        if not (self._hash_run or self._events):
+            return []
         self._end_run()
         events, self._events = self._events, []
         return events
