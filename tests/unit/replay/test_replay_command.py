@@ -212,6 +212,8 @@ def test_the_pareto_curve_has_a_point_for_each_load(tmp_path, capsys):
         ["--synthetic", "isl=500,osl=20,requests=9,rate=20,turns=2"],
         [TRACE, "--good", "ttft=soon"],
         [TRACE, "--good", "itl=2s"],
+        [TRACE, "--good", "tpot=30"],
+        [TRACE, "--good", "tpot=30ms,tpot=2s"],
         [TRACE, "--capacity", "ttft_p42=2s"],
         [TRACE, "--capacity", "ttft_p90=0"],
         [TRACE, "--loads", "1,0"],

@@ -70,6 +70,29 @@ def test_lengths_and_delays_are_not_negative(write, wrong):
         read_trace(write(row(0), row(0, **wrong)), ArrivalOptions())
 
 
+def test_a_trace_that_is_not_in_order_is_sorted_and_said(write, capsys):
+    path = write(
+        *({"timestamp": time, "input_length": 8, "output_length": 2} for time in (2000, 0, 1000))
+    )
+    starts = [conversation.start_s for conversation in read_trace(path, ArrivalOptions())]
+    assert starts == [0, 1, 2]
+    assert "2 lines are not in order" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"timestamp": 0}, {"timestamp": 1.7e12}], "span"),
+        ([{"input_length": 10**12}], "input_length"),
+        ([{"output_length": 10**12}], "output_length"),
+    ],
+)
+def test_times_and_lengths_that_cannot_be_are_rejected(write, rows, message):
+    path = write(*({"input_length": 8, "output_length": 2} | row for row in rows))
+    with pytest.raises(ConfigError, match=message):
+        read_trace(path, ArrivalOptions())
+
+
 def test_jitter_delays_conversations_within_bounds_by_the_seed(write):
     path = write(*(row(3000 * (number // 10)) for number in range(100)))
     exact = read_trace(path, ArrivalOptions())

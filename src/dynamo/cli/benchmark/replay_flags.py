@@ -95,6 +95,8 @@ def _split_pairs(text: str, names: Sequence[str]) -> Mapping[str, str]:
             raise argparse.ArgumentTypeError(
                 f"{name}={value}: use NAME=VALUE,... with names of {', '.join(names)}"
             )
+    if len(dict(pairs)) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} gives a name twice")
     return dict(pairs)
 
 
@@ -120,12 +122,18 @@ def _parse_synthetic(text: str) -> SyntheticLoad:
     return SyntheticLoad(**fields)
 
 
-def _parse_objectives(text: str) -> LatencyObjectives:
+def parse_promise(text: str) -> LatencyObjectives:
+    """Parse limits such as ttft=1s,tpot=30ms. A number without a unit is refused: some mean
+    seconds, others milliseconds."""
     from dynamo.operations.bench.workload import LatencyObjectives
 
-    limits = {
-        name: _milliseconds(time) for name, time in _split_pairs(text, ("ttft", "tpot")).items()
-    }
+    times = _split_pairs(text, ("ttft", "tpot"))
+    for name, time in times.items():
+        if time[-1].isdigit():
+            raise argparse.ArgumentTypeError(
+                f"{name}={time} has no unit: write {name}={time}ms or {name}={time}s"
+            )
+    limits = {name: _milliseconds(time) for name, time in times.items()}
     return LatencyObjectives(limits.get("ttft", 0.0), limits.get("tpot", 0.0))
 
 
@@ -276,7 +284,7 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             "report the share of requests within limits such as ttft=2s,tpot=25ms; the others "
             "are broken promises, rejected ones too",
             metavar="LIMITS",
-            parse=_parse_objectives,
+            parse=parse_promise,
         ),
         Flag("--json", "write the result as JSON (- prints it)", metavar="OUT"),
         Flag("--decisions", "write {request, worker, placed_ms} of each request", metavar="FILE"),

@@ -109,7 +109,7 @@ def _question(args: argparse.Namespace) -> tuple[Question, Predictor]:
             f"{isl} + {osl} tokens exceed the context of {shape.name}, {shape.context_tokens}",
             hint="shorter --isl or --osl",
         )
-    ttft_ms, tpot_ms = args.good or (math.inf, math.inf)
+    promise = args.good
     kv = _known("--kv-precision", args.kv_precision, KV_BYTES) if args.kv_precision else ""
     question = Question(
         shape=shape,
@@ -120,8 +120,8 @@ def _question(args: argparse.Namespace) -> tuple[Question, Predictor]:
         prefix=prefix,
         gpus=args.gpus,
         rate=rate,
-        ttft_ms=ttft_ms,
-        tpot_ms=tpot_ms,
+        ttft_ms=(promise and promise.ttft_ms) or math.inf,
+        tpot_ms=(promise and promise.itl_ms) or math.inf,
         goal=args.goal,
         kv_precision=kv,
     )

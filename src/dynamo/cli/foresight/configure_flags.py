@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from dynamo.cli.benchmark.replay_flags import parse_promise
 from dynamo.cli.parsing import Flag, Parser
-from dynamo.core.settings.units import parse_seconds
 
 MOST_TOKENS = 10_000_000
 GOALS = ("throughput", "latency", "cost")
@@ -51,27 +51,6 @@ def _number(kind: type[float], most: float, *, zero: bool = False) -> Callable[[
         return value
 
     return number
-
-
-def parse_promise(text: str) -> tuple[float, float]:
-    """Parse limits such as ttft=1s,tpot=30ms; returns milliseconds, infinity for no limit."""
-    limits = {"ttft": math.inf, "tpot": math.inf}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in limits or not value:
-            raise argparse.ArgumentTypeError(f"{part!r}: use ttft=TIME, tpot=TIME or both")
-        if value.replace(".", "", 1).isdigit():
-            raise argparse.ArgumentTypeError(
-                f"{part!r} has no unit: write {name}={value}ms or {name}={value}s"
-            )
-        try:
-            seconds = parse_seconds(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{part!r}: {error}") from None
-        if not 0 < seconds < math.inf:
-            raise argparse.ArgumentTypeError(f"{part!r}: must be above 0")
-        limits[name] = seconds * 1e3
-    return limits["ttft"], limits["tpot"]
 
 
 FLAGS: Mapping[str, Sequence[Flag]] = {

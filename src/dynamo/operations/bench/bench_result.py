@@ -20,6 +20,7 @@ from dynamo.operations.latency_summary import LatencySummary, summarize_latencie
 from dynamo.runtime.deployment import ProcessRecord, live_deployments
 
 VERSION = 1
+RESULT_HINT = "`dynamo bench --out FILE` writes one"
 
 
 class Goodput(msgspec.Struct, frozen=True):
@@ -145,11 +146,11 @@ def read_result(path: str) -> BenchResult:
         with open(path, "rb") as file:  # noqa: PTH123 - the error names the path as typed
             return msgspec.json.decode(file.read(), type=BenchResult)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}", hint=RESULT_HINT) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is not a result of `dynamo bench`: {error}",
-            hint="`dynamo bench --out FILE` writes one",
+            hint=RESULT_HINT,
         ) from None
 
 

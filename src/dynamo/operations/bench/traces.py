@@ -6,7 +6,7 @@ import gzip
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -24,6 +24,10 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens of a hash id of a trace that does not tell: those of Mooncake."""
 MAX_ROWS_FOR_BLOCKS = 1000
 RECORD_FILES = "*.jsonl"
+MOST_TOKENS = 10_000_000
+"""A longer prompt or answer is a mistake."""
+DAY_MS = 86_400e3
+MOST_DAYS = 366
 TRACE_HINT = "name a file, .jsonl or .jsonl.gz, or a deployment that has a record"
 
 
@@ -32,8 +36,8 @@ class TraceRow(msgspec.Struct):
     previous row of the same session. Records of requests also tell the tokens of a hash id and the
     answers to the prompt."""
 
-    input_length: Annotated[int, msgspec.Meta(ge=0)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
     timestamp: float = 0.0
     hash_ids: list[int | str] = []
     session_id: int | str | None = None
@@ -80,12 +84,24 @@ def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[S
 
 def read_trace_sessions(path: str, rows: int = 0) -> list[list[tuple[int, TraceRow]]]:
     """Read the first `rows` lines of a Mooncake trace (0 = all), grouped by session. Each row comes
-    with its number from 0. A row without a session id is a session by itself. Raises `ConfigError`.
-    Blocks."""
+    with its number from 0. A row without a session id is a session by itself. Says how many
+    sessions start before one that an earlier line has. Raises `ConfigError`. Blocks."""
     sessions: dict[str, list[tuple[int, TraceRow]]] = {}
     for number, row in enumerate(islice(_read_rows(path), rows or None)):
         key = f"row {number}" if row.session_id is None else f"session {row.session_id}"
         sessions.setdefault(key, []).append((number, row))
+    starts = [session[0][1].timestamp for session in sessions.values()]
+    late = sum(
+        start < latest for start, latest in zip(starts, accumulate(starts, max), strict=True)
+    )
+    if late and not Path(path).is_dir():
+        sys.stderr.write(f"{path}: {late} lines are not in order of their times; they are sorted\n")
+    days = (max(starts) - min(starts)) / DAY_MS if starts else 0
+    if days > MOST_DAYS:
+        raise ConfigError(
+            f"{path}: its times span {days:.3g} days",
+            hint="timestamps are milliseconds, all since the same moment",
+        )
     return list(sessions.values())
 
 

@@ -19,6 +19,7 @@ TABLE = DATA / "measured.csv"
 PRECISIONS = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8_block": "fp8", "int4_wo": "int4"}
 COLUMNS = ("id", "backend", "model_path", "system", "mode", "isl", "osl")
 MOST_ROWS = 200_000
+ROWS_HINT = "the columns are those of AI Configurator's silicon_sample.csv"
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,14 +108,15 @@ def read_silicon(path: Path) -> Iterator[MeasuredRow | ConfigError]:
             if missing:
                 raise ConfigError(
                     f"{path} lacks the columns {', '.join(missing)}",
-                    hint="the columns are those of AI Configurator's silicon_sample.csv",
+                    hint=ROWS_HINT,
                 )
             for number, row in enumerate(reader):
                 if number >= MOST_ROWS:
                     raise ConfigError(f"{path} has more than {MOST_ROWS} rows")
                 yield _read_silicon_row({k: v or "" for k, v in row.items() if k})
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint=ROWS_HINT) from error
 
 
 def _read_silicon_row(row: Mapping[str, str]) -> MeasuredRow | ConfigError:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.units import parse_seconds
+from dynamo.operations.bench.traces import read_lines
 from dynamo.operations.replay.fleet import FleetWorker, ReplayFleet
 from dynamo.operations.replay.workers import ReplayWorkers, check_count
 
-EXAMPLE = '{"time": 60, "action": "start", "kind": "worker", "count": 2}'
+HINT = 'a line is like {"time": 60, "action": "start", "kind": "worker", "count": 2}'
 
 
 class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,15 +72,8 @@ class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_events(path: str) -> list[FleetEvent]:
     """Read a script of JSON lines. Times are seconds, or texts such as "2m". Raises `ConfigError`.
     Blocks."""
-    events = []
-    try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    events.append(_parse(line, f"{path}, line {number}"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    return events
+    lines = enumerate(read_lines(path, HINT), 1)
+    return [_parse(line, f"{path}, line {number}") for number, line in lines]
 
 
 def check_events(events: Sequence[FleetEvent], workers: ReplayWorkers) -> None:
@@ -121,5 +114,5 @@ def _parse(line: bytes, place: str) -> FleetEvent:
     except ValueError as error:  # of msgspec, too
         fault = str(error)
     if fault:
-        raise ConfigError(f"{place}: {fault}", hint=f"a line is like {EXAMPLE}")
+        raise ConfigError(f"{place}: {fault}", hint=HINT)
     return event
