@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
-from operator import attrgetter
+from operator import attrgetter, lt
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -84,16 +84,16 @@ def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[S
 
 def read_trace_sessions(path: str, rows: int = 0) -> list[list[tuple[int, TraceRow]]]:
     """Read the first `rows` lines of a Mooncake trace (0 = all), grouped by session. Each row comes
-    with its number from 0. A row without a session id is a session by itself. Says how many
-    sessions start before one that an earlier line has. Raises `ConfigError`. Blocks."""
+    with its number from 0. A row without a session id is a session by itself. Says how many of
+    these have an earlier time than a line before them. Raises `ConfigError`. Blocks."""
     sessions: dict[str, list[tuple[int, TraceRow]]] = {}
     for number, row in enumerate(islice(_read_rows(path), rows or None)):
         key = f"row {number}" if row.session_id is None else f"session {row.session_id}"
         sessions.setdefault(key, []).append((number, row))
-    starts = [session[0][1].timestamp for session in sessions.values()]
-    late = sum(
-        start < latest for start, latest in zip(starts, accumulate(starts, max), strict=True)
-    )
+    firsts = [session[0][1] for session in sessions.values()]
+    starts = [row.timestamp for row in firsts]
+    alone = [row.timestamp for row in firsts if row.session_id is None]
+    late = sum(map(lt, alone, accumulate(alone, max)))
     if late and not Path(path).is_dir():
         sys.stderr.write(f"{path}: {late} lines are not in order of their times; they are sorted\n")
     days = (max(starts) - min(starts)) / DAY_MS if starts else 0
