@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,27 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Deployment, until
+from tests.support.fake_lora import write_adapter
 
 SETTINGS = """\
 router: {mode: kv}
-engine: {kind: mock, speedup_ratio: 1000}
+engine: {kind: mock, speedup_ratio: 1000, lora_updates: true}
 models:
 - {path: MODEL, names: [qwen, chat], workers: 2}
 - {path: MODEL, name: small, engine: {block_size: 32}}
 """
 
 
-def ask(deployment: Deployment, model: str, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+def ask(
+    deployment: Deployment, model: str, path: str = "/v1/chat/completions", body: Any = None
+) -> tuple[int, Any]:
     """Return the status of an answer, and its body."""
-    body = {"model": model, "messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4}
+    if path.endswith("completions"):
+        body = {"model": model, "messages": [{"role": "user", "content": "a dog"}], "max_tokens": 4}
     request = urllib.request.Request(
         deployment.url + path,
-        json.dumps(body).encode() if path.endswith("completions") else None,
+        json.dumps(body).encode() if body else None,
         {"content-type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.load(answer)
+            text = answer.read()
+            return answer.status, json.loads(text) if text.startswith(b"{") else text
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
@@ -121,6 +128,45 @@ def load_on_demand(deployment: Deployment, model: Path) -> None:
     assert ask(deployment, "rare")[0] == 404
 
 
+def change_adapters(deployment: Deployment, model: Path, tmp_path: Path, file: Path) -> None:
+    """Load adapters by request and by command, kill all workers, and find them again."""
+    folders = [write_adapter(tmp_path / f"a{n}", str(n).encode()) for n in range(8)]
+    for number, folder in enumerate(folders[:6]):
+        body = {"lora_name": f"a{number}", "lora_path": folder, "base_model": "small"}
+        assert ask(deployment, "", "/v1/load_lora_adapter", body)[0] == 200
+    for number, save in ((6, ()), (7, ("--save",))):
+        command = ("add", folders[number], "--adapter-of", "small", *save)
+        assert dynamo(deployment, *command) == (
+            0,
+            f"{file} has the adapter\n" * len(save) + f"a{number} is served, an adapter of small\n",
+        )
+    names = [f"a{number}" for number in range(8)]
+    before = [ask(deployment, name)[1]["choices"] for name in ("small", *names)]
+    assert len({str(choices) for choices in before}) == 9
+
+    workers = [each for each in deployment.processes() if each["name"].startswith("small-worker")]
+    for worker in workers:
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert [ask(deployment, name)[1]["choices"] for name in ("small", *names)] == before
+    old = {worker["pid"] for worker in workers}
+    assert old.isdisjoint(each["pid"] for each in deployment.processes())
+
+    for words, error in (
+        ((folders[0], "--adapter-of", "small", "--model-name", "qwen"), "'qwen' is a model"),
+        ((folders[0], "--adapter-of", "small", "--model-name", "chat"), "'chat' is an alias"),
+        ((folders[0], "--adapter-of", "third"), "no model 'third'"),
+        ((folders[0], "--adapter-of", "qwen"), "'a0' is an adapter of small"),
+        (("/nowhere", "--adapter-of", "small"), "/nowhere is no folder"),
+        ((tmp_path, "--adapter-of", "small"), "is no LoRA adapter"),
+        ((model, "--model-name", "a0"), "'a0' is an adapter of small"),
+    ):
+        code, output = dynamo(deployment, "add", *words)
+        assert code != 0
+        assert error in output
+    assert dynamo(deployment, "remove", "a7", "--save")[0] == 0
+    assert ask(deployment, "a7")[1]["error"]["code"] == "model_not_found"
+
+
 def check_refusals(deployment: Deployment, model: Path) -> None:
     """Check that wrong names, paths, engines and flags are refused."""
     for words, error in (
@@ -172,6 +218,7 @@ def test_models_come_and_go_beside_each_other(
     assert 'dynamo_admission_waiting_requests{model="qwen"} 0' in metrics
 
     load_on_demand(deployment, tiny_model)
+    change_adapters(deployment, tiny_model, tmp_path, file)
     check_refusals(deployment, tiny_model)
     assert "the default model is small now" in dynamo(deployment, "remove", "qwen")[1]
     assert ask(deployment, "default")[1]["model"] == "small"

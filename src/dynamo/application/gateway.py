@@ -14,6 +14,7 @@ from dynamo.core.values import SamplingParams
 DEFAULT_MODEL = "default"
 RETRY_AFTER_S = 2.0
 MAX_NAMES_SHOWN = 20
+NO_ADAPTERS: Mapping[str, str] = {}
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -88,6 +89,7 @@ class Gateway:
         self._added_embedding_models: dict[str, ServedEmbeddingModel] = {}
         self._adapters: dict[str, Mapping[str, ServedModel]] = {}
         self._desired: Mapping[str, Sequence[str]] = {}
+        self._desired_adapters: Mapping[str, str] = {}
         self._pending: dict[str, str] = {}
         self._unloaded: Mapping[str, bool] = {}
         self.load: LoadModel | None = None
@@ -124,10 +126,13 @@ class Gateway:
         self._added_embedding_models[served.names[0]] = served
         self._update()
 
-    def set_desired(self, desired: Mapping[str, Sequence[str]]) -> None:
+    def set_desired(
+        self, desired: Mapping[str, Sequence[str]], adapters: Mapping[str, str] = NO_ADAPTERS
+    ) -> None:
         """Set the models that are to be served, in this order, each with its aliases. The aliases
-        replace those that the model was announced with."""
-        self._desired = desired
+        replace those that the model was announced with. `adapters`: the model of each adapter that
+        is to be served."""
+        self._desired, self._desired_adapters = desired, adapters
         self._update()
 
     def set_unloaded(self, models: Mapping[str, bool]) -> None:
@@ -244,7 +249,14 @@ class Gateway:
             embeds = model in self.embedding_models or self._unloaded.get(model, False)
             if name == DEFAULT_MODEL and not embeds:
                 return model
-        return name
+        return self._desired_adapters.get(name, name)
+
+    def is_model_name(self, name: str) -> bool:
+        """Whether a name means a model that is served or to be served, and no adapter."""
+        served = self.models.get(name)
+        if name == DEFAULT_MODEL or name in self.embedding_models or (served and not served.parent):
+            return True
+        return any(name == model or name in names for model, names in self._desired.items())
 
     def find_embedding_model(self, name: str | None) -> tuple[str, ServedEmbeddingModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`, and

@@ -1,12 +1,15 @@
-"""Ids of LoRA adapters, and the orders to load and unload them."""
+"""Names and ids of LoRA adapters, and the orders to load and unload them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 import msgspec
 
-from dynamo.core.errors import DECODE_ERRORS, ProtocolError
+from dynamo.core.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
 ADAPTERS_ENDPOINT = "adapters"
+MODULES_KEY = "engine.lora_modules"
 
 
 class AdapterOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,3 +44,32 @@ def adapter_id(name: str, digest: str) -> str:
 def adapter_name(adapter: str) -> str:
     """Return the name in an adapter's id."""
     return adapter.rpartition("@")[0]
+
+
+def parse_lora_modules(modules: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and path of each `NAME=PATH`, vLLM's `{"name": NAME, "path": PATH}`, and pair of
+    `{NAME: PATH}`. Raises `ConfigError`."""
+    for module in modules:
+        for name, path in _read_module(module):
+            if not (name and path and isinstance(name, str) and isinstance(path, str)):
+                raise ConfigError(
+                    f"{module!r} names no LoRA adapter (--lora-modules)",
+                    hint="write NAME=FOLDER",
+                    param=MODULES_KEY,
+                )
+            yield name, path
+
+
+def _read_module(module: str) -> Iterable[tuple[object, object]]:
+    if not module.startswith("{"):
+        name, _, path = module.partition("=")
+        return [(name, path)]
+    try:
+        content = msgspec.json.decode(module)
+    except ValueError:
+        return [("", "")]
+    if not isinstance(content, dict) or not content:
+        return [("", "")]
+    if "name" in content:
+        return [(content.get("name"), content.get("path"))]
+    return content.items()

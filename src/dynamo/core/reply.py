@@ -162,6 +162,14 @@ class LoraAdapters(ABC):
         """Ids whose names have other weights now. Requests that were sent before are answered."""
         return ()
 
+    def has(self, adapter: str) -> bool:
+        """Whether requests that name this id are answered."""
+        return adapter in self.paths or adapter in self.replaced
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the adapters of the engine's settings. Raises `ConfigError`."""
+
     @abstractmethod
     async def load(self, name: str, path: str, *, replace: bool = False) -> None:
         """Load the adapter in the folder `path`, which requests may name when this returns. Raises

@@ -255,7 +255,7 @@ Feature = Literal[
 "calls": grammars of tool calls. "resumed_form": structured outputs that continue where another
 worker left them. "extra", "text": that field of `GenerateRequest`."""
 OWN_FEATURES: tuple[Feature, ...] = ("logprobs", "logit_bias")
-"""The features of the native engine and of the mock engine."""
+"""Features that the native engine has, and the mock engine, too."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):

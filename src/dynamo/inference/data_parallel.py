@@ -19,6 +19,9 @@ class DataParallelEngine(Engine):
 
     def __init__(self, ranks: Sequence[Engine]) -> None:
         self._ranks = tuple(ranks)
+        self.adapters = ranks[0].adapters
+        for rank in ranks:
+            rank.adapters = self.adapters
 
     @property
     def ranks(self) -> Sequence[Engine]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from dynamo.core.adapters import adapter_name
 from dynamo.core.context import Context
-from dynamo.core.errors import Unsupported, WorkerFailed
+from dynamo.core.errors import ModelNotFound, Unsupported, WorkerFailed
 from dynamo.core.features import GRAMMAR_FEATURES
-from dynamo.core.reply import Reply
+from dynamo.core.reply import LoraAdapters, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
     EngineInfo,
@@ -39,7 +40,8 @@ log = logging.getLogger(__name__)
 class BatchedEngine(EngineCore):
     """An engine with continuous batching over a block pool. A `ModelRunner` computes its steps.
     `kv_source` supplies the KV of prompts that another worker computes; None: no such worker.
-    `grammars`: enforces forms of answers; None: it cannot. `time`: skips steps of virtual time."""
+    `grammars`: enforces forms of answers; None: it cannot. `time`: skips steps of virtual time.
+    `adapters`: those that the runner computes with; None: it cannot."""
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class BatchedEngine(EngineCore):
         time: RealTime | None = None,
         open_tiers: OpenTiers | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: LoraAdapters | None = None,
     ) -> None:
         super().__init__(runner, time or RealTime())
+        self.adapters = adapters
         self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
         self._hits_from: HitsFrom = hits_from
@@ -72,6 +76,9 @@ class BatchedEngine(EngineCore):
 
     async def start(self) -> EngineInfo:
         info = await self.runner.start()
+        if self.adapters is not None:
+            await self.adapters.start()
+            info = replace(info, features=(*info.features, "adapters"))
         if self._grammars is not None:
             info = replace(info, features=(*info.features, *GRAMMAR_FEATURES))
         region = self.runner.region
@@ -133,6 +140,9 @@ class BatchedEngine(EngineCore):
             raise WorkerFailed(self.failure.message)
         if self._sleeps:
             raise WorkerFailed("the engine sleeps")
+        if request.adapter and not (self.adapters and self.adapters.has(request.adapter)):
+            name = adapter_name(request.adapter)
+            raise ModelNotFound(f"LoRA adapter {name!r} is not loaded", param="model")
         return self._sequence_factory.make(request)
 
     async def _run_sequence(self, sequence: EngineSequence, context: Context, reply: Reply) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import RequestHandler, ResponseWriter
-from dynamo.core.adapters import ADAPTERS_ENDPOINT
+from dynamo.core.adapters import ADAPTERS_ENDPOINT, adapter_name
 from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
@@ -33,7 +33,7 @@ from dynamo.inference.data_parallel import batched_engines
 from dynamo.inference.disaggregation.connector_prefill import ConnectorPrefill
 from dynamo.inference.disaggregation.remote_prefill import RemotePrefill
 from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
-from dynamo.inference.engines.adapter_endpoint import AdapterEndpoint, load_peer_adapters
+from dynamo.inference.engines.adapter_endpoint import AdapterEndpoint, load_model_adapters
 from dynamo.inference.engines.arguments import ENGINES_WITH_CONNECTORS, check_role
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
 from dynamo.inference.load_publisher import LoadPublisher
@@ -131,7 +131,7 @@ class EngineWorker:
         self._endpoints.append(generate)
         self._prefill.withdraw_after(generate)
         self._sleep = SleepEndpoint(
-            runtime, self._engine, tuple(self._endpoints), self._load_peer_adapters
+            runtime, self._engine, tuple(self._endpoints), self._load_model_adapters
         )
         self._endpoints.append(await self._sleep.serve(component, card.names[0]))
         handlers = self._small_endpoints(runtime)
@@ -182,18 +182,18 @@ class EngineWorker:
         return msgspec.structs.replace(info, adapters=dict(adapters.paths))
 
     async def _serve_adapters(self, component: Component, adapters: LoraAdapters) -> None:
-        """Take orders for adapters, then load those of the other workers: no order is missed."""
+        """Take orders for adapters, then load those that the model has: no order is missed."""
         endpoint = component.endpoint(ADAPTERS_ENDPOINT)
         handle = AdapterEndpoint(adapters, self._announce_adapters).handle
         model = {"model": self._card.names[0]}
         self._endpoints.append(await endpoint.serve(handle, capabilities=model))
-        await self._load_peer_adapters()
+        await self._load_model_adapters()
 
-    async def _load_peer_adapters(self) -> None:
-        """Load the adapters that the other workers of the model have."""
+    async def _load_model_adapters(self) -> None:
+        """Load the adapters that the workers of the model are to have."""
         if (adapters := self._engine.adapters) is not None:
             cards_prefix = self._discovery_key().removesuffix(self._runtime.instance_id)
-            await load_peer_adapters(adapters, self._runtime, cards_prefix)
+            await load_model_adapters(adapters, self._runtime, self._card.names[0], cards_prefix)
 
     async def _open_prefill(self, component: Component) -> None:
         runtime, engine = self._runtime, self._engine
@@ -283,6 +283,8 @@ class EngineWorker:
         if adapters is not None and self._is_announced:
             features = (*self._features, *adapters.replaced)
             await self._announce_engine(adapters=dict(adapters.paths), features=features)
+            paths = {adapter_name(adapter): path for adapter, path in adapters.paths.items()}
+            self._runtime.report(adapters=paths)
 
     async def _announce_engine(self, **changes: Any) -> None:
         """Change fields of `EngineInfo` in every record that has them."""

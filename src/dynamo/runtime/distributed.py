@@ -17,8 +17,9 @@ from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.options import DEFAULT_OPTIONS
 from dynamo.communication.requests import Requests, open_requests
+from dynamo.core.adapters import AdapterOrder
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.errors import ConfigError, DynamoError, Unsupported
 from dynamo.core.redaction import remember_environment
 from dynamo.core.settings import Settings
 from dynamo.core.settings.secret_files import remember_settings
@@ -110,7 +111,8 @@ class DistributedRuntime:
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
         self.publish_state: Callable[[ProcessState], Awaitable[None]] = _publish_nothing
-        self.report_models: Callable[[Mapping[str, str]], None] = lambda _: None
+        self.report: Callable[..., None] = lambda **_: None
+        self.execute_order: Callable[[AdapterOrder], Awaitable[None]] = _refuse_order
         self.stand_by: Callable[[], Awaitable[None]] | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
@@ -313,3 +315,7 @@ async def _publish_nothing(state: ProcessState) -> None:
 
 async def _open_republishing(planes: Planes) -> RepublishingDiscovery:
     return RepublishingDiscovery(await open_discovery(planes.discovery, planes.discovery_options))
+
+
+async def _refuse_order(order: AdapterOrder) -> None:
+    raise Unsupported(f"this process sends no orders to workers, such as for {order.name!r}")

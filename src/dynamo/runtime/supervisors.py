@@ -60,7 +60,8 @@ class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     can be expected to serve. `kinds` is for those who change the numbers.
     `models` has the aliases of each model that is to be served in `namespace`, by its id: a model
     that a record does not list any more was removed. `on_demand` has those of them that run only
-    while they are wanted.
+    while they are wanted. `adapters` has the folder of each LoRA adapter that a model is to have,
+    by model and name; "": its workers would load it, and it was unloaded.
     """
 
     desired: dict[str, int] = {}
@@ -70,6 +71,7 @@ class SupervisorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     models: dict[str, tuple[str, ...]] = {}
     namespace: str = ""
     on_demand: dict[str, LoadRecord] = {}
+    adapters: dict[str, dict[str, str]] = {}
 
 
 def supervisor_record_key(supervisor: str) -> str:

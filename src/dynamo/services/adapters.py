@@ -67,10 +67,7 @@ class AdapterOrders:
     async def execute(self, order: AdapterOrder) -> None:
         """Have all workers execute the order, also where one of them fails. Raises the error of a
         worker, `Unsupported` without workers, and `InvalidRequest` for the name of a model."""
-        gateway = self._gateway
-        served = gateway.models.get(order.name)
-        is_model = order.name in gateway.embedding_models or (served and not served.parent)
-        if is_model or order.name == DEFAULT_MODEL:
+        if self._gateway.is_model_name(order.name):
             raise InvalidRequest(
                 f"{order.name!r} is the name of a model and not of an adapter", param="lora_name"
             )
@@ -90,8 +87,15 @@ class AdapterOrders:
         self, instances: Collection[Instance], order: AdapterOrder
     ) -> Sequence[Instance]:
         """Return the workers of the model that an order adapts."""
-        served = self._gateway.models.get(order.model or order.name)
+        own = self._gateway.models.get(order.name)
+        served = self._gateway.models.get(order.model) if order.model else own
         model = (served.parent or served.names[0]) if served else order.model
+        if own and model and own.parent != model:
+            raise InvalidRequest(
+                f"{order.name!r} is an adapter of {own.parent!r} already",
+                hint="choose another name, or unload it first",
+                param="lora_name",
+            )
         adapted = {instance.capabilities.get("model", model) for instance in instances}
         if not model and len(adapted) > 1:
             raise InvalidRequest(
@@ -107,7 +111,7 @@ class AdapterOrders:
         if not workers:
             raise Unsupported(
                 f"no worker {f'of {model}' if model else 'here'} has LoRA adapters",
-                hint="start workers with engine vllm and --allow-lora-updates",
+                hint="vllm has them, with --allow-lora-updates at the start; so has mock",
             )
         return workers
 

@@ -36,6 +36,8 @@ class DesiredModels:
         self._states: dict[str, ModelState] = {}
         self.loads: dict[str, LoadRecord] = {}
         self.aliases: dict[str, tuple[str, ...]] = {}
+        self.adapters: dict[str, str] = {}
+        """The model of each LoRA adapter by name."""
         self.removed: set[str] = set()
         view.on_change(self._on_records_changed)
 
@@ -98,6 +100,14 @@ class DesiredModels:
         }
         self.aliases = desired | orphans
         self.loads = self._read_loads()
+        orphans_adapters = {name: m for name, m in self.adapters.items() if m in orphans}
+        self.adapters = orphans_adapters | {
+            name: model
+            for record in self._records().values()
+            for model, adapters in record.adapters.items()
+            for name, path in adapters.items()
+            if path and model in desired
+        }
         self._states = self._read_states()
         for listener in self._listeners:
             listener()

@@ -90,7 +90,7 @@ class FrontendService:
             names = dict(gateway.unloaded_names())
             names |= {name: model.names[0] for name, model in gateway.embedding_models.items()}
             names |= {name: model.names[0] for name, model in gateway.models.items()}
-            self._runtime.report_models(names)
+            self._runtime.report(models=names)
 
         gateway.on_change(report_models)
         gateway.describe = watcher.describe
@@ -119,6 +119,8 @@ class FrontendService:
 
     def _open_application(self, gateway: Gateway, queries: RoutingQueries) -> Application:
         runtime = self._runtime
+        orders = AdapterOrders(runtime, gateway)
+        runtime.execute_order = orders.execute
         application = Application(
             runtime.settings.server,
             gateway,
@@ -130,9 +132,7 @@ class FrontendService:
             routing=queries,
             share_cache=runtime.settings.engine.share_cache,
             response_store=_response_store(runtime),
-            adapter_orders=(
-                AdapterOrders(runtime, gateway) if runtime.settings.engine.lora_updates else None
-            ),
+            adapter_orders=orders if runtime.settings.engine.lora_updates else None,
         )
         self._recorder = _request_recorder(runtime)
         if self._recorder is not None:

@@ -298,7 +298,7 @@ class ModelWatcher:
         gateway, desired = self._gateway, self.desired
         for model in desired.removed:
             gateway.remove(model)
-        gateway.set_desired(desired.aliases)
+        gateway.set_desired(desired.aliases, desired.adapters)
         self._explain_pending()
 
     def _explain_pending(self) -> None:

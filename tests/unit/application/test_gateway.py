@@ -119,3 +119,20 @@ def test_a_model_on_demand_is_not_loaded_for_a_request_that_it_cannot_answer() -
     assert got.value.model == "a"
     with pytest.raises(InvalidRequest, match="only embedding models are served here: 'vectors'"):
         on_demand(vectors=True).find(None)
+
+
+def test_an_adapter_of_a_model_without_workers_is_not_ready() -> None:
+    gateway = Gateway()
+    gateway.add(served("a"))
+    gateway.set_desired({"a": (), "b": ("chat",)}, {"sql": "b"})
+    gateway.set_pending("b", "its supervisor starts a worker")
+    with pytest.raises(ModelNotReady, match="'sql' is not ready: its supervisor starts"):
+        gateway.find("sql")
+    assert [name for name in ("a", "b", "chat", "sql", "x") if gateway.is_model_name(name)] == [
+        "a",
+        "b",
+        "chat",
+    ]
+    gateway.set_desired({"a": ()})
+    with pytest.raises(ModelNotFound):
+        gateway.find("sql")

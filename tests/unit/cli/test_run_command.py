@@ -17,8 +17,8 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ModelSettings, ServerSettings
 from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.inference.engines.lora_adapters import parse_lora_modules
 from dynamo.inference.native import engine_sizing
-from dynamo.inference.vllm.adapters import parse_lora_modules
 
 
 def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:

@@ -100,3 +100,17 @@ def test_a_file_that_cannot_be_written_stays_and_nothing_is_left_beside_it(
         save_model(str(file), {"path": "/b"}, "")
     assert [each.name for each in tmp_path.iterdir()] == ["models.yaml"]
     assert "/b" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("/nowhere", "--adapter-of", "a"), "/nowhere is no folder on this host"),
+        (("http://x:1", "--adapter-of", "a"), "an adapter has no engine.urls of its own"),
+        ((".", "--adapter-of", "a", "out=mock"), "an adapter has no engine.kind of its own"),
+        ((".", "--adapter-of", "a", "--model-name", "x", "--model-name", "y"), "one name and not"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ADD.run(arguments)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.support.fake_lora import write_adapter
 from tests.support.relay import Relay
 from tests.unit.inference_disaggregation.pair import make_request
 from tests.unit.inference_disaggregation.workers import StartWorker
@@ -58,6 +60,23 @@ async def test_a_worker_has_a_prompt_computed_by_the_one_that_the_request_names(
     assert not d.ranks[0].arrivals.counters.fallbacks
     p.check_idle()
     d.check_idle()
+
+
+async def test_a_prompt_of_an_adapter_is_computed_with_it(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    modules = [f"sql={write_adapter(tmp_path / 'sql')}"]
+    d, p = [await start_worker(timing="constant:0.01,1", lora_modules=modules) for _ in range(2)]
+    assert d.ranks[0].adapters is not None
+    (adapter,) = d.ranks[0].adapters.paths
+    request = make_request(range(42), max_tokens=8)
+    with_adapter = replace(request, adapter=adapter, salt="sql")
+    plain, alone = await d.answer(request), await d.answer(with_adapter)
+    assert plain.ids != alone.ids
+    d.ranks[0].clear_prefix_cache()
+    reply = await d.answer(replace(with_adapter, prefill=p.id))
+    assert (reply.ids, reply.end) == (alone.ids, alone.end)
+    assert p.ranks[0].counters.requests == 1
 
 
 @pytest.mark.parametrize("start_worker", ["memory:", "tcp://127.0.0.1:0"], indirect=True)

@@ -12,7 +12,8 @@ from dynamo.core.adapters import adapter_name
 from dynamo.core.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound
 from dynamo.core.hashing import adapter_salt
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.vllm.adapters import VllmAdapters, parse_lora_modules
+from dynamo.inference.engines.lora_adapters import parse_lora_modules
+from dynamo.inference.vllm.adapters import VllmAdapters
 from dynamo.inference.vllm.engine import VllmEngine
 
 
@@ -22,11 +23,9 @@ def llm() -> FakeLoraLlm:
 
 
 @pytest.fixture
-async def adapters(llm: FakeLoraLlm, monkeypatch: pytest.MonkeyPatch) -> VllmAdapters:
+def adapters(llm: FakeLoraLlm, monkeypatch: pytest.MonkeyPatch) -> VllmAdapters:
     install_lora(monkeypatch)
-    adapters = VllmAdapters()
-    await adapters.start(llm, ())
-    return adapters
+    return VllmAdapters(llm)
 
 
 async def test_an_adapter_is_found_by_its_id_until_it_is_unloaded(

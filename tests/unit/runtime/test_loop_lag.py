@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dynamo.runtime.processes.process import SAMPLE_INTERVAL_S, LoopLagMonitor
+from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, LoopLagMonitor
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"

@@ -7,12 +7,13 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.support.fake_lora import FakeLoraLlm, install_lora, write_adapter
 
 from dynamo.application import Gateway, ServedModel
-from dynamo.core.adapters import AdapterOrder
+from dynamo.core.adapters import AdapterOrder, adapter_name
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, ModelNotFound, NotFound, Unsupported
 from dynamo.core.reply import Reply
@@ -25,6 +26,7 @@ from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.supervisors import SupervisorRecord, supervisor_record_key
 from dynamo.services.adapters import AdapterOrders
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
@@ -42,7 +44,7 @@ class AdaptedEngine(EchoEngine):
         info = await super().start()
         if self.adapters is None:
             return info
-        await self.adapters.start(FakeLoraLlm(), ())
+        await self.adapters.start()
         return replace(info, features=("adapters",))
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
@@ -79,7 +81,7 @@ class Deployment:
     async def start_worker(
         self, *, with_adapters: bool = True, model: str = "tiny"
     ) -> AdaptedEngine:
-        return await self.attach(VllmAdapters() if with_adapters else None, model)
+        return await self.attach(VllmAdapters(FakeLoraLlm()) if with_adapters else None, model)
 
     async def attach(self, adapters: VllmAdapters | None, model: str = "tiny") -> AdaptedEngine:
         path = self._model / "tokenizer.json"
@@ -101,7 +103,7 @@ class SlowAdapters(VllmAdapters):
     """Loads `sql` when `release` is set."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(FakeLoraLlm())
         self.release = asyncio.Event()
 
     async def load(self, name: str, path: str, *, replace: bool = False) -> None:
@@ -308,3 +310,41 @@ async def test_orders_need_a_worker_that_can_have_adapters(deployment: Deploymen
     orders = await deployment.start_frontend()
     with pytest.raises(Unsupported, match="no worker here has LoRA adapters"):
         await orders.execute(AdapterOrder("sql", "/x"))
+
+
+async def test_the_record_of_a_supervisor_outlives_all_workers(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    supervisor = await deployment.open_process()
+    adapters = {
+        "sql": write_adapter(tmp_path / "sql"),
+        "code": "",
+        "bad": str(tmp_path),
+    }
+    namespace = supervisor.settings.runtime.namespace
+    for key, wanted in {"tiny": adapters, "other": {"x": adapters["sql"]}}.items():
+        record = SupervisorRecord({}, namespace=namespace, adapters={key: wanted})
+        await supervisor.discovery.put(supervisor_record_key(key), msgspec.json.encode(record))
+
+    declared = VllmAdapters(FakeLoraLlm(), [f"code={write_adapter(tmp_path / 'code', b'code')}"])
+    engine = await deployment.attach(declared)
+
+    assert engine.adapters is not None
+    assert {adapter_name(adapter) for adapter in engine.adapters.paths} == {"sql"}
+
+
+async def test_names_of_models_to_be_served_are_no_adapters(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    for model in ("tiny", "other"):
+        await deployment.start_worker(model=model)
+    orders = await deployment.start_frontend()
+    await until(lambda: len(deployment.gateway.models) == 2)
+    deployment.gateway.set_desired({"tiny": ("chat",), "later": ("soon",), "other": ()})
+    path = write_adapter(tmp_path / "sql")
+    for name in ("chat", "later", "soon"):
+        with pytest.raises(InvalidRequest, match="name of a model"):
+            await orders.execute(AdapterOrder(name, path, model="tiny"))
+    await orders.execute(AdapterOrder("sql", path, model="chat"))
+    with pytest.raises(InvalidRequest, match="'sql' is an adapter of 'tiny' already"):
+        await orders.execute(AdapterOrder("sql", path, model="other"))

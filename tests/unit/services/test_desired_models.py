@@ -77,3 +77,17 @@ def test_the_state_is_that_of_the_models_kinds() -> None:
     assert desired.state("a") == ModelState("failed", "no weights")
     assert desired.state("b").state == "loading"
     assert desired.state("c").state == "unloaded"
+
+
+def test_adapters_have_the_model_that_a_supervisor_lists_them_with() -> None:
+    records = Records()
+    desired = DesiredModels(records, "ns")
+    adapters = {"a": {"sql": "/sql", "code": ""}, "gone": {"x": "/x"}}
+    records.records["one"] = SupervisorRecord(models={"a": ()}, namespace="ns", adapters=adapters)
+    records.notify()
+    assert desired.adapters == {"sql": "a"}
+    records.records.clear()  # the supervisor may come back
+    records.notify()
+    assert desired.adapters == {"sql": "a"}
+    records.set("one", "b")
+    assert desired.adapters == {}

@@ -232,3 +232,16 @@ def test_origins_of_an_entry_are_those_of_the_section_where_it_is_silent() -> No
     assert loaded.origins["models[0].engine.workers"] == "a.yaml:3"
     assert loaded.origins["models[0].engine.num_blocks"] == "a.yaml:1"
     assert loaded.values["models[1].engine.kind"] == "mock"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {path: /m, names: [a, b], adapters: {b: /b}}",
+        "models:\n- {path: /m, name: a}\n- {path: /n, names: [c, d], adapters: [x=/x, a=/a]}",
+        "models:\n- {path: /m, name: a, adapters: [d=/d]}\n- {path: /n, names: [c, d]}",
+    ],
+)
+def test_an_adapter_that_is_called_like_a_model_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"adapter '[abd]' is called like a model"):
+        worker_specs(load({}, text).settings)

@@ -16,6 +16,7 @@ from dynamo.core.settings import SourcedValue
 from dynamo.core.settings.server_url import server_url
 
 if TYPE_CHECKING:
+    from dynamo.runtime.processes.control import ControlRequest
     from dynamo.runtime.processes.served_models import ModelStatus
 
 URL_SCHEMES = ("http://", "https://")
@@ -38,10 +39,12 @@ class AddCommand:
             "dynamo add",
             "Add a model to a running deployment: its workers start, and the command returns when "
             "they serve. The flags are those of `dynamo run` that are about a model. A server's "
-            "URL without out= becomes one more worker of the deployment's model.",
+            "URL without out= becomes one more worker of the deployment's model. With "
+            "--adapter-of, a LoRA adapter of a served model is added.",
             """\
   dynamo add ./qwen --model-name qwen --workers 2
   dynamo add ./small.gguf out=llamacpp --save         into the list models of the settings file
+  dynamo add ./sql --adapter-of qwen --model-name sql
   dynamo add out=openai http://10.0.0.5:8000 --model-name remote      a model of its own
   dynamo add http://10.0.0.5:8000                     a worker of the model that is served
   dynamo add http://10.0.0.5:8000 --model-name smollm2""",
@@ -55,6 +58,12 @@ class AddCommand:
             "without out= is its model there, if it has several",
         )
         parser.add_argument("--save", action="store_true", help="write the model into the file")
+        parser.add_argument(
+            "--adapter-of",
+            metavar="MODEL",
+            help="the folder is a LoRA adapter of this model; --model-name is its name in "
+            "requests, by default the folder's",
+        )
         parser.add_argument(
             "--kv-events",
             default="",
@@ -74,7 +83,9 @@ class AddCommand:
         named = flags.pop(DEPLOYMENT_KEY, None)
         entry = model_entry_of(args.words, flags)
         urls = entry.get("engine.urls", ())
-        if urls and ENGINE_KEY not in entry and "path" not in entry:
+        if args.adapter_of is not None:
+            request = _adapter_request(entry, args.adapter_of, save=args.save)
+        elif urls and ENGINE_KEY not in entry and "path" not in entry:
             names = entry.get("names") or [""]
             request = ControlRequest("add", urls[0], model=names[0], kv_events=args.kv_events)
         else:
@@ -114,16 +125,37 @@ def model_entry_of(words: Sequence[str], flags: Mapping[str, SourcedValue]) -> d
     return entry
 
 
+def _adapter_request(entry: Mapping[str, Any], model: str, *, save: bool) -> ControlRequest:
+    """Return the request for a LoRA adapter. Raises `ConfigError`."""
+    from dynamo.runtime.processes.control import ControlRequest
+
+    path = entry.get("path", "")
+    names = entry.get("names") or [Path(path).name]
+    if other := next((key for key in entry if key not in {"path", "names"}), ""):
+        raise ConfigError(
+            f"an adapter has no {other} of its own",
+            hint=f"write `dynamo add FOLDER --adapter-of {model} --model-name NAME`",
+        )
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"{path or 'the adapter'} is no folder on this host",
+            hint="name the folder that has adapter_config.json",
+        )
+    if len(names) > 1:
+        raise ConfigError(f"an adapter has one name and not {', '.join(names)}")
+    return ControlRequest("add_adapter", names[0], model=model, path=path, save=save)
+
+
 class RemoveCommand:
-    """`dynamo remove`: a model, an alias, or a server that was added by its URL."""
+    """`dynamo remove`: a model, an adapter, an alias, or a server that was added by its URL."""
 
     def parser(self) -> Parser:
         """Return the parser: what to remove."""
         parser = Parser(
             "dynamo remove",
-            "Stop serving a model. New requests get 404, those in flight end, then its workers "
-            "stop. An alias is deleted and its model served on. Of a server's URL, the requests "
-            "move to other workers.",
+            "Stop serving a model or a LoRA adapter. New requests get 404, those in flight end, "
+            "then the model's workers stop. An alias is deleted and its model served on. Of a "
+            "server's URL, the requests move to other workers.",
             """\
   dynamo remove qwen
   dynamo remove qwen --save                  from the settings file, too
@@ -187,17 +219,17 @@ class ModelsCommand:
 
 def _table(models: Sequence[ModelStatus]) -> list[str]:
     rows = [("MODEL", "ALIASES", "STATE", "WORKERS", "ENGINE", "PATH")]
-    rows += [
-        (
-            model.name,
-            ", ".join(model.aliases) or "-",
-            model.state,
-            f"{model.workers}/{model.desired}",
-            model.engine,
-            model.path or "(the default model)",
+    for model in models:
+        engine = model.engine
+        workers = f"{model.workers}/{model.desired}"
+        path = model.path or "(the default model)"
+        rows.append(
+            (model.name, ", ".join(model.aliases) or "-", model.state, workers, engine, path)
         )
-        for model in models
-    ]
+        rows += [
+            (name, f"(adapter of {model.name})", model.state, workers, engine, folder)
+            for name, folder in model.adapters.items()
+        ]
     reasons = [f"{model.name}: {model.reason}" for model in models if model.reason]
     return [*format_table(rows), *([""] if reasons else []), *reasons]
 

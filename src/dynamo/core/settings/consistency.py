@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from dynamo.core.adapters import MODULES_KEY, parse_lora_modules
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cache import OFFLOAD_TARGETS, CacheSettings
@@ -33,6 +34,7 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             hint="add --planner; with --planner.policy static it changes no sizes",
             param="tuner.auto_tune_interval",
         )
+    _check_adapters(settings.engine.lora_modules)
     _check_block_sizes(settings)
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):
@@ -48,6 +50,13 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
                     "`host:`",
                     param=f"{key}.device_ids",
                 )
+
+
+def _check_adapters(modules: Sequence[str]) -> None:
+    """Raise `ConfigError` for an adapter without a name or folder, and for two of one name."""
+    names = [name for name, _ in parse_lora_modules(modules)]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"two LoRA adapters are called {twice!r}", param=MODULES_KEY)
 
 
 def _check_planner(planner: PlannerSettings, origins: Mapping[str, str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
+from dynamo.core.adapters import parse_lora_modules
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.keys import (
@@ -158,35 +160,89 @@ def _same_value(spec: SettingSpec, first: Any, second: Any) -> bool:
 def edit_models(text: str, entry: Mapping[str, Any] | None, name: str) -> str:
     """Return a YAML text with another entry in its list `models`, or without one. Raises
     `ValueError`."""
+
+    models = _read_sections(text).get("models")
+    if models is None or models.id != "sequence" or models.flow_style:
+        raise ValueError("it has no block list `models:` with lines that begin with `- `")
+    lines = text.splitlines(keepends=True)
+    if entry is not None:
+        end = _last_line(text, lines, models.value[-1])
+        lines[end - 1] = lines[end - 1].rstrip("\n") + "\n"
+        indent = " " * models.start_mark.column
+        lines.insert(end, f"{indent}- {msgspec.json.encode(entry).decode()}\n")
+        return "".join(lines)
+    for node in models.value:
+        if name == _first_name(node):
+            del lines[node.start_mark.line : _last_line(text, lines, node)]
+            return "".join(lines)
+    raise ValueError(f"no entry of `models` begins its names with {name!r}")
+
+
+def edit_adapters(text: str, model: str, changes: Mapping[str, str]) -> str:
+    """Return a YAML text with other folders of a model's adapters; "" deletes one. A model has them
+    in its entry of `models`, or in the section `model`. Raises `ValueError`."""
+
+    sections = _read_sections(text)
+    if "models" in sections and sections["models"].id == "sequence":
+        node = next((node for node in sections["models"].value if _first_name(node) == model), None)
+    else:
+        node = sections.get("model")
+    if node is None or node.id != "mapping" or not node.value:
+        raise ValueError(f"it has no section of its own for {model!r}")
+    old = next(((key, own) for key, own in node.value if key.value == "adapters"), None)
+    adapters = _read_adapters(old[1]) if old else {}
+    adapters.update(changes)
+    folders = {name: folder for name, folder in adapters.items() if folder}
+    value = msgspec.json.encode(folders).decode()
+    if node.flow_style:
+        first = node.value[0][0].start_mark.index
+        begin, end = (old[0].start_mark.index, old[1].end_mark.index) if old else (first, first)
+        return f'{text[:begin]}"adapters": {value}{"" if old else ", "}{text[end:]}'
+    lines = text.splitlines(keepends=True)
+    if old is not None:
+        begin = old[0].start_mark.line
+        line = f"{lines[begin][: old[0].start_mark.column]}adapters: {value}\n"
+        lines[begin : _last_line(text, lines, old[1])] = [line]
+    else:
+        end = _last_line(text, lines, node)
+        lines[end - 1] = lines[end - 1].rstrip("\n") + "\n"
+        lines.insert(end, f"{' ' * node.value[0][0].start_mark.column}adapters: {value}\n")
+    return "".join(lines)
+
+
+def _read_sections(text: str) -> Mapping[str, Any]:
+    """Return the nodes of a YAML text's sections by name. Raises `ValueError`."""
     import yaml
 
     try:
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML now: {' '.join(str(error).split())}") from None
-    pairs = root.value if root is not None and root.id == "mapping" else ()
-    models = {key.value: value for key, value in pairs}.get("models")
-    if models is None or models.id != "sequence" or models.flow_style:
-        raise ValueError("it has no block list `models:` with lines that begin with `- `")
-    lines = text.splitlines(keepends=True)
+    return _mapping_items(root) if root is not None else {}
 
-    def end_of(node: Any) -> int:
-        mark, ends_line = node.end_mark, node.id == "scalar" or node.flow_style
-        end: int = mark.line + (ends_line or bool(mark.index == len(text) and mark.column))
-        while lines[end - 1].strip().startswith("#") or not lines[end - 1].strip():
-            end -= 1  # PyYAML counts what follows a node as a part of it
-        return end
 
-    if entry is not None:
-        end = end_of(models.value[-1])
-        lines[end - 1] = lines[end - 1].rstrip("\n") + "\n"
-        indent = " " * models.start_mark.column
-        lines.insert(end, f"{indent}- {msgspec.json.encode(entry).decode()}\n")
-        return "".join(lines)
-    for node in models.value:
-        values = yaml.SafeLoader("").construct_document(node)
-        names = values.get("names", values.get("name", ()))
-        if name in ([names] if isinstance(names, str) else names)[:1]:
-            del lines[node.start_mark.line : end_of(node)]
-            return "".join(lines)
-    raise ValueError(f"no entry of `models` begins its names with {name!r}")
+def _read_adapters(node: Any) -> dict[str, str]:
+    import yaml
+
+    value = yaml.SafeLoader("").construct_object(node, deep=True)
+    items = [value] if isinstance(value, str | Mapping) else value or []
+    texts = (x if isinstance(x, str) else msgspec.json.encode(x).decode() for x in items)
+    return dict(parse_lora_modules(tuple(texts)))
+
+
+def _first_name(node: Any) -> str:
+    """Return the id of the model of an entry of `models`: its first name, else its path's last."""
+    import yaml
+
+    values = yaml.SafeLoader("").construct_document(node)
+    names = values.get("names", values.get("name")) or PurePath(values.get("path", "")).name
+    return names if isinstance(names, str) else next(iter(names), "")
+
+
+def _last_line(text: str, lines: Sequence[str], node: Any) -> int:
+    """Return the number of the line after a node, without the comments that follow it."""
+    mark, ends_line = node.end_mark, node.id == "scalar" or node.flow_style
+    end: int = mark.line + (ends_line or bool(mark.index == len(text) and mark.column))
+    while lines[end - 1].strip().startswith("#") or not lines[end - 1].strip():
+        end -= 1  # PyYAML counts what follows a node as a part of it
+    return end

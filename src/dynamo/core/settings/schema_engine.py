@@ -135,8 +135,10 @@ class EngineSettings(SettingsSection, frozen=True):
     )
     lora_modules: tuple[str, ...] = setting(
         (),
-        "LoRA adapters that each worker loads at its start: NAME=FOLDER or vLLM's JSON, or several",
+        "LoRA adapters that each worker loads at its start: NAME=FOLDER or vLLM's JSON, or "
+        "several; in a file also a mapping of names to folders",
         flag="--lora-modules",
+        aliases=("model.adapters",),
         entries=r"(?!in=|out=)[^=/]+=.+|[{[].+",
     )
     lora_updates: bool = setting(

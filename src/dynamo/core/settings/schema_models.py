@@ -80,5 +80,9 @@ class ModelEntrySettings(ModelSettings, frozen=True):
     )
 
 
-MODEL_ENTRY_ALIASES = {"engine": "engine.kind", "workers": "engine.workers"}
+MODEL_ENTRY_ALIASES = {
+    "engine": "engine.kind",
+    "workers": "engine.workers",
+    "adapters": "engine.lora_modules",
+}
 """Short keys of an entry of `models` -> its setting. `engine` may be a section, too."""

@@ -1,4 +1,4 @@
-"""A worker's LoRA adapters: the endpoint that loads and unloads them, and those of its peers."""
+"""A worker's LoRA adapters: the endpoint that loads and unloads them, and those of its model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import msgspec
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.adapters import adapter_name, decode_order
-from dynamo.core.errors import DECODE_ERRORS, InvalidRequest
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound
 from dynamo.core.reply import LoraAdapters
 from dynamo.models.card import ModelCard
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.supervisors import SUPERVISORS_PREFIX, SupervisorRecord
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +42,34 @@ class AdapterEndpoint:
         outgoing.send(next(present, "").encode())
 
 
-async def load_peer_adapters(
-    adapters: LoraAdapters, runtime: DistributedRuntime, cards_prefix: str
+async def load_model_adapters(
+    adapters: LoraAdapters, runtime: DistributedRuntime, model: str, cards_prefix: str
 ) -> None:
-    """Load the adapters in the cards of the model's other workers, which clients have had loaded.
-    Adapters that cannot be loaded here are logged and left out."""
+    """Load the adapters that clients have had loaded: those in the records of the model's
+    supervisors, which outlive its workers, and those in the cards of its other workers. Adapters
+    that cannot be loaded here are logged and left out."""
+    namespace = runtime.settings.runtime.namespace
+    for record in (await runtime.discovery.get(SUPERVISORS_PREFIX)).values():
+        with suppress(*DECODE_ERRORS):
+            supervisor = msgspec.json.decode(record, type=SupervisorRecord)
+            if supervisor.namespace == namespace:
+                for name, path in supervisor.adapters.get(model, {}).items():
+                    await _load_or_unload(adapters, name, path)
     for record in (await runtime.discovery.get(cards_prefix)).values():
         with suppress(*DECODE_ERRORS):
             engine = msgspec.json.decode(record, type=ModelCard).engine
             for adapter, path in (engine.adapters if engine else {}).items():
-                await _load_peer_adapter(adapters, adapter_name(adapter), path)
+                await _load_or_unload(adapters, adapter_name(adapter), path)
 
 
-async def _load_peer_adapter(adapters: LoraAdapters, name: str, path: str) -> None:
+async def _load_or_unload(adapters: LoraAdapters, name: str, path: str) -> None:
     try:
-        await adapters.load(name, path)
+        if path:
+            await adapters.load(name, path)
+        else:
+            await adapters.unload(name)
+    except NotFound:
+        return  # not loaded
     except InvalidRequest as error:
         fields = {"adapter": name, "error": error.message}
-        log.warning("an adapter of other workers is not loaded", extra={"fields": fields})
+        log.warning("an adapter of the model is not loaded", extra={"fields": fields})

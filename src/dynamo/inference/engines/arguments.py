@@ -89,8 +89,8 @@ _KV_BYTES_HINT = "set engine.gpu_memory_utilization or engine.num_blocks"
 
 _NATIVE_DEVICE = IgnoredSetting("only the native engine reads it")
 _NO_LORA: Mapping[str, Row] = {
-    "engine.lora_modules": RefusedSetting("use --engine.kind vllm"),
-    "engine.lora_updates": IgnoredSetting("only vllm loads LoRA adapters"),
+    "engine.lora_modules": RefusedSetting("vllm has LoRA adapters: out=vllm; mock imitates them"),
+    "engine.lora_updates": IgnoredSetting("only vllm and mock have LoRA adapters"),
 }
 
 VLLM: Mapping[str, Row] = {
@@ -220,7 +220,8 @@ OWN: Mapping[str, Row] = {
     "engine.kv_cache_dtype": IgnoredSetting("the KV cache keeps its full precision"),
     "engine.quantization": RefusedSetting("use --engine.kind vllm; native reads GGUF formats"),
 }
-"""Rows of mock and echo, which read all other settings by their names."""
+"""Rows of echo, which reads all other settings by their names."""
+MOCK: Mapping[str, Row] = {key: row for key, row in OWN.items() if key not in _NO_LORA}
 NATIVE: Mapping[str, Row] = {
     key: row
     for key, row in OWN.items()
@@ -248,7 +249,7 @@ ENGINE_TABLES: Mapping[str, Mapping[str, Row]] = {
     "trtllm": TRTLLM,
     "llamacpp": LLAMACPP,
     "native": NATIVE,
-    "mock": OWN,
+    "mock": MOCK,
     "echo": OWN,
     "openai": OPENAI,
 }

@@ -11,6 +11,7 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.timing.model import parse_timing
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.engines.lora_adapters import FolderAdapters
 from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.mock.runner import SLOT_BYTES, MockRunner
 from dynamo.inference.tiers.opening import plan_host_blocks, tier_opener
@@ -41,10 +42,12 @@ def make_mock_engine(
     cache: CacheSettings = NO_TIERS,
     memory_bytes: int = 0,
     grammars: GrammarCompiler | None = None,
+    has_adapters: bool = False,
 ) -> BatchedEngine:
     """Return a mock engine that generates ids of `vocabulary`. With a `layout`, peers may read
     digests of its blocks, and `cache` can name tiers. `memory_bytes` is what these digests may
-    take; 0: unknown. Raises `ConfigError` for a wrong timing, and for tiers that cannot work."""
+    take; 0: unknown. `has_adapters`: also without settings about LoRA adapters. Raises
+    `ConfigError` for a wrong timing, and for tiers that cannot work."""
     ranks, block_bytes = settings.data_parallel_size, settings.block_size * KV_BYTES_PER_TOKEN
     info = make_mock_engine_info(
         settings,
@@ -54,6 +57,7 @@ def make_mock_engine(
     )
     free_blocks = memory_bytes // SLOT_BYTES if memory_bytes else MAX_SLOTS
     free_bytes = min(free_blocks, MAX_SLOTS - info.num_blocks) * block_bytes
+    adapts = has_adapters or settings.lora_updates or settings.lora_modules
     runner = MockRunner(
         info,
         vocabulary,
@@ -70,6 +74,7 @@ def make_mock_engine(
         eviction=make_eviction_policy(settings.eviction),
         open_tiers=tier_opener(cache, settings, clock, block_bytes),
         grammars=grammars,
+        adapters=FolderAdapters(settings.lora_modules) if adapts else None,
     )
 
 
@@ -108,4 +113,5 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         cache=inputs.settings.cache,
         memory_bytes=inputs.memory_bytes,
         grammars=inputs.grammar_compiler(),
+        has_adapters=True,
     )

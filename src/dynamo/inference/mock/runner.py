@@ -144,8 +144,10 @@ class MockRunner(PredictableModelRunner):
             if not _is_block_digest(digest, sequence, index, self._info.block_tokens):
                 log.error("a block has the content of another", extra={"fields": {"index": index}})
                 if self._vocabulary:
-                    sequence.runner_state = MockTokenGenerator(self._vocabulary, sequence.tokens)
-                    sequence.runner_state.append_token(index)
+                    adapter = "" if sequence.request is None else sequence.request.adapter
+                    generator = MockTokenGenerator(self._vocabulary, sequence.tokens, adapter)
+                    generator.append_token(index)
+                    sequence.runner_state = generator
 
     @cached_property
     def _text_bits(self) -> int:
@@ -163,10 +165,11 @@ class MockRunner(PredictableModelRunner):
             if not chunk.samples:
                 continue
             sequence = chunk.sequence
+            request = sequence.request
             generator: MockTokenGenerator | None = sequence.runner_state
             if generator is None:
                 generator = sequence.runner_state = MockTokenGenerator(
-                    self._vocabulary, sequence.tokens
+                    self._vocabulary, sequence.tokens, "" if request is None else request.adapter
                 )
             else:
                 generator.append_token(sequence.tokens[-1])
@@ -176,7 +179,6 @@ class MockRunner(PredictableModelRunner):
             else:
                 bits = int.from_bytes(mask, "little")
                 tokens.append(generator.next_allowed(bits & self._text_bits or bits))
-            request = sequence.request
             top_logprobs = None if request is None else request.top_logprobs
             any_requested = any_requested or top_logprobs is not None
             logprobs.append(None if top_logprobs is None else generator.logprobs(top_logprobs))

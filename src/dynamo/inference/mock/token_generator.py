@@ -1,4 +1,5 @@
-"""Generates the mock's tokens: every token is a fixed function of the whole context before it.
+"""Generates the mock's tokens: every token is a fixed function of the whole context before it, and
+of the LoRA adapter.
 
 A token that is lost, doubled or altered anywhere therefore changes all that follow. A request that
 continues on another worker gets the same tokens as without a break.
@@ -10,7 +11,7 @@ import math
 from collections.abc import Sequence
 from struct import Struct
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from dynamo.core.values import TokenLogprobs
 from dynamo.inference.sequence import TokenIds
@@ -19,13 +20,15 @@ _pack = Struct("<I").pack
 
 
 class MockTokenGenerator:
-    """Generates the tokens of one sequence from xxh3-64 over all its ids so far (packed u32)."""
+    """Generates the tokens of one sequence from xxh3-64 over all its ids so far (packed u32). The
+    id of an adapter gives the seed."""
 
     __slots__ = ("_hash", "_vocabulary")
 
-    def __init__(self, vocabulary: Sequence[int], context: TokenIds) -> None:
+    def __init__(self, vocabulary: Sequence[int], context: TokenIds, adapter: str = "") -> None:
         self._vocabulary = vocabulary
-        self._hash = xxh3_64(context.tobytes())
+        seed = xxh3_64_intdigest(adapter.encode()) if adapter else 0
+        self._hash = xxh3_64(context.tobytes(), seed)
 
     def append_token(self, token: int) -> None:
         """Add a token to the context."""

@@ -20,8 +20,9 @@ from dynamo.inference.engines.engine import (
     MultiprocessEngine,
 )
 from dynamo.inference.engines.event_reader import choose_loopback_endpoint
+from dynamo.inference.engines.lora_adapters import check_lora_modules
 from dynamo.inference.engines.rank import ViewedRank
-from dynamo.inference.vllm.adapters import VllmAdapters, check_lora_modules
+from dynamo.inference.vllm.adapters import VllmAdapters
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
     VllmKvConnector,
@@ -147,8 +148,8 @@ class VllmEngine(MultiprocessEngine):
         self._translator = RequestTranslator()
         self.refusals = self._translator.refusals
         if arguments.get("enable_lora"):
-            self.adapters = adapters = VllmAdapters()
-            await adapters.start(self._llm, modules)
+            self.adapters = adapters = VllmAdapters(self._llm, modules)
+            await adapters.start()
         if self.kv_connector is not None:
             self.kv_connector.on_started(self._llm)
         self.tasks.start(self._watch_health(), "health of vLLM")

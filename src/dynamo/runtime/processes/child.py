@@ -31,6 +31,7 @@ from dynamo.runtime.processes.parent_pipe import (
     PING,
     PING_ANSWER,
     ChildNotice,
+    ChildOrder,
     ChildReport,
     ChildStart,
 )
@@ -189,12 +190,16 @@ class ChildProcess:
         dead._notice = replace(dead._notice, place="", settings=None)
         self._send_notice(replace(self._notice, settings=self._settings, place=place.name))
 
+    def send_order(self, order: ChildOrder) -> None:
+        """Send an order, which this process answers once. Later processes do not get it."""
+        self._send_notice(replace(self._notice, order=order))
+
     def notify_leaving(self) -> None:
         """Tell the process before it is stopped that its clients can go to others."""
         self._send_notice(replace(self._notice, leaving=True))
 
     def _send_notice(self, notice: ChildNotice) -> None:
-        self._notice = notice
+        self._notice = replace(notice, order=None)
         if self._stdin_writer is not None:
             self._stdin_writer.write(msgspec.json.encode(notice) + b"\n")
 

@@ -35,6 +35,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
     For `add` and `remove`, `name` is the URL of a server, `model` its model's name there,
     and `kv_events` the address of its KV events.
+    For `add_adapter`, `name` is the adapter, `path` its folder and `model` what it adapts.
     For `add_model`, `entry` has the settings of an entry of `models` by key; `save` writes it into
     the settings file. For `alias`, `name` is the alias and `model` what it is to mean.
     For `try`, `entry` has settings by key: the least busy process of the kind `name` gets them. The
@@ -49,6 +50,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
         "add",
         "remove",
         "add_model",
+        "add_adapter",
         "remove_model",
         "alias",
         "models",
@@ -59,6 +61,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
     model: str = ""
     kv_events: str = ""
     entry: dict[str, Any] = {}
+    path: str = ""
     save: bool = False
 
 
@@ -160,6 +163,10 @@ class ControlServer:
             await self._group.remove_url(request.name, progress)
         elif request.do == "add_model":
             await self._models.add(request.entry, progress, save=request.save)
+        elif request.do == "add_adapter":
+            await self._models.add_adapter(
+                request.name, request.path, request.model, progress, save=request.save
+            )
         elif request.do == "remove_model":
             await self._models.remove(request.name, progress, save=request.save)
         elif request.do == "alias":

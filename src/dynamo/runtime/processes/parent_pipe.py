@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo.core.adapters import AdapterOrder
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.host.parent_death_signal import set_parent_death_signal
 from dynamo.core.settings import Settings
@@ -50,19 +51,29 @@ class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A later message to a child. `preparing` is what the deployment waits for, or empty.
     `settings` are reloaded settings; None leaves those of the start message. `leaving`: the process
     will be stopped, and its clients can go to others. `place`: the standby process serves from now
-    on under this name."""
+    on under this name. `order`: what a frontend is to send to workers."""
 
     preparing: str = ""
     settings: Settings | None = None
     leaving: bool = False
     place: str = ""
+    order: ChildOrder | None = None
+
+
+class ChildOrder(msgspec.Struct, frozen=True):
+    """An order for the workers of a model, and the number of its answer."""
+
+    number: int
+    adapter: AdapterOrder
 
 
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message of a child. `key` is the key of its process record in discovery. `fatal` is the
     error of a child that cannot start, even if it is started again. `code` is the exit code for the
     command in that case. `models` are those that a frontend serves, by each of their names.
-    `worker_role` is the `engine.role` that an order has given to a worker."""
+    `worker_role` is the `engine.role` that an order has given to a worker. `adapters` has the
+    folders of a worker's LoRA adapters by name; None: it can have none. `answered` is the number of
+    the last order that was executed, and `refused` its encoded error."""
 
     state: ProcessState = "starting"
     address: str = ""
@@ -73,6 +84,9 @@ class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     code: int = 1
     models: dict[str, str] = {}
     worker_role: str = ""
+    adapters: dict[str, str] | None = None
+    answered: int = 0
+    refused: bytes = b""
 
     def to_error(self) -> DynamoError:
         """Convert `fatal` to the error that the command raises."""

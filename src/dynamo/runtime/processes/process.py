@@ -10,8 +10,7 @@ import itertools
 import logging
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,15 +18,28 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.communication.http import PortInUse, raise_open_file_limit
-from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable, PlaneUnavailable
+from dynamo.core.errors import (
+    ConfigError,
+    DynamoError,
+    ModelUnavailable,
+    PlaneUnavailable,
+    encode_error,
+)
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import wait_for_first
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.loop_lag import LoopLagMonitor
 from dynamo.runtime.pids import start_ticks
-from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
+from dynamo.runtime.processes.parent_pipe import (
+    EXIT_USAGE,
+    ChildNotice,
+    ChildOrder,
+    ChildReport,
+    ParentPipe,
+)
 from dynamo.runtime.processes.ports import add_port_owner
 from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process
 from dynamo.runtime.processes.process_record import (
@@ -36,7 +48,6 @@ from dynamo.runtime.processes.process_record import (
 )
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.runtime.supervisors import supervised_kind
-from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import configure_logging, set_levels
 from dynamo.telemetry.stderr import unblock_stdout
 
@@ -52,14 +63,6 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 MMAP_THRESHOLD_BYTES = 128 << 10
-SAMPLE_INTERVAL_S = 0.02
-MAX_SAMPLE_INTERVAL_S = 0.25
-CPU_S_PER_SAMPLE = 0.005
-"""A sample costs 0.1 ms of CPU in a process that sleeps, so it comes with 5 ms of other work."""
-LAG_BUCKETS_S = (
-    0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075,
-    0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
-)  # fmt: skip
 
 
 def run_process(
@@ -196,7 +199,7 @@ class ProcessRunner:
             self._parent.count_calls = runtime.requests.count_calls
             runtime.on_serving = self._parent.answer_pings
             runtime.shared_memory = self._parent.shared_memory
-            runtime.report_models = self._report_models
+            runtime.report = self._send_report
         runtime.publish_state = self._publish_state
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics)
@@ -247,6 +250,8 @@ class ProcessRunner:
             self._place_given.set()
         if notice.settings is not None:
             self._runtime.update_settings(notice.settings)
+        if notice.order is not None:
+            self._runtime.tasks.start(self._execute_order(notice.order), "order")
         if notice.preparing:
             self._runtime.health.set_unhealthy(PREPARATION_REASON, notice.preparing)
         else:
@@ -320,21 +325,23 @@ class ProcessRunner:
         )
         if not self._is_standby:
             await self._publish_record()
-        self._report = ChildReport(
-            state=state,
-            address=address,
-            status_url=self._status.url,
-            key=self._key,
-            models=self._report.models,
-        )
-        if self._parent is not None:
-            self._parent.send_report(self._report)
+        url = self._status.url
+        self._send_report(state=state, address=address, status_url=url, key=self._key)
 
-    def _report_models(self, models: Mapping[str, str]) -> None:
-        """Tell the supervisor under which names this process serves which models."""
-        if self._parent is not None and models != self._report.models:
-            self._report = replace(self._report, models=dict(models))
-            self._parent.send_report(self._report)
+    def _send_report(self, **changes: Any) -> None:
+        """Tell the supervisor what has changed of the fields of `ChildReport`."""
+        report = replace(self._report, **changes)
+        if self._parent is not None and report != self._report:
+            self._parent.send_report(report)
+        self._report = report
+
+    async def _execute_order(self, order: ChildOrder) -> None:
+        refused = b""
+        try:
+            await self._runtime.execute_order(order.adapter)
+        except DynamoError as error:
+            refused = encode_error(error)
+        self._send_report(answered=order.number, refused=refused)
 
     async def _publish_role(self, role: str) -> None:
         if self._parent is not None:
@@ -348,45 +355,3 @@ class ProcessRunner:
         """Put the record of the process into discovery, with the status port's address there."""
         published = replace(self._record_writer.record, status_url=self._status.public_url)
         await self._runtime.discovery.put(self._key, msgspec.json.encode(published))
-
-
-class LoopLagMonitor:
-    """Samples the delay of a timer 4 to 50 times a second, the more often the busier the process
-    is. The delay is the time that any event at that moment had to wait. The loop's timers have a
-    resolution of one millisecond, so an idle loop shows up to 1 ms."""
-
-    def __init__(self, metrics: Registry) -> None:
-        histogram = metrics.histogram(
-            "dynamo_runtime_loop_pause_seconds",
-            "Lag of the event loop, sampled up to 50 times a second while the process is busy",
-            LAG_BUCKETS_S,
-        )
-        self._observe = histogram.observe
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_at = 0.0
-        self._cpu_s = 0.0
-
-    def start(self) -> None:
-        """Start to sample the running loop."""
-        self._loop = asyncio.get_running_loop()
-        self._cpu_s = time.process_time()
-        self._schedule(SAMPLE_INTERVAL_S)
-
-    def stop(self) -> None:
-        """Stop sampling."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _schedule(self, wait_s: float) -> None:
-        self._interval_s = wait_s
-        self._due_at = time.monotonic() + wait_s
-        self._timer = self._loop.call_later(wait_s, self._sample)
-
-    def _sample(self) -> None:
-        late_s = max(0.0, time.monotonic() - self._due_at)
-        self._observe(late_s)
-        cpu_s = time.process_time()
-        share = max(1e-3, (cpu_s - self._cpu_s) / (self._interval_s + late_s))
-        self._cpu_s = cpu_s
-        self._schedule(min(MAX_SAMPLE_INTERVAL_S, max(SAMPLE_INTERVAL_S, CPU_S_PER_SAMPLE / share)))

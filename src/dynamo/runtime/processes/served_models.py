@@ -13,6 +13,7 @@ from dynamo.core.errors import ConfigError, DynamoError, NotFound, nearest_name_
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.model_loader import ModelLoader
 from dynamo.runtime.processes.process_group import ControlProgressCallback, ProcessGroup
+from dynamo.runtime.processes.served_adapters import ServedAdapters
 from dynamo.runtime.supervisors import removals_prefix
 
 NOTICE_S = 1.0
@@ -25,7 +26,8 @@ MakeModelSpecs = Callable[[Mapping[str, Any], int], Awaitable[Sequence[ChildSpec
 """Returns the processes of an entry of `models`, beside a number of other workers. Raises
 `DynamoError`."""
 SaveModel = Callable[[Mapping[str, Any] | None, str], Awaitable[str]]
-"""Writes an entry into the settings file, or deletes that of a name; returns the file."""
+"""Writes an entry into the settings file, deletes that of a name, or changes the `adapters` of that
+of a name, where the folder "" deletes one; returns the file."""
 
 
 class ModelSources(msgspec.Struct, frozen=True):
@@ -36,7 +38,8 @@ class ModelSources(msgspec.Struct, frozen=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """A model as `dynamo models` shows it. `workers` serve, of `desired`."""
+    """A model as `dynamo models` shows it. `workers` serve, of `desired`. `adapters`: the folder
+    of each LoRA adapter by name."""
 
     name: str
     aliases: Sequence[str]
@@ -46,6 +49,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
     engine: str
     path: str
     reason: str = ""
+    adapters: Mapping[str, str] = {}
 
 
 class ServedModels:
@@ -79,6 +83,7 @@ class ServedModels:
         self._list_keys = list_keys
         self._saving = asyncio.Lock()
         self.aliases: dict[str, tuple[str, ...]] = {}
+        self.adapters = ServedAdapters(group, self.aliases, clock, on_change)
         for spec in specs:
             self._list(spec)
 
@@ -121,6 +126,14 @@ class ServedModels:
     async def remove(self, name: str, progress: ControlProgressCallback, *, save: bool) -> None:
         """Stop serving a model, or delete an alias. Requests in flight end before the workers stop.
         Raises `NotFound` and `ConfigError`."""
+        if parent := self.adapters.parent_of(name):
+            await self.adapters.unload(name, parent)
+            if save:
+                until = f"{name} is removed until the deployment starts again"
+                file = await self._save({"adapters": {name: ""}}, parent, until)
+                progress(f"{file} lacks the adapter")
+            progress(f"{name}, an adapter of {parent}, is removed")
+            return
         if (owner := self._owner_of(name)) is not None and owner != name:
             self.aliases[owner] = tuple(alias for alias in self.aliases[owner] if alias != name)
             self._on_change()
@@ -153,9 +166,26 @@ class ServedModels:
             hint = f"{until}; {error.hint}" if error.hint else until
             raise ConfigError(error.message, hint=hint) from None
 
+    async def add_adapter(
+        self, name: str, path: str, model: str, progress: ControlProgressCallback, *, save: bool
+    ) -> None:
+        """Load a LoRA adapter of a model, and wait until the frontends serve it. Raises `NotFound`
+        and `ConfigError`, and the error of a worker."""
+        model = self._owner_of(model) or model
+        self._require_known(model)
+        self._require_free(name)
+        if serves := await self.adapters.load(name, path, model):
+            await self._wait_for_frontends(name, name, model)
+        if save:
+            until = f"{name} is served until the deployment stops"
+            file = await self._save({"adapters": {name: path}}, model, until)
+            progress(f"{file} has the adapter")
+        progress(f"{name} is {'served' if serves else 'loaded with it'}, an adapter of {model}")
+
     async def _forget(self, model: str, progress: ControlProgressCallback) -> None:
         self.aliases.pop(model, None)
         self._loader.forget(model)
+        self.adapters.forget(model)
         await self._group.remove_model(model, progress)
         self._on_change()
 
@@ -170,12 +200,13 @@ class ServedModels:
         except (TimeoutError, DynamoError, OSError):
             return  # the workers end what is left
 
-    async def _wait_for_frontends(self, name: str, model: str) -> None:
-        """Wait until all frontends of this supervisor serve `model` under a name."""
+    async def _wait_for_frontends(self, name: str, model: str, parent: str = "") -> None:
+        """Wait until all frontends of this supervisor serve `model` under a name. `parent`: the
+        model of an adapter."""
         deadline = self._clock.now() + FRONTENDS_S
         while (
             self._clock.now() < deadline
-            and model in self.aliases
+            and (parent or model) in self.aliases
             and any(
                 child.report.models.get(name) != model
                 for child in self._group.children
@@ -191,6 +222,11 @@ class ServedModels:
         if alias in self.aliases:
             raise ConfigError(
                 f"{alias!r} is the name of a model and cannot be an alias",
+                hint=f"`dynamo remove {alias}` frees the name",
+            )
+        if parent := self.adapters.parent_of(alias):
+            raise ConfigError(
+                f"{alias!r} is an adapter of {parent} and cannot be an alias",
                 hint=f"`dynamo remove {alias}` frees the name",
             )
         if not alias:
@@ -229,6 +265,7 @@ class ServedModels:
             settings.engine.kind,
             settings.model.path or ", ".join(settings.engine.urls),
             reason,
+            self.adapters.loaded(model),
         )
 
     def _owner_of(self, name: str) -> str | None:
@@ -237,6 +274,10 @@ class ServedModels:
     def _require_free(self, name: str) -> None:
         if (owner := self._owner_of(name)) is not None:
             what = "a model" if owner == name else f"an alias of {owner}"
+        else:
+            parent = self.adapters.parent_of(name)
+            what = f"an adapter of {parent}" if parent else ""
+        if what:
             raise ConfigError(
                 f"{name!r} is {what} of this deployment already",
                 hint="choose another --model-name; `dynamo models` lists the names",

@@ -321,6 +321,7 @@ class Supervisor:
             self._stop_requested.set()
         self._group.on_child_change()
         self._loader.on_child_change()
+        self._models.adapters.on_report(child)
         if self.failure is None and all(
             child.ready or child.start_error or child.spec.standby or child.spec.on_demand
             for child in self.children
@@ -352,10 +353,12 @@ class Supervisor:
     def _announce_processes(self) -> None:
         """Announce in discovery which workers this supervisor keeps running."""
         record = describe_workers(self.children, self._start_s, self._kinds)
-        namespace = self._record_writer.record.namespace
+        adapters = self._models.adapters.of_models()
         models, on_demand = self._models.aliases, self._loader.records
-        record = replace(record, models=models, namespace=namespace, on_demand=on_demand)
-        self._discovery.announce(supervisor_record_key(self._record_writer.record.instance), record)
+        record = replace(record, models=models, on_demand=on_demand, adapters=adapters)
+        own = self._record_writer.record
+        record = replace(record, namespace=own.namespace)
+        self._discovery.announce(supervisor_record_key(own.instance), record)
 
     async def _refresh_announcements(self) -> None:
         self._discovery.refresh()

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings import Settings, SourcedValue
-from dynamo.core.settings.document import edit_models
+from dynamo.core.settings.document import edit_adapters, edit_models, parse_config_document
 from dynamo.core.settings.load import with_model_entry
 from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.core.settings.server_url import lacks_tokenizer
@@ -22,6 +22,7 @@ from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.services.deployment.accelerators import assign_cards
 from dynamo.services.deployment.memory_needs import with_memory
 from dynamo.services.deployment.model_groups import (
+    check_adapter_names,
     group_specs,
     model_names,
     model_worker_groups,
@@ -49,6 +50,7 @@ def added_model_specs(
             f"{names[0]} would have no worker that computes answers",
             hint="give --workers N, or --decode-workers N beside --prefill-workers",
         )
+    check_adapter_names(model, names)
     specs = group_specs(groups)
     return with_memory(
         assign_cards(
@@ -93,8 +95,9 @@ def _defaults(settings: Settings) -> Settings:
 
 
 def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
-    """Write an entry into the list `models` of a settings file, or delete that of a name, and
-    return the file. Other lines and its mode stay as they are. Blocks. Raises `ConfigError`."""
+    """Write an entry into the list `models` of a settings file, delete that of a name, or change
+    the adapters of that of a name, and return the file. Other lines and its mode stay as they are.
+    Blocks. Raises `ConfigError`."""
     if not path:
         raise ConfigError(
             "the deployment was started without a settings file, so nothing is saved",
@@ -102,7 +105,12 @@ def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
         )
     file = Path(path).expanduser().resolve()
     try:
-        changed = edit_models(file.read_text(encoding="utf-8"), entry, name)
+        text = file.read_text(encoding="utf-8")
+        if entry and name:
+            changed = edit_adapters(text, name, entry["adapters"])
+        else:
+            changed = edit_models(text, entry, name)
+        parse_config_document(changed, path)
         with atomic_replacement(file) as part:
             part.write_text(changed, encoding="utf-8")
             shutil.copymode(file, part)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from dynamo.core.adapters import MODULES_KEY, parse_lora_modules
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.settings.load import model_entry
@@ -84,6 +85,7 @@ def worker_groups(settings: Settings) -> Sequence[ReplicaGroup]:
     """Return the groups of workers that the settings name. Raises `ConfigError` and
     `ModelUnavailable` if one of several models has no name of its own."""
     if not settings.models:
+        check_adapter_names(settings, (model_id(settings), *settings.model.names))
         return _groups_of_model(settings)
     workers = settings.worker_count
     groups: list[ReplicaGroup] = []
@@ -156,7 +158,20 @@ def unique_model_names(settings: Settings) -> Sequence[Sequence[str]]:
                     hint="give one of them another name with `names:`",
                     param="models",
                 )
+    for model in settings.each_model:
+        check_adapter_names(model, owners)
     return all_names
+
+
+def check_adapter_names(settings: Settings, model_names: Collection[str]) -> None:
+    """Raise `ConfigError` for a LoRA adapter that is called like a model or an alias."""
+    for name, _ in parse_lora_modules(settings.engine.lora_modules):
+        if name in model_names:
+            raise ConfigError(
+                f"the LoRA adapter {name!r} is called like a model",
+                hint="give it another name: requests name adapters and models alike",
+                param=MODULES_KEY,
+            )
 
 
 def with_engines(settings: Settings) -> Settings:
