@@ -75,9 +75,9 @@ class EmbeddingHandler:
 
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
-        async with self._generation.open_context(exchange) as context:
-            body = decode_body(_embedding_decoder, exchange.request)
-            exchange.model, served = self._gateway.find_embedding_model(body.model)
+        body = decode_body(_embedding_decoder, exchange.request)
+        exchange.model, served = self._gateway.find_embedding_model(body.model)
+        async with self._generation.open_context(exchange, served.names[0]) as context:
             _check_dimensions(body.dimensions, served)
             vectors, tokens = await served.processor.embed(
                 _read_inputs(body.input),
@@ -92,9 +92,9 @@ class EmbeddingHandler:
 
     async def score(self, exchange: Exchange) -> None:
         """POST /v1/score: the cosine of each pair."""
-        async with self._generation.open_context(exchange) as context:
-            body = decode_body(_score_decoder, exchange.request)
-            exchange.model, served = self._gateway.find_embedding_model(body.model)
+        body = decode_body(_score_decoder, exchange.request)
+        exchange.model, served = self._gateway.find_embedding_model(body.model)
+        async with self._generation.open_context(exchange, served.names[0]) as context:
             first = _check_texts(body.text_1, "text_1")
             second = _check_texts(body.text_2, "text_2")
             if len(first) not in (1, len(second)):
@@ -119,9 +119,9 @@ class EmbeddingHandler:
 
     async def rerank(self, exchange: Exchange) -> None:
         """POST /v1/rerank: the documents that are nearest to the query first."""
-        async with self._generation.open_context(exchange) as context:
-            body = decode_body(_rerank_decoder, exchange.request)
-            exchange.model, served = self._gateway.find_embedding_model(body.model)
+        body = decode_body(_rerank_decoder, exchange.request)
+        exchange.model, served = self._gateway.find_embedding_model(body.model)
+        async with self._generation.open_context(exchange, served.names[0]) as context:
             query = _check_texts(body.query, "query")
             texts = _check_texts([_text_of(item) for item in body.documents], "documents")
             cosines, tokens = await self._compare(context, served, query, texts, body)

@@ -237,26 +237,34 @@ class Gateway:
             return served.names[0], served
         raise ModelNotFound(
             f"there is no model {name[:200]!r}; served: {_format_names(names)}",
-            hint=nearest_name_hint(name[:200], names, "GET /v1/models lists them"),
+            hint=self._nearest_hint(name, "GET /v1/models lists them"),
             param="model",
         )
 
+    def _nearest_hint(self, name: str, otherwise: str) -> str:
+        """Return a hint with the nearest name of all that are served or to be served."""
+        desired = [name for model, aliases in self._desired.items() for name in (model, *aliases)]
+        known = (*self.models, *self.embedding_models, *desired, *self._desired_adapters)
+        return nearest_name_hint(name[:200], dict.fromkeys(known), otherwise)
+
     def _pending_model(self, name: str) -> str:
         """Return the id of the desired model that a name means while it is not served."""
-        for model, aliases in self._desired.items():
-            if name == model or name in aliases:
-                return model
-            embeds = model in self.embedding_models or self._unloaded.get(model, False)
-            if name == DEFAULT_MODEL and not embeds:
-                return model
-        return self._desired_adapters.get(name, name)
+        if name == DEFAULT_MODEL:
+            embeds = self.embedding_models.keys() | {m for m, own in self._unloaded.items() if own}
+            return next((model for model in self._desired if model not in embeds), name)
+        return self._desired_model(name) or self._desired_adapters.get(name, name)
+
+    def _desired_model(self, name: str) -> str:
+        """Return the id of the desired model that has a name, "" if none has."""
+        desired = self._desired.items()
+        return next((model for model, names in desired if name == model or name in names), "")
 
     def is_model_name(self, name: str) -> bool:
         """Whether a name means a model that is served or to be served, and no adapter."""
         served = self.models.get(name)
         if name == DEFAULT_MODEL or name in self.embedding_models or (served and not served.parent):
             return True
-        return any(name == model or name in names for model, names in self._desired.items())
+        return bool(self._desired_model(name))
 
     def find_embedding_model(self, name: str | None) -> tuple[str, ServedEmbeddingModel]:
         """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`, and
@@ -270,9 +278,11 @@ class Gateway:
             unloaded = next((model for model, embeds in self._unloaded.items() if embeds), "")
         if self._unloaded.get(unloaded):
             raise UnloadedModel(unloaded)
-        if name in self._pending and not unloaded:
+        pending = self._desired_model(name) or name
+        if pending in self._pending and not unloaded:
             raise ModelNotReady(
-                f"model {name!r} is not ready: {self._pending[name]}", retry_after_s=RETRY_AFTER_S
+                f"model {name!r} is not ready: {self._pending[pending]}",
+                retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
         if self.embedding_models and name == DEFAULT_MODEL:
@@ -287,7 +297,11 @@ class Gateway:
                 hint=hint,
                 param="model",
             )
-        raise ModelNotFound(f"there is no embedding model {name[:200]!r}", hint=hint, param="model")
+        raise ModelNotFound(
+            f"there is no embedding model {name[:200]!r}",
+            hint=self._nearest_hint(name, hint),
+            param="model",
+        )
 
 
 def _format_names(names: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ class ProgressBar:
         self._as_logs = as_logs
         self._is_terminal = out.isatty() and not as_logs
         self._interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
-        self._last_shown = ("", time.monotonic())
+        self._shown_s = {"": time.monotonic()}
         self._line = ""
         self._lock = threading.Lock()
 
@@ -61,13 +61,12 @@ class ProgressBar:
             self.show(format_byte_progress(step, done, total))
 
     def should_redraw(self, step: str = "", *, last: bool = False) -> bool:
-        """Return True, and start a new interval, if progress should be shown now. A new step and
-        the `last` progress of a step are always shown."""
-        now = time.monotonic()
-        last_step, shown_s = self._last_shown
-        if step == last_step and now - shown_s < self._interval_s and not last:
+        """Return True, and start a new interval of the step, if progress should be shown now. A new
+        step and the `last` progress of a step are always shown."""
+        now, shown_s = time.monotonic(), self._shown_s.get(step)
+        if shown_s is not None and now - shown_s < self._interval_s and not last:
             return False
-        self._last_shown = (step, now)
+        self._shown_s[step] = now
         return True
 
     def show(self, line: str) -> None:

@@ -22,15 +22,17 @@ class ModelState(NamedTuple):
 
 
 class DesiredModels:
-    """The aliases of each model that is to be served in a namespace, by the model's id.
+    """The aliases of each model that is to be served in a namespace, by the model's id: first those
+    of the supervisor `own`, in the order of its settings.
 
     A model is removed when its supervisor lists it no more and no other one does. It stays when its
     supervisor is gone, since that may come back. `loads` has the models that are on demand.
     """
 
-    def __init__(self, view: SupervisorView, namespace: str) -> None:
+    def __init__(self, view: SupervisorView, namespace: str, own: str = "") -> None:
         self._view = view
         self._namespace = namespace
+        self._own = own
         self._listed: dict[str, frozenset[str]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._states: dict[str, ModelState] = {}
@@ -77,9 +79,12 @@ class DesiredModels:
         return states
 
     def _records(self) -> dict[str, SupervisorRecord]:
+        records = sorted(
+            self._view.records.items(), key=lambda item: (item[0] != self._own, item[0])
+        )
         return {
             supervisor: record
-            for supervisor, record in self._view.records.items()
+            for supervisor, record in records
             if record.namespace == self._namespace
         }
 

@@ -37,7 +37,7 @@ from dynamo.sdk.handle import call_with_retries
 from dynamo.services.catalogue import ModelOpener, ModelRecords
 from dynamo.services.desired_models import DesiredModels, ModelState
 from dynamo.services.model_uses import ModelUses, close_removed_model
-from dynamo.services.model_watcher import ensure_file
+from dynamo.services.model_watcher import TakeRequests, ensure_file
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class EmbeddingModelWatcher:
     """Follows the embedding models that workers announce and adds them to a gateway.
 
     A model stays while its workers are away; calls wait for a worker and then fail. It goes when it
-    was removed.
+    was removed. `take_requests` is that of `ModelWatcher`.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class EmbeddingModelWatcher:
         prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
         self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
         self._open_models: dict[str, tuple[EmbeddingCard, Client]] = {}
+        self.take_requests: TakeRequests = lambda _: lambda: 0
 
     def start(self) -> None:
         """Follow the models until the runtime shuts down."""
@@ -97,10 +98,8 @@ class EmbeddingModelWatcher:
         _, client = self._open_models.pop(name)
         self._gateway.remove(name)
 
-        def count_calls() -> int:
-            return sum(client.in_flight(instance) for instance in client.instances)
-
-        removal = close_removed_model(self._runtime, name, count_calls, client.close)
+        requests = self.take_requests(name)
+        removal = close_removed_model(self._runtime, name, requests, client.close)
         self._runtime.tasks.start(removal, f"remove {name}")
 
     def _card_to_open(self, name: str) -> EmbeddingCard | None:

@@ -94,7 +94,7 @@ class FrontendService:
 
         gateway.on_change(report_models)
         gateway.describe = watcher.describe
-        watcher.take_requests = take_requests
+        watcher.take_requests = embedding_models.take_requests = take_requests
         watcher.on_closed = application.metrics.remove_model
         watcher.start()
         embedding_models.start()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from dynamo.core.errors import DynamoError
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import AUTO
 from dynamo.core.settings.server_url import lacks_tokenizer
+from dynamo.core.tasks import run_all
 from dynamo.models.file_cache import ProgressCallback as ModelProgress
 from dynamo.models.location import locate_model
 from dynamo.runtime.processes.supervisor import Prepare
+
+log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 2.0
 
@@ -22,20 +27,20 @@ REPORT_INTERVAL_S = 2.0
 class ThreadSafeProgress:
     """A progress callback for any thread, which calls `report(text)` on its creator's loop.
 
-    A new step is reported at once, its progress every REPORT_INTERVAL_S.
+    A new step is reported at once, the progress of each every REPORT_INTERVAL_S.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._last_report = ("", 0.0)
+        self._reported_at = dict[str, float]()
 
     def __call__(self, step: str, done: int, total: int) -> None:
         now = time.monotonic()
-        last_step, reported_at = self._last_report
-        if step == last_step and now - reported_at < REPORT_INTERVAL_S and done < total:
+        reported_at = self._reported_at.get(step)
+        if reported_at is not None and now - reported_at < REPORT_INTERVAL_S and done < total:
             return
-        self._last_report = (step, now)
+        self._reported_at[step] = now
         percent = f" ({done * 100 // total} %)" if total else ""
         self._loop.call_soon_threadsafe(self._report, f"{step}{percent}")
 
@@ -48,16 +53,16 @@ PREPARING_REASON = "the model is being prepared"
 def make_preparation(
     workers: Sequence[Settings], progress_display: AbstractContextManager[ModelProgress]
 ) -> Prepare | None:
-    """Return what downloads the workers' models one by one, or None if all are on this host.
+    """Return what downloads the workers' models at once, or None if all are on this host.
 
-    The progress display is entered during the download. Raises `ModelUnavailable` for a model that
-    cannot exist.
+    The progress display is entered during the download. If one of several models cannot be had, its
+    own workers say why. Raises `ModelUnavailable` for a model that cannot exist.
     """
-    missing = [
-        settings
+    missing = {
+        (settings.model.path, settings.engine.kind): settings
         for settings in workers
         if not lacks_tokenizer(settings) and locate_model(settings.model.path).path is None
-    ]
+    }
     if not missing:
         return None
 
@@ -65,8 +70,16 @@ def make_preparation(
         report(PREPARING_REASON)
         with progress_display as display:
             reported = ThreadSafeProgress(lambda text: report(f"{PREPARING_REASON}: {text}"))
-            for settings in missing:
-                await fetch_model(settings, display, reported)
+            await run_all(*(fetch_one(each, display, reported) for each in missing.values()))
+
+    async def fetch_one(settings: Settings, *callbacks: ModelProgress) -> None:
+        try:
+            await fetch_model(settings, *callbacks)
+        except DynamoError as error:
+            if len({each.model.path for each in workers}) == 1:
+                raise
+            fields = {"model": settings.model.path, "error": error.message}
+            log.warning("a model cannot be fetched", extra={"fields": fields})
 
     return fetch
 

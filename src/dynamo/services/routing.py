@@ -115,7 +115,8 @@ class ProcessRouting:
     def desired_models(self) -> DesiredModels:
         """Return the models that supervisors are to serve in this namespace."""
         namespace = self._runtime.settings.runtime.namespace
-        return DesiredModels(self.follow_supervisors(), namespace)
+        own = self._runtime.supervisor.partition("/")[0]
+        return DesiredModels(self.follow_supervisors(), namespace, own)
 
     def follow_supervisors(self) -> SupervisorView:
         """Return the view of all supervisors that the models of this process share."""

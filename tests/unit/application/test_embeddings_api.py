@@ -186,3 +186,17 @@ async def test_documents_come_best_first(
     assert all("document" not in item for item in bare["results"])
     wrong = await post(connect, site, "/v1/rerank", query="x", documents=[{"title": "y"}])
     assert (wrong.status, wrong.error["message"]) == (400, "documents: an object without text")
+
+
+async def test_each_model_has_a_limit_of_its_own(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
+    limits = site.application.generation.concurrency
+    for name in ("busy", "idle"):
+        served = ServedEmbeddingModel((name, f"{name}-2"), DirectionProcessor(), 1, 256, 3)
+        site.gateway.add_embedding_model(served)
+    await limits["busy"].acquire()
+    for name, status in {"busy-2": 503, "idle-2": 200}.items():
+        answer = await post(connect, site, "/v1/embeddings", model=name, input="east")
+        assert answer.status == status
+    limits["busy"].release()
+    assert (await post(connect, site, "/v1/embeddings", model="busy", input="east")).status == 200

@@ -136,3 +136,24 @@ def test_an_adapter_of_a_model_without_workers_is_not_ready() -> None:
     gateway.set_desired({"a": ()})
     with pytest.raises(ModelNotFound):
         gateway.find("sql")
+
+
+def test_an_alias_of_an_embedding_model_without_workers_is_not_ready() -> None:
+    gateway = Gateway()
+    gateway.add(served("a"))
+    gateway.set_desired({"a": (), "minilm": ("vectors",)})
+    gateway.set_pending("minilm", "its supervisor starts a worker")
+    with pytest.raises(ModelNotReady, match="'vectors' is not ready: its supervisor starts"):
+        gateway.find_embedding_model("vectors")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_of_all() -> None:
+    gateway = Gateway()
+    gateway.add(served("small"))
+    gateway.set_desired({"small": (), "minilm": ("vectors",)}, {"poet": "small"})
+    for name, near in {"smal": "small", "vector": "vectors", "poets": "poet"}.items():
+        for find in (gateway.find, gateway.find_embedding_model):
+            gateway.add_embedding_model(ServedEmbeddingModel(("v",), object(), 1, 10, 2))
+            with pytest.raises(ModelNotFound) as caught:
+                find(name)
+            assert caught.value.hint == f"did you mean {near!r}?"

@@ -91,3 +91,16 @@ def test_adapters_have_the_model_that_a_supervisor_lists_them_with() -> None:
     assert desired.adapters == {"sql": "a"}
     records.set("one", "b")
     assert desired.adapters == {}
+
+
+def test_models_of_the_own_supervisor_come_first_whoever_writes_last() -> None:
+    records = Records()
+    records.set("1-other", "x", "b")
+    records.set("2-own", "b", "a")
+    desired = DesiredModels(records, "ns", "2-own")
+    records.notify()
+    assert list(desired.aliases) == ["b", "a", "x"]
+    records.set("2-own", "b", "a", "c")
+    assert list(desired.aliases) == ["b", "a", "c", "x"]
+    records.set("1-other", "y")
+    assert list(desired.aliases) == ["b", "a", "c", "y"]

@@ -81,7 +81,7 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyLimits(dict[str, ConcurrencyLimit]):
-    """The limit of each model's requests, by the model's id; by "" that of requests for vectors."""
+    """The limit of each model's requests, by the model's id."""
 
     def __init__(self, limit: int, waiting_limit: int) -> None:
         super().__init__()

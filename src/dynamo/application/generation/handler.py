@@ -234,10 +234,10 @@ class GenerationHandler:
                 self.stories.end(usage_counter, tokens, missing, ended)
 
     @asynccontextmanager
-    async def open_context(self, exchange: Exchange, model: str = "") -> AsyncIterator[Context]:
+    async def open_context(self, exchange: Exchange, model: str) -> AsyncIterator[Context]:
         """Hold a slot of a model for a request that generates no text or waits for the model, until
-        its deadline. Without a model, the slot is one for vectors. Yields its context. Raises
-        `Overloaded`, `DeadlineExceeded` and `InvalidRequest`."""
+        its deadline. Yields its context. Raises `Overloaded`, `DeadlineExceeded` and
+        `InvalidRequest`."""
         deadlines = self.deadlines
         deadline = deadlines.start(self._clock.now(), exchange.request.headers)
         try:
