@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
-from tests.conftest import Deployment
+from tests.conftest import Deployment, until
 from tests.engines.test_vllm_cache_view import settled
 from tests.engines.test_vllm_engine import make_engine
 
@@ -213,3 +215,44 @@ def test_adapters_are_loaded_and_named_over_http(
     status, error = complete("b")
     assert (status, error["error"]["code"]) == (404, "model_not_found")
     assert complete("a")[1]["choices"][0]["text"] == texts["a"]
+
+
+def test_eight_adapters_loaded_by_request_outlive_the_worker(
+    deployment: Deployment, engine_model: Path, tmp_path: Path
+) -> None:
+    names = [f"n{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        write_lora(tmp_path / name, engine_model, 10 + number)
+
+    def load(name: str) -> None:
+        order = {"lora_name": name, "lora_path": str(tmp_path / name)}
+        assert deployment.post_text("/v1/load_lora_adapter", order)[0] == 200
+
+    def unload(name: str) -> None:
+        assert deployment.post_text("/v1/unload_lora_adapter", {"lora_name": name})[0] == 200
+
+    def complete(model: str) -> tuple[str, int]:
+        body = {"model": model, "prompt": "The capital of France is " * 20, "max_tokens": 8}
+        status, answer = deployment.post("/v1/completions", body | {"temperature": 0})
+        assert status == 200, answer
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["text"], cached
+
+    alone = {}
+    for name in names:
+        load(name)
+        alone[name] = complete(name)[0]
+        unload(name)
+    for name in names:
+        load(name)
+    together = {name: complete(name) for name in names}
+    assert {name: text for name, (text, _) in together.items()} == alone
+    assert len(set(alone.values())) == len(names)
+
+    (worker,) = [each for each in deployment.processes() if each["name"] == "worker"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    until(lambda: json.loads(deployment.get("/health")[1])["workers"] == {"smol": 0})
+    until(lambda: json.loads(deployment.get("/health")[1])["workers"] == {"smol": 1}, 300)
+    again = {name: complete(name) for name in names}
+    assert again == {name: (text, 0) for name, text in alone.items()}  # no block of another one
+    assert all(cached for _, cached in map(complete, names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -29,6 +29,12 @@ def model_subject(component: str, kind: str, model: str = "") -> str:
     """
     subject = f"{component}.{kind}"
     return f"{subject}/{quote(model, safe='')}/{kind}" if model else subject
+
+
+def subject_model(subject: str) -> str:
+    """Return the model in an event subject, "" if there is none."""
+    _, slash, rest = subject.partition("/")
+    return unquote(rest.rpartition("/")[0]) if slash else ""
 
 
 def worker_name(instance: str, rank: int | None = None) -> str:

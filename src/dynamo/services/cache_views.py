@@ -49,6 +49,7 @@ async def open_cache_view(
         await indexer.endpoint(MATCH_ENDPOINT).client(),
         await indexer.endpoint(MODES_ENDPOINT).client(),
         runtime.clock,
+        model,
     )
     view.remote_match = remote.match
     runtime.tasks.start(remote.poll_modes(view), "modes of the shared index")

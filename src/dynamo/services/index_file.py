@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Final, TypeVar
@@ -47,23 +47,26 @@ class IndexFile:
             raise ConfigError(message, hint=error.hint) from error
         return index.block_count - before
 
-    async def save(self, index: KvIndex) -> None:
-        """Write a snapshot of the index atomically. Raises OSError."""
+    async def save(self, *indexes: KvIndex) -> None:
+        """Write a snapshot of the indexes as one, atomically. Raises OSError."""
         async with self._save_lock:
             temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
             file = await self._clock.offload(_create_file, temporary)
             try:
-                await self._write(file, index)
+                await self._write(file, indexes)
                 await self._clock.offload(_replace_file, file, temporary, self._path)
             except BaseException:
                 file.close()
                 temporary.unlink(missing_ok=True)
                 raise
 
-    async def _write(self, file: IO[bytes], index: KvIndex) -> None:
-        with closing(encode_snapshot(index, self._block_tokens)) as frames:
-            while (part := self._run_slice(frames)) is not None:
-                await self._clock.offload(file.write, b"".join(part))
+    async def _write(self, file: IO[bytes], indexes: Sequence[KvIndex]) -> None:
+        for number, index in enumerate(indexes):
+            with closing(encode_snapshot(index, self._block_tokens)) as frames:
+                if number:
+                    next(frames)  # the header stands once
+                while (part := self._run_slice(frames)) is not None:
+                    await self._clock.offload(file.write, b"".join(part))
 
     def _run_slice(self, steps: Iterator[T]) -> list[T] | None:
         """Return the results of one slice; None if no step was left."""

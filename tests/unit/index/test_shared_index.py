@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -254,3 +255,53 @@ async def test_events_of_another_model_are_not_followed(runtime: DistributedRunt
 
     assert list(views["org/qwen"].get_modes()) == ["worker of org/qwen"]
     assert list(views["org/qwen-small"].get_modes()) == ["worker of org/qwen-small"]
+
+
+async def test_an_indexer_knows_the_caches_of_each_model_apart(
+    runtime: DistributedRuntime, tmp_path: Path
+) -> None:
+    blocks = chain(1, 8)
+    index = replace(SETTINGS.index, file=str(tmp_path / "index.bin"))
+    publishers = {}
+    for model in ("org/qwen", "small", ""):
+        publisher = await KVPublisher.open(
+            runtime.events, "ns.worker", f"of {model}", lambda: (), model=model
+        )
+        publishers[model] = publisher
+    async with await DistributedRuntime.create(replace(SETTINGS, index=index)) as indexing:
+        await IndexerService().attach(indexing)
+        views = {
+            model: await open_cache_view(runtime, 16, "ns.worker", model)
+            for model in ("org/qwen", "small", "")
+        }
+        for model, view in views.items():
+            await until_exact(view, f"of {model}")
+        for count, publisher in enumerate(publishers.values(), 3):
+            publisher.publish_stored(0, blocks[:count])
+        await asyncio.sleep(0)
+
+        async def overlaps(model: str) -> dict[str, int]:
+            await views[model].fetch_remote_match(blocks)
+            return views[model].find_overlaps(blocks)
+
+        former = {"of ": 5}
+        assert await overlaps("org/qwen") == {"of org/qwen": 3} | former
+        assert await overlaps("small") == {"of small": 4} | former
+        assert await overlaps("") == {"of org/qwen": 3, "of small": 4} | former
+        assert views["small"].get_modes() == {"of small": "exact", "of ": "exact"}
+    for publisher in publishers.values():
+        await publisher.close()
+
+    async with await DistributedRuntime.create(replace(SETTINGS, index=index)) as indexing:
+        service = IndexerService()
+        await service.attach(indexing)  # the saved index has the workers of all models
+        async with asyncio.timeout(10):
+            while await overlaps("small") != {"of org/qwen": 3, "of small": 4} | former:
+                await asyncio.sleep(0.01)
+        again = await KVPublisher.open(
+            runtime.events, "ns.worker", "of small", lambda: (), model="small"
+        )
+        async with asyncio.timeout(10):
+            while (await overlaps("small")).get("of small"):
+                await asyncio.sleep(0.01)  # until its present state replaces the restored one
+        await again.close()

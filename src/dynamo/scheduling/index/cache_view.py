@@ -107,7 +107,7 @@ class CacheView:
     async def subscribe(self, events: Events, subject_prefix: str) -> None:
         """Subscribe to every source of KV events below the prefix, until `close`."""
         self.count_lost_events = events.count_lost_events
-        self._unsubscribe.append(await events.subscribe(subject_prefix, self._enqueue_event))
+        self._unsubscribe.append(await events.subscribe(subject_prefix, self.receive))
 
     async def fetch_remote_match(self, hashes: Sequence[int]) -> None:
         """Fetch and cache the overlaps of this prompt from the remote index, if there is one."""
@@ -239,7 +239,7 @@ class CacheView:
                 self.tiers.remove_worker(worker)
             self._apply_payload(worker, event.payload)
 
-    def _enqueue_event(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Apply an event in order. Dumps, and events behind them, wait for short loop turns."""
         if not self._pending_events and event.kind != "dump":
             self.on_event(event)

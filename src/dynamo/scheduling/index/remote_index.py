@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 INDEXER_COMPONENT: Final = "indexer"
 MATCH_ENDPOINT: Final = "match"
 MODES_ENDPOINT: Final = "modes"
+MODEL_KEY: Final = "model"
+"""The key in a query's metadata that names the model; without it, all are meant."""
 
 MATCH_TIMEOUT_S: Final = 0.05
 """A router waits this long for an answer and then relies on its predictions."""
@@ -34,9 +36,11 @@ _decode_modes = msgspec.msgpack.Decoder(dict[str, CacheViewMode]).decode
 
 
 class RemoteIndex:
-    """The client of an indexer. `match` looks a prompt up; `poll_modes` follows its view modes."""
+    """The client of an indexer for the workers of `model`, or of all. `match` looks a prompt up;
+    `poll_modes` follows its view modes."""
 
-    def __init__(self, match: Client, modes: Client, clock: Clock) -> None:
+    def __init__(self, match: Client, modes: Client, clock: Clock, model: str = "") -> None:
+        self._context = Context("index", metadata={MODEL_KEY: model} if model else {})
         self._match_client = match
         self._modes_client = modes
         self._clock = clock
@@ -66,4 +70,4 @@ class RemoteIndex:
         timeout_s = MODES_POLL_INTERVAL_S if client is self._modes_client else MATCH_TIMEOUT_S
         async with asyncio.timeout(timeout_s):
             instance = client.pick("round_robin")
-            return b"".join(await client.collect(instance, payload, Context("index")))
+            return b"".join(await client.collect(instance, payload, self._context))
