@@ -2,17 +2,21 @@
 """Serve several models on one port: does one disturb another, and do changes lose requests?
 
     benchmarks/several_models.py isolation [--seconds 20] [--long] [--model DIR]
-    benchmarks/several_models.py index [--seconds 20] [--model DIR]
+    benchmarks/several_models.py index [--seconds 20] [--model DIR] [--workers 4] [--rounds 2]
+        [--frontends 4] [--routers 2] [--shared-index] [--roles] [--tiers]
     benchmarks/several_models.py live [--changes 30] [--rate 40] [--frontends 2] [--model DIR]
 
 `isolation`: model `a` is offered five times what its two mock workers compute, and they are killed
 every 5 s; model `b` is offered half of what its own compute. The first token of `b` is compared with
 `b` alone before. With `--long` the prompts for `a` have most of its context.
 
-`index`: two models, with blocks of 16 and 32 tokens, get the same conversations, whose prompts share
-beginnings. Their hit ratios and first tokens are compared with those of two deployments of one model.
+`index`: three models, with blocks of 16 and 32 tokens, get the same conversations, whose prompts share
+beginnings. Their hit ratios, first tokens, CPU and bytes of indexes are compared with those of three
+deployments of one model each, which run at the same time as each other, so that the machine is as
+busy. `--rounds` alternates the two.
 
-`live`: models are added and removed, aliases moved and workers scaled in random order under load. A
+`live`: `--campaigns` of changes follow each other: what a frontend grows in the first and not in later
+ones is no leak. Models are added and removed, aliases moved and workers scaled in random order under load. A
 request may only fail under a name that was removed, with 404. At the end everything is as before.
 """
 
@@ -32,12 +36,13 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from load import rss_mb, vocabulary
+from load import cpu_seconds, rss_mb, vocabulary
 from processes import deployment_of, ready
 from servers import Server, answers, free_port
 from streams import LoopLag, Stream, StreamClient, now, percentiles_ms
@@ -46,40 +51,52 @@ TOKENS, STEP_MS, SLOTS, WORKERS = 10, 40, 4, 2
 CAPACITY = WORKERS * SLOTS / (TOKENS * STEP_MS / 1e3)
 """Requests a second that the workers of a model compute."""
 FLOOD, KILL_S = 5, 5.0
-BLOCKS = {"a": 16, "b": 32}
-GROUPS, SHARED_WORDS = 12, 200
-"""Conversations of the part `index`, and the words with which the prompts of one begin."""
+BLOCKS = {"a": 16, "b": 32, "c": 16}
+GROUPS, SHARED_WORDS, WORDS_A_TURN = 12, 200, 8
+"""Conversations of the part `index`, the words of their first prompts, and what each turn adds."""
 PROMPT, LONG_PROMPT = 30, 1500
 GRACE_S = 1.0
 """A removed name may be answered for this long."""
 
 
-def start(args: argparse.Namespace, names: Sequence[str]) -> Server:
+def start(args: argparse.Namespace, names: Sequence[str], workers: int = WORKERS) -> Server:
     """Start a deployment with a mock model of each name."""
-    port = free_port()
+    port, folder = free_port(), Path(tempfile.mkdtemp())
+    counts: dict[str, Any] = {"workers": workers}
+    if args.roles:
+        half = [{"replicas": workers // 2}]
+        counts = {"prefill_workers": half, "decode_workers": half}
     entries = [
-        {
-            "path": args.model or "",
-            "names": [name],
-            "workers": WORKERS,
-            "engine.block_size": BLOCKS[name],
-        }
+        {"path": args.model or "", "names": [name], "engine.block_size": BLOCKS[name], **counts}
         for name in names
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "server": {"http_port": port, "http_workers": args.frontends},
-        "router": {"mode": "kv"},
+        "router": {"mode": "kv", "replicas": args.routers, "port": 0},
+        "index": {"shared": args.shared_index},
         "engine": {"kind": "mock", "timing": f"constant:0.01,{STEP_MS}", "max_num_seqs": SLOTS},
         "models": entries,
     }
-    file = Path(tempfile.mkdtemp()) / "models.yaml"
+    if args.tiers:
+        settings["engine"]["num_blocks"] = 400
+        settings["cache"] = {"cpu_size": "100MiB", "remote_url": f"file:{folder / 'store'}"}
+    file = folder / "models.yaml"
     file.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "dynamo", "run", "-f", str(file)]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    commands = [["run", "-f", str(file)]]
+    if args.shared_index:
+        commands.append(["indexer", "--deployment", f"http-{port}"])
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dynamo", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for words in commands
+    ]
     url = f"http://127.0.0.1:{port}"
     for name in names:
-        answers(url, name, [child])
-    return Server(url, [], [], [child])
+        answers(url, name, children)
+    return Server(url, [], [], children)
 
 
 class Load:
@@ -240,40 +257,102 @@ def hit_ratio(url: str, model: str) -> float:
     return round(values[0] / values[1], 4)
 
 
-async def converse(args: argparse.Namespace, server: Server, models: Sequence[str]) -> Any:
-    """Send each model prompts that share beginnings, and return hits and times by model."""
-    client = StreamClient(server.url, vocabulary(args.model))
-    rate, streams = CAPACITY / 3, {model: list[asyncio.Task[Stream]]() for model in models}
-    started = now()
-    async with asyncio.TaskGroup() as group:
-        for number in range(round(rate * args.seconds)):
-            await asyncio.sleep(max(0.0, started + number / rate - now()))
-            for model in models:
-                key = number % GROUPS
-                request = client.encode_request(key, SHARED_WORDS + number // GROUPS, TOKENS, model)
-                streams[model].append(group.create_task(client.send(number, request)))
+def index_bytes(server: Server) -> float:
+    """Return the bytes of the indexes of a deployment's processes."""
+    total = 0.0
+    for process in deployment_of(server).live_processes():
+        with suppress(OSError), urllib.request.urlopen(process.status_url + "/metrics") as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("dynamo_kv_index_bytes"):
+                    total += float(line.rpartition(" ")[2])
+    return total
+
+
+def routing_cpu(servers: Sequence[Server]) -> float:
+    """Return the CPU seconds of all processes but workers and supervisors."""
+    return sum(
+        cpu_seconds(process.pid)
+        for server in servers
+        for process in deployment_of(server).live_processes()
+        if process.role in {"frontend", "router", "indexer"}
+    )
+
+
+async def converse(args: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, Any]:
+    """Send each model prompts that share beginnings; return hits and times by model, and what the
+    processes that route have used. `servers`: that of each model."""
+    words, used = vocabulary(args.model), list(dict.fromkeys(servers.values()))
+    clients = {model: StreamClient(server.url, words) for model, server in servers.items()}
+    streams = {model: list[Stream]() for model in servers}
+    rate = args.load * args.workers * SLOTS / (TOKENS * STEP_MS / 1e3)
+    period, before = GROUPS / rate, routing_cpu(used)
+    turns = round(args.seconds / period)
+
+    async def talk(model: str, number: int, group: int) -> None:
+        """Send the prompts of a conversation, each after the answer of the one before."""
+        due = now() + period * (group + number / len(servers)) / GROUPS
+        for turn in range(turns):
+            await asyncio.sleep(max(0.0, due - now()))
+            due += period
+            words, client = SHARED_WORDS + WORDS_A_TURN * turn, clients[model]
+            request = client.encode_request(group, words, TOKENS, model)
+            streams[model].append(await client.send(turn * GROUPS + group, request))
+
+    async with asyncio.TaskGroup() as talks:
+        for number, model in enumerate(clients):
+            for group in range(GROUPS):
+                talks.create_task(talk(model, number, group))
+    cpu = routing_cpu(used) - before
     return {
-        model: {
-            "hit_ratio": hit_ratio(server.url, model),
-            "ttft_ms": percentiles_ms([task.result().first_s for task in tasks]),
-        }
-        for model, tasks in streams.items()
+        **{
+            model: {
+                "hit_ratio": hit_ratio(servers[model].url, model),
+                "ttft_ms": percentiles_ms([stream.first_s for stream in own]),
+            }
+            for model, own in streams.items()
+        },
+        "cpu_s": round(cpu, 2),
+        "index_bytes": sum(map(index_bytes, used)),
     }
 
 
-async def index(args: argparse.Namespace, server: Server) -> dict[str, Any]:
-    """Return hits and times of both models in one deployment, then of each in its own."""
-    together = await converse(args, server, ["a", "b"])
-    server.stop()
-    alone = {}
-    for name in ("a", "b"):
-        own = start(args, [name])
-        alone |= await converse(args, own, [name])
-        own.stop()
-    differences = [
-        abs(together[name]["hit_ratio"] - alone[name]["hit_ratio"]) for name in ("a", "b")
-    ]
-    return {"together": together, "alone": alone, "holds": max(differences) <= 0.01}
+async def index(args: argparse.Namespace) -> dict[str, Any]:
+    """Return hits and times of all models in one deployment, and of each in its own."""
+    rounds: dict[str, list[Any]] = {"together": [], "apart": []}
+    for number in range(2 * args.rounds):
+        kind = ("together", "apart")[(number + number // 2) % 2]
+        if kind == "together":
+            servers = dict.fromkeys(BLOCKS, start(args, list(BLOCKS), args.workers))
+        else:
+            servers = {model: start(args, [model], args.workers) for model in BLOCKS}
+        try:
+            rounds[kind].append(await converse(args, servers))
+        finally:
+            for server in set(servers.values()):
+                server.stop()
+
+    def mean(kind: str, *keys: str) -> float:
+        values = rounds[kind]
+        for key in keys:
+            values = [value[key] for value in values]
+        return sum(values) / len(values)
+
+    summary: dict[str, Any] = {
+        model: {
+            "hit_difference": mean("together", model, "hit_ratio")
+            - mean("apart", model, "hit_ratio"),
+            **{
+                f"ttft_{p}": mean("together", model, "ttft_ms", p)
+                / mean("apart", model, "ttft_ms", p)
+                for p in ("p50", "p99")
+            },
+        }
+        for model in BLOCKS
+    }
+    for key in ("cpu_s", "index_bytes"):
+        summary[key] = mean("together", key) / max(1e-9, mean("apart", key))
+    worst = min(summary[model]["hit_difference"] for model in BLOCKS)
+    return {**rounds, "summary": summary, "holds": worst >= -0.01}
 
 
 def series(url: str) -> set[str]:
@@ -290,19 +369,20 @@ async def live(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     await dynamo(server, "models", "--alias", "chat=a")
     await load.run(["a", "b"], args.rate, 5)
     deployment = deployment_of(server)
-    memory = [rss_mb(process.pid) for process in ready(deployment, "frontend")]
-    changing = asyncio.create_task(changes.run())
-    while not changing.done():
-        await load.run(tuple(changes.names), args.rate, 1)
-    await changing
-    await asyncio.sleep(3)
+    memory = [[rss_mb(process.pid) for process in ready(deployment, "frontend")]]
+    for _ in range(args.campaigns):
+        changing = asyncio.create_task(changes.run())
+        while not changing.done():
+            await load.run(tuple(changes.names), args.rate, 1)
+        await changing
+        await asyncio.sleep(3)
+        memory.append([rss_mb(process.pid) for process in ready(deployment, "frontend")])
     failed, late = Counter[str](), 0
     for name, stream in load.streams:
         if stream.is_complete(TOKENS):
             late += stream.started > changes.removed.get(name, now()) + GRACE_S
         elif not (name in changes.removed and stream.status == 404):
             failed[f"{name[:1]}: {stream.error[:80]}"] += 1
-    grown = [rss_mb(process.pid) for process in ready(deployment, "frontend")]
     return {
         "requests": len(load.streams),
         "changes": changes.done,
@@ -310,25 +390,40 @@ async def live(args: argparse.Namespace, server: Server) -> dict[str, Any]:
         "answered_late": late,
         "failed": failed,
         "series_left": sorted(series(server.url)),
-        "frontend_mb": [round(a - b, 1) for a, b in zip(grown, memory, strict=True)],
+        "processes": sorted(process.name for process in deployment.live_processes()),
+        "frontend_mb_grown": [
+            [round(a - b, 1) for a, b in zip(after, before, strict=True)]
+            for before, after in itertools.pairwise(memory)
+        ],
     }
 
 
-PARTS = {"isolation": isolation, "index": index, "live": live}
+PARTS = {"isolation": isolation, "live": live}
 
 
 def main() -> None:
     """Run one part, and print its report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=(*PARTS, "index"))
     parser.add_argument("--model", default="")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--changes", type=int, default=30)
+    parser.add_argument("--campaigns", type=int, default=2)
     parser.add_argument("--rate", type=float, default=40)
     parser.add_argument("--frontends", type=int, default=2)
+    parser.add_argument("--routers", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--load", type=float, default=0.33, help="share of the workers' capacity")
+    parser.add_argument("--shared-index", action="store_true")
+    parser.add_argument("--roles", action="store_true")
+    parser.add_argument("--tiers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.part == "index":
+        print(json.dumps(uvloop.run(index(args)), indent=1))
+        return
     server = start(args, ["a", "b"])
     try:
         print(json.dumps(uvloop.run(PARTS[args.part](args, server)), indent=1))

@@ -1,9 +1,12 @@
 """Tokenizers, their verification, and their conversion from GGUF files."""
 
+import gc
 import json
 import struct
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -350,3 +353,17 @@ def test_the_reference_lets_other_threads_run(tokenizer_path):
     encoding.clear()
     thread.join()
     assert len(ticks) > 10
+
+
+def test_models_of_one_tokenizer_share_it_while_one_uses_it(tokenizer_path, tmp_path):
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes(tokenizer_path.read_bytes())
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(load_tokenizer, (tokenizer_path, copy))
+    assert first is second
+    copy.write_text(copy.read_text() + " ")
+    assert load_tokenizer(copy) is not first
+    released = weakref.ref(first)
+    del first, second
+    gc.collect()
+    assert released() is None

@@ -109,7 +109,8 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
         vocab_size=inputs.card.vocab_size,
-        layout=f"mock-1 {inputs.settings.engine.block_size} {inputs.card.tokenizer_file.sha256}",
+        layout=f"mock-2 {inputs.card.name} {inputs.settings.engine.block_size} "
+        f"{inputs.card.tokenizer_file.sha256}",
         cache=inputs.settings.cache,
         memory_bytes=inputs.memory_bytes,
         grammars=inputs.grammar_compiler(),
