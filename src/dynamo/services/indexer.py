@@ -46,7 +46,7 @@ def run_indexer(settings: Settings) -> int:
 
 class IndexerService:
     """Indexes the KV events of all workers of the namespace, each model's apart; answers `match`
-    and `modes`. The view of the model "" has what was restored, of any model, and workers of none."""
+    and `modes`. The view of the model "" has what was restored, of any model."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Start serving. Raises `ConfigError` if the saved index is unusable."""
