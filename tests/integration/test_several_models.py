@@ -138,7 +138,7 @@ def change_adapters(deployment: Deployment, model: Path, tmp_path: Path, file: P
         command = ("add", folders[number], "--adapter-of", "small", *save)
         assert dynamo(deployment, *command) == (
             0,
-            f"{file} has the adapter\n" * len(save) + f"a{number} is served, an adapter of small\n",
+            f"a{number} is served, an adapter of small\n" + f"{file} has the adapter\n" * len(save),
         )
     names = [f"a{number}" for number in range(8)]
     before = [ask(deployment, name)[1]["choices"] for name in ("small", *names)]

@@ -128,11 +128,11 @@ class ServedModels:
         Raises `NotFound` and `ConfigError`."""
         if parent := self.adapters.parent_of(name):
             await self.adapters.unload(name, parent)
+            progress(f"{name}, an adapter of {parent}, is removed")
             if save:
                 until = f"{name} is removed until the deployment starts again"
                 file = await self._save({"adapters": {name: ""}}, parent, until)
                 progress(f"{file} lacks the adapter")
-            progress(f"{name}, an adapter of {parent}, is removed")
             return
         if (owner := self._owner_of(name)) is not None and owner != name:
             self.aliases[owner] = tuple(alias for alias in self.aliases[owner] if alias != name)
@@ -176,11 +176,11 @@ class ServedModels:
         self._require_free(name)
         if serves := await self.adapters.load(name, path, model):
             await self._wait_for_frontends(name, name, model)
+        progress(f"{name} is {'served' if serves else 'loaded with it'}, an adapter of {model}")
         if save:
-            until = f"{name} is served until the deployment stops"
+            until = f"{name} is served until the deployment ends"
             file = await self._save({"adapters": {name: path}}, model, until)
             progress(f"{file} has the adapter")
-        progress(f"{name} is {'served' if serves else 'loaded with it'}, an adapter of {model}")
 
     async def _forget(self, model: str, progress: ControlProgressCallback) -> None:
         self.aliases.pop(model, None)

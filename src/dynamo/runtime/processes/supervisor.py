@@ -353,10 +353,9 @@ class Supervisor:
     def _announce_processes(self) -> None:
         """Announce in discovery which workers this supervisor keeps running."""
         record = describe_workers(self.children, self._start_s, self._kinds)
-        adapters = self._models.adapters.of_models()
-        models, on_demand = self._models.aliases, self._loader.records
-        record = replace(record, models=models, on_demand=on_demand, adapters=adapters)
-        own = self._record_writer.record
+        own, models = self._record_writer.record, self._models
+        adapters, on_demand = models.adapters.of_models(), self._loader.records
+        record = replace(record, models=models.aliases, on_demand=on_demand, adapters=adapters)
         record = replace(record, namespace=own.namespace)
         self._discovery.announce(supervisor_record_key(own.instance), record)
 
