@@ -68,6 +68,7 @@ def test_an_interrupted_search_prints_what_it_found(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--trace", "TRACE", "--rows", "20"], "the record has 20 requests; a search needs 50"),
         (["--trace", "missing.jsonl"], "missing.jsonl: No such file"),
         (["http-1", "--trace", "trace.jsonl"], "two sources of requests"),
         (["no-such-deployment"], "no record of a deployment 'no-such-deployment'"),
@@ -76,9 +77,9 @@ def test_an_interrupted_search_prints_what_it_found(
     ],
 )
 def test_wrong_input_is_said_in_a_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    trace: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tune", *words]) == 2
+    assert main(["tune", *(trace if word == "TRACE" else word for word in words)]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err

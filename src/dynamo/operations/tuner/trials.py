@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.operations.planner.values import Promise
@@ -17,6 +18,7 @@ from dynamo.operations.tuner.outcome import SettingOutcome, replay_outcome
 from dynamo.operations.tuner.search import Play, Values
 
 SHORT_S, LONG_S = 600.0, 3600.0
+FEWEST = 50
 MOST_SHORT, MOST_LONG, MOST_EXACT = 6_000, 40_000, 4_000
 """Conversations of a replay."""
 
@@ -37,7 +39,13 @@ def make_stages(
     conversations: Sequence[TraceConversation], make_plan: MakePlan, promise: Promise
 ) -> Sequence[Play]:
     """Return the stages of a search: some minutes of the record, an hour of it, and the exact
-    replay of minutes. Each part is the busiest of the record."""
+    replay of minutes. Each part is the busiest of the record. Raises `ConfigError` if that is too
+    short to tell settings apart."""
+    if len(conversations) < FEWEST:
+        raise ConfigError(
+            f"the record has {len(conversations)} requests; a search needs {FEWEST}",
+            hint="tune later, or name a longer trace",
+        )
     short = busiest(conversations, SHORT_S)[:MOST_SHORT]
     long = busiest(conversations, LONG_S)[:MOST_LONG]
     parts = [short, long] if len(long) > len(short) else [short]
