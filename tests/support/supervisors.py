@@ -8,17 +8,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.deployment import CONTROL_SOCKET, Deployment
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.supervisor import Supervisor
 
 
 @asynccontextmanager
 async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """Run a supervisor until its processes serve, and stop it at the end."""
+    """Run a supervisor until its processes serve and it accepts requests; stop it at the end."""
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
+        while not (supervisor._deployment.folder / CONTROL_SOCKET).exists():
+            await asyncio.sleep(0.01)
         yield supervisor
         supervisor.stop()
         assert await running == 0
