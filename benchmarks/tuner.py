@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the tuner: how near its search comes to the full grid, and its rounds on live traffic.
 
-    benchmarks/tuner.py TRACES [--only NAME] [--rounds 100]
+    benchmarks/tuner.py TRACES [--only NAME] [--rounds 20]
 
 TRACES is a folder with sharegpt300_llama-3.1-8b_blk16.jsonl, mooncake_conversation_trace.jsonl and
 azure2023_conv.csv. The search begins with 16 sequences and 512 tokens a step. Its advice is compared
@@ -247,7 +247,8 @@ def main() -> None:
     for name, case in cases(args.traces).items():
         if args.only in {"", name}:
             measure_search(name, case)
-            measure_rounds(name, case, args.rounds)
+            if args.rounds:
+                measure_rounds(name, case, args.rounds)
 
 
 if __name__ == "__main__":

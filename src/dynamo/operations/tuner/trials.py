@@ -41,9 +41,10 @@ def make_stages(
     """Return the stages of a search: some minutes of the record, an hour of it, and the exact
     replay of minutes. Each part is the busiest of the record. Raises `ConfigError` if that is too
     short to tell settings apart."""
-    if len(conversations) < FEWEST:
+    requests = sum(len(each.requests) for each in conversations)
+    if requests < FEWEST:
         raise ConfigError(
-            f"the record has {len(conversations)} requests; a search needs {FEWEST}",
+            f"the record has {requests} requests; a search needs {FEWEST}",
             hint="tune later, or name a longer trace",
         )
     short = busiest(conversations, SHORT_S)[:MOST_SHORT]
