@@ -8,15 +8,17 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.timing.model import Timing
+from dynamo.core.values import EngineInfo, Load
 from dynamo.operations.planner.values import EngineLimits
 from dynamo.scheduling.request_record import RequestRecord
 from dynamo.services.planning.backtests import WorkerFacts, run_backtest
-from dynamo.services.planning.figures import count_figures, sum_changes
+from dynamo.services.planning.figures import count_figures, sum_changes, usual_timing
 from dynamo.services.planning.planner import PLANNERS_PREFIX, PlannerService
 
 METRICS = """\
@@ -51,6 +53,20 @@ def test_a_restarted_frontend_counts_from_nothing() -> None:
     assert changes["a", "ended"] == 7
     assert changes["", "in_flight"] == 3
     assert changes["", "more_in_flight"] == 3
+
+
+def test_the_timing_is_that_of_workers_which_have_learnt_it() -> None:
+    old, new = Load(steps=5000, timing=(12, 0.1, 0.05, 0.001, 0)), Load(steps=60)
+    new = replace(new, timing=(40, 0, 0, 0, 0))
+    assert usual_timing([(old, None), (new, None), (new, None)]) == Timing(12, 0.1, 0.05, 0.001)
+    assert usual_timing([(new, None)]) == Timing(40, 0, 0, 0)
+    assert usual_timing([(Load(), None)]) is None
+
+    prompts = EngineInfo("mock", 16, 100, 1000, 8, 512, roles=("prefill",))
+    answers = replace(prompts, roles=("decode",))
+    few = Load(steps=300, timing=(10, 0.2, 0, 0, 1e-6))
+    assert usual_timing([(few, prompts), (old, answers)]) == Timing(12, 0.2, 0.05, 0.001, 1e-6)
+    assert usual_timing([(few, prompts)]) == Timing(10, 0.2, 0, 0, 1e-6)
 
 
 def test_a_record_that_is_too_short_is_no_backtest(tmp_path: Path) -> None:

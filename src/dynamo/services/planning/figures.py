@@ -18,7 +18,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS, PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.core.timing.model import Timing
-from dynamo.core.values import Load
+from dynamo.core.values import EngineInfo, Load
 from dynamo.operations.planner.policies.policy import DEFAULT_START_S
 from dynamo.operations.planner.values import Demand, EngineLimits
 from dynamo.runtime.calls.client import Client
@@ -159,10 +159,10 @@ class DeploymentFigures:
                 infos[0].num_blocks * infos[0].block_tokens,
                 infos[0].max_num_batched_tokens,
             )
-        loads = (self._loads.read(each.id) for each in instances)
-        timings = [load.timing for load in loads if load is not None and load.timing]
-        if timings:
-            self._timings[model] = Timing(*map(median, zip(*timings, strict=True)))
+        reports = [(self._loads.read(each.id), engine_info(each)) for each in instances]
+        timing = usual_timing([(load, info) for load, info in reports if load is not None])
+        if timing is not None:
+            self._timings[model] = timing
 
 
 class _UnreadLoads(LoadView):
@@ -183,6 +183,24 @@ class _UnreadLoads(LoadView):
         with suppress(KeyError, *DECODE_ERRORS):
             return msgspec.msgpack.decode(self._payloads[worker], type=Load)
         return None
+
+
+def usual_timing(reports: Sequence[tuple[Load, EngineInfo | None]]) -> Timing | None:
+    """Return the timing of a kind by the reports of its workers; None if none has learnt one. What
+    prompts cost is that of workers that compute prompts, the rest that of those that decode."""
+
+    def of_role(role: str) -> Timing | None:
+        loads = [
+            load for load, info in reports if load.timing and (info is None or role in info.roles)
+        ]
+        known = max((load.steps for load in loads), default=0) / 2  # new workers know little
+        timings = [load.timing for load in loads if load.steps >= known]
+        return Timing(*map(median, zip(*timings, strict=True))) if timings else None
+
+    prompts, answers = of_role("prefill"), of_role("decode")
+    if prompts is None or answers is None:
+        return prompts or answers
+    return Timing(answers.c0, prompts.c1, answers.c2, answers.c3, prompts.c4)
 
 
 async def _scrape(target: ScrapeTarget) -> str:
