@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dynamo.core.errors import ConfigError
@@ -19,6 +21,10 @@ def processes(loaded: LoadedSettings) -> list[tuple[str, str, int]]:
     specs = deployment_specs(loaded.settings)
     engines = [(spec.name, spec.settings.engine) for spec in specs if spec.role == "worker"]
     return [(name, engine.role, engine.max_num_seqs) for name, engine in engines]
+
+
+def numbered(kind: str, count: int) -> list[str]:
+    return [f"{kind}-{number}" for number in range(1, count + 1)]
 
 
 def test_groups_replace_the_default_worker() -> None:
@@ -245,3 +251,25 @@ def test_origins_of_an_entry_are_those_of_the_section_where_it_is_silent() -> No
 def test_an_adapter_that_is_called_like_a_model_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"adapter '[abd]' is called like a model"):
         worker_specs(load({}, text).settings)
+
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+PROCESSES = {
+    "agg": ["frontend", "worker"],
+    "custom_model": ["frontend", "worker"],
+    "disagg": ["frontend", *numbered("prefill-worker", 2), *numbered("decode-worker", 2)],
+    "distributed": [
+        *numbered("frontend", 3),
+        *numbered("router", 2),
+        *numbered("prefill-worker", 4),
+        *numbered("decode-worker", 8),
+    ],
+}
+
+
+def test_the_processes_of_the_files_for_one_model_keep_their_names() -> None:
+    names = {
+        file.stem: [spec.name for spec in deployment_specs(load({}, file.read_text()).settings)]
+        for file in CONFIGS.glob("*.yaml")
+    }
+    assert names == PROCESSES
