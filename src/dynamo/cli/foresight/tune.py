@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -113,21 +114,20 @@ def _live_deployment(args: argparse.Namespace) -> Deployment:
 
 
 def _apply(best: Recommendation, deployment: Deployment, settings: Settings) -> int:
-    """Try a recommendation on a deployment. Returns 0 if everything was kept."""
+    """Try a recommendation on a deployment, and print what became of it."""
+    from dynamo.cli.foresight.record import locate_record
     from dynamo.core.clock import SystemClock
     from dynamo.operations.planner.options import promise_of
     from dynamo.operations.tuner.rounds import run_round
     from dynamo.operations.tuner.verdict import TrialRules
-    from dynamo.services.planning.record import RECORD_FOLDER
 
-    tuner = settings.tuner
+    tuner, record = settings.tuner, Path(locate_record(deployment.id))
     trial = TrialRules(
         promise_of(settings), tuner.tuning_observation_period, tuner.min_improvement_threshold
     )
 
     async def try_values(kind: str, values: Mapping[str, Any]) -> TrialVerdict:
         print(f"a {kind} has them for {trial.period_s:g} s", flush=True)
-        record = deployment.folder / RECORD_FOLDER
         return await run_round(deployment.folder, record, kind, values, trial, SystemClock())
 
     from dynamo.operations.tuner.tuner import AutoTuner
