@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -25,8 +25,6 @@ T = TypeVar("T")
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 
-OpenModel = Callable[[ModelCard], Awaitable[None]]
-"""Opens the model of a card. Replaces the open model of that name. Raises `DynamoError`."""
 CloseModel = Callable[[str], None]
 """Begins to close the open model of this id."""
 ReportNotOpen = Callable[[str, str], None]
@@ -47,15 +45,16 @@ def model_identity(card: ModelCard) -> ModelCard:
 def majority_card(cards: Collection[ModelCard], opened: ModelCard | None = None) -> ModelCard:
     """Return the card that most workers announce, so that one different worker replaces no model.
 
-    Among equals, the `opened` identity wins, then the newest card.
+    Among equals, the identity of the `opened` one wins, then the newest card.
     """
     groups: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
     for card in cards:
         groups[msgspec.json.encode(model_identity(card))].append(card)
+    identity = opened and model_identity(opened)
 
     def rank(group: list[ModelCard]) -> tuple[int, bool, int]:
         created = max(card.created for card in group)
-        return len(group), model_identity(group[0]) == opened, created
+        return len(group), model_identity(group[0]) == identity, created
 
     majority = max(groups.values(), key=rank)
     return max(majority, key=lambda card: card.created)
@@ -100,113 +99,111 @@ class ModelRecords(Generic[T]):
         return changed
 
 
-class ModelOpener(Generic[T]):
-    """Opens models one at a time by name, and tries again after a `DynamoError`.
+class CardKind(NamedTuple, Generic[T]):
+    """A kind of cards: `prefix(namespace)` of their keys, and `choose(cards, opened)`: the card to
+    open, or None if the model is open as it should be."""
 
-    `find_card` returns the card to open, or None if the model is open as it should be.
-    """
-
-    def __init__(
-        self,
-        runtime: DistributedRuntime,
-        find_card: Callable[[str], T | None],
-        open_card: Callable[[T], Awaitable[None]],
-        on_not_open: ReportNotOpen,
-    ) -> None:
-        self._runtime = runtime
-        self._find_card = find_card
-        self._open_card = open_card
-        self._report_not_open = on_not_open
-        self._opening: set[str] = set()
-
-    def open_if_changed(self, name: str) -> None:
-        """Start to open the model if it is to be opened and is not being opened."""
-        if name not in self._opening and self._find_card(name) is not None:
-            self._opening.add(name)
-            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
-
-    async def _open_with_retries(self, name: str) -> None:
-        backoff = Backoff(RETRY_S, MAX_RETRY_S)
-        try:
-            while (card := self._find_card(name)) is not None:
-                try:
-                    await self._open_card(card)
-                except DynamoError as error:
-                    self._report_not_open(name, error.message)
-                    fields = {"model": name, "error": error.message}
-                    log.warning("a model cannot be opened yet", extra={"fields": fields})
-                    await self._runtime.clock.sleep(backoff.next_s())
-        finally:
-            self._opening.discard(name)
+    prefix: Callable[[str], str]
+    decode: Callable[[bytes], T]
+    choose: Callable[[Collection[T], T | None], T | None]
 
 
-class Catalogue:
-    """Opens a model when its first worker announces it, and again when most announce another card.
+def choose_card(cards: Collection[ModelCard], opened: ModelCard | None) -> ModelCard | None:
+    """Return the majority card if it differs from the `opened` one."""
+    card = majority_card(cards, opened)
+    return None if opened and model_identity(card) == model_identity(opened) else card
 
-    A model stays open while its workers are away, and is closed when it was removed.
+
+MODELS = CardKind(models_prefix, msgspec.json.Decoder(ModelCard).decode, choose_card)
+
+
+class Catalogue(Generic[T]):
+    """Opens a model when its first worker announces it, and again when another card is chosen.
+
+    Opens models one at a time by name, and tries again after a `DynamoError`. A model stays open
+    while its workers are away, and is closed when it was removed. `cards`: of each model by worker;
+    `opened`: by model.
     """
 
     def __init__(
         self,
         runtime: DistributedRuntime,
         desired: DesiredModels,
-        open_model: OpenModel,
+        kind: CardKind[T],
+        open_model: Callable[[T], Awaitable[None]],
         close_model: CloseModel,
         on_not_open: ReportNotOpen,
     ) -> None:
         self._runtime = runtime
         self._desired = desired
+        self._choose = kind.choose
         self._open_model = open_model
         self._close_model = close_model
         self._report_not_open = on_not_open
-        prefix = models_prefix(runtime.settings.runtime.namespace)
-        self._cards = ModelRecords(runtime, prefix, msgspec.json.Decoder(ModelCard).decode)
-        self._opened_cards: dict[str, ModelCard] = {}
-
-    def incompatible_workers(self) -> dict[str, str]:
-        """Return by instance how a worker's card differs from the card that was opened."""
-        incompatible = {}
-        for name, opened in self._opened_cards.items():
-            for instance, card in self._cards.by_model[name].items():
-                differences = block_identity(opened).describe_differences(block_identity(card))
-                if differences:
-                    incompatible[instance] = f"{name}: {differences}"
-        return incompatible
+        prefix = kind.prefix(runtime.settings.runtime.namespace)
+        self._records = ModelRecords(runtime, prefix, kind.decode)
+        self.cards = self._records.by_model
+        self.opened: dict[str, T] = {}
+        self._opening: set[str] = set()
 
     async def run(self) -> None:
         """Follow the cards until cancelled."""
-        opener = ModelOpener(self._runtime, self._card_to_open, self._open, self._report_not_open)
+        self._desired.on_change(self._on_desired_change)
+        await self._records.follow(self._on_cards_changed)
 
-        def on_desired_change() -> None:
-            for name in [name for name in self._opened_cards if name in self._desired.removed]:
-                self._close(name)
-            for name in self._desired.aliases:  # a removed model may be back
-                opener.open_if_changed(name)
+    def _on_desired_change(self) -> None:
+        for name in self.opened.keys() & self._desired.removed:
+            self._close(name)
+        for name in self._desired.aliases:  # a removed model may be back
+            self._open_if_changed(name)
 
-        def on_cards_changed(name: str) -> None:
-            if not self._cards.by_model[name]:
-                self._desired.forget(name)
-            opener.open_if_changed(name)
+    def _on_cards_changed(self, name: str) -> None:
+        if not self.cards[name]:
+            self._desired.forget(name)
+        self._open_if_changed(name)
 
-        self._desired.on_change(on_desired_change)
-        await self._cards.follow(on_cards_changed)
-
-    def _card_to_open(self, name: str) -> ModelCard | None:
-        if name in self._desired.removed:
+    def _card_to_open(self, name: str) -> T | None:
+        cards = self.cards[name].values()
+        if not cards or name in self._desired.removed:
             return None
-        cards, opened = self._cards.by_model[name].values(), self._opened_cards.get(name)
-        card = majority_card(cards, opened) if cards else None
-        return None if card is None or model_identity(card) == opened else card
+        return self._choose(cards, self.opened.get(name))
 
-    async def _open(self, card: ModelCard) -> None:
-        await self._open_model(card)
-        self._opened_cards[card.name] = model_identity(card)
-        if card.name in self._desired.removed:
-            self._close(card.name)
+    def _open_if_changed(self, name: str) -> None:
+        if name not in self._opening and self._card_to_open(name) is not None:
+            self._opening.add(name)
+            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
+
+    async def _open_with_retries(self, name: str) -> None:
+        backoff = Backoff(RETRY_S, MAX_RETRY_S)
+        try:
+            while (card := self._card_to_open(name)) is not None:
+                try:
+                    await self._open_model(card)
+                except DynamoError as error:
+                    self._report_not_open(name, error.message)
+                    fields = {"model": name, "error": error.message}
+                    log.warning("a model cannot be opened yet", extra={"fields": fields})
+                    await self._runtime.clock.sleep(backoff.next_s())
+                    continue
+                self.opened[name] = card
+                if name in self._desired.removed:
+                    self._close(name)
+        finally:
+            self._opening.discard(name)
 
     def _close(self, name: str) -> None:
-        del self._opened_cards[name]
+        del self.opened[name]
         self._close_model(name)
+
+
+def incompatible_workers(catalogue: Catalogue[ModelCard]) -> dict[str, str]:
+    """Return by instance how a worker's card differs from the card that was opened."""
+    return {
+        instance: f"{name}: {differences}"
+        for name, opened in catalogue.opened.items()
+        for instance, card in catalogue.cards[name].items()
+        if (differences := block_identity(opened).describe_differences(block_identity(card)))
+    }
 
 
 BLOCK_IDENTITY_CAPABILITY = "blocks"

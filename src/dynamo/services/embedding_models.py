@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
-from dynamo.services.catalogue import ModelOpener, ModelRecords
+from dynamo.services.catalogue import CardKind, Catalogue
 from dynamo.services.desired_models import DesiredModels, ModelState
 from dynamo.services.model_uses import ModelUses, close_removed_model
 from dynamo.services.model_watcher import TakeRequests, ensure_file
@@ -47,6 +47,21 @@ TEXTS_PER_SLICE = 64
 """So many texts are encoded at a time, so that others get their turn in the threads."""
 MAX_CHARS_PER_TOKEN = 128
 """A text with more characters for each token of the context is not encoded to count its tokens."""
+
+
+def choose_embedding_card(
+    cards: Collection[EmbeddingCard], opened: EmbeddingCard | None
+) -> EmbeddingCard | None:
+    """Return the newest card when a first worker announces a model, and again when no worker has
+    the model that was opened."""
+    if opened and any(opened.is_same_model(card) for card in cards):
+        return None
+    return max(cards, key=lambda card: card.created)
+
+
+EMBEDDING_MODELS = CardKind(
+    embedding_models_prefix, msgspec.json.Decoder(EmbeddingCard).decode, choose_embedding_card
+)
 
 
 class EmbeddingModelWatcher:
@@ -67,51 +82,30 @@ class EmbeddingModelWatcher:
         self._desired = desired
         self._uses = uses
         self._gateway = gateway
-        prefix = embedding_models_prefix(runtime.settings.runtime.namespace)
-        self._records = ModelRecords(runtime, prefix, msgspec.json.Decoder(EmbeddingCard).decode)
-        self._open_models: dict[str, tuple[EmbeddingCard, Client]] = {}
+        self._catalogue = Catalogue(
+            runtime, desired, EMBEDDING_MODELS, self._open, self._close, gateway.set_pending
+        )
+        self._clients: dict[str, Client] = {}
         self.take_requests: TakeRequests = lambda _: lambda: 0
 
     def start(self) -> None:
         """Follow the models until the runtime shuts down."""
-        opener = ModelOpener(
-            self._runtime, self._card_to_open, self._open, self._gateway.set_pending
-        )
-
-        def on_desired_change() -> None:
-            for name in self._open_models.keys() & self._desired.removed:
-                self._close(name)
-            for name in self._desired.aliases:
-                opener.open_if_changed(name)
-
-        self._desired.on_change(on_desired_change)
-        self._runtime.tasks.start(self._records.follow(opener.open_if_changed), "embedding models")
+        self._runtime.tasks.start(self._catalogue.run(), "embedding models")
 
     def states(self) -> Mapping[str, ModelState]:
         """Return the state of each embedding model that was announced."""
         return {
             name: ModelState("loaded") if client.instances else self._desired.state(name)
-            for name, (_, client) in self._open_models.items()
+            for name, client in self._clients.items()
         }
 
     def _close(self, name: str) -> None:
-        _, client = self._open_models.pop(name)
+        client = self._clients.pop(name)
         self._gateway.remove(name)
 
         requests = self.take_requests(name)
         removal = close_removed_model(self._runtime, name, requests, client.close)
         self._runtime.tasks.start(removal, f"remove {name}")
-
-    def _card_to_open(self, name: str) -> EmbeddingCard | None:
-        """Return the newest card when a first worker announces a model, and again when no worker
-        has the model that was opened."""
-        cards = self._records.by_model[name].values()
-        opened = self._open_models.get(name)
-        if not cards or name in self._desired.removed:
-            return None
-        if opened and any(opened[0].is_same_model(card) for card in cards):
-            return None
-        return max(cards, key=lambda card: card.created)
 
     async def _open(self, card: EmbeddingCard) -> None:
         runtime = self._runtime
@@ -134,9 +128,9 @@ class EmbeddingModelWatcher:
             return expected.items() <= instance.capabilities.items()
 
         client = await component.endpoint(EMBED_ENDPOINT).client(accepts)
-        previous = self._open_models.get(card.names[0])
-        self._open_models[card.names[0]] = (card, client)
         name = card.names[0]
+        previous = self._clients.get(name)
+        self._clients[name] = client
 
         def hold(timeout_s: float | None) -> AbstractAsyncContextManager[None]:
             if name not in self._desired.loads:
@@ -151,7 +145,7 @@ class EmbeddingModelWatcher:
         runtime.health.set_healthy(MODELS_HEALTH_KEY)
         log.info("embedding model ready", extra={"fields": {"model": card.names[0]}})
         if previous is not None:
-            await previous[1].close()
+            await previous.close()
 
 
 def _open_encoder(file: FileRef) -> Encoder:

@@ -26,7 +26,7 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.scheduling.processor import ChatProcessor, TextProcessor
 from dynamo.scheduling.router.features import only_decodes
 from dynamo.services.adapters import served_adapters
-from dynamo.services.catalogue import Catalogue, models_prefix
+from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers, models_prefix
 from dynamo.services.desired_models import ModelState
 from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
 from dynamo.services.model_uses import ModelUses, close_removed_model
@@ -106,7 +106,7 @@ class ModelWatcher:
         routing.predict_load = self.uses.predict
         self.desired.on_change(self._on_desired_change)
         self._catalogue = Catalogue(
-            runtime, self.desired, self._open_model, self._close_model, self._set_pending
+            runtime, self.desired, MODELS, self._open_model, self._close_model, self._set_pending
         )
         self._set_pending("", self._no_models_reason)
         runtime.health.on_change(self._on_health_change)
@@ -148,7 +148,7 @@ class ModelWatcher:
 
     def incompatible_workers(self) -> Mapping[str, str]:
         """Return by instance how a worker's card differs from its model's card."""
-        return self._catalogue.incompatible_workers()
+        return incompatible_workers(self._catalogue)
 
     def unreachable_workers(self) -> Mapping[str, str]:
         """Return by instance why an announced worker gets no requests."""

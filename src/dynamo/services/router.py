@@ -31,7 +31,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
 )
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
-from dynamo.services.catalogue import Catalogue
+from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
 from dynamo.services.model_uses import close_removed_model
 from dynamo.services.routing import ProcessRouting
@@ -66,11 +66,10 @@ class RouterService:
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)
         desired = self._routing.desired_models()
-        catalogue = Catalogue(
-            runtime, desired, self._open_model, self._close_model, self._set_pending
+        self._catalogue = Catalogue(
+            runtime, desired, MODELS, self._open_model, self._close_model, self._set_pending
         )
-        self._incompatible_workers = catalogue.incompatible_workers
-        runtime.tasks.start(catalogue.run(), MODELS_HEALTH_KEY)
+        runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
         runtime.tasks.start(self._release_expired(), "unused choices")
 
     async def _serve_http(self, queries: RoutingQueries) -> None:
@@ -160,7 +159,7 @@ class RouterService:
         return {
             "models": list(self._models),
             "workers": {name: len(model.client.instances) for name, model in self._models.items()},
-            "refused_workers": self._incompatible_workers(),
+            "refused_workers": incompatible_workers(self._catalogue),
             "routing": self._routing.view_modes(),
             "waiting": self._routing.count_waiting(),
             "instance": self._runtime.instance_id,

@@ -15,7 +15,13 @@ from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.supervisors import SupervisorRecord, SupervisorView, supervisor_record_key
-from dynamo.services.catalogue import Catalogue, majority_card, model_identity
+from dynamo.services.catalogue import (
+    MODELS,
+    Catalogue,
+    incompatible_workers,
+    majority_card,
+    model_identity,
+)
 from dynamo.services.desired_models import DesiredModels
 
 CARD = ModelCard(
@@ -47,6 +53,7 @@ class CatalogueUser:
         self.catalogue = Catalogue(
             runtime,
             self.desired,
+            MODELS,
             self._open,
             self.closed.append,
             lambda *report: self.not_open.append(report),
@@ -118,7 +125,7 @@ def test_the_majority_of_workers_decides_the_card() -> None:
     older, newer = replace(CARD, created=3), replace(OTHER, created=9)
     assert majority_card([CARD, newer, older]) == older
     assert majority_card([older, newer]) == newer
-    assert majority_card([older, newer], model_identity(older)) == older
+    assert majority_card([older, newer], older) == older
 
 
 async def test_the_card_of_a_new_majority_replaces_the_model(
@@ -162,10 +169,10 @@ async def test_workers_with_another_block_identity_are_reported(user: CatalogueU
     await until(lambda: user.opened)
     await user.settle()
     await user.announce("b", replace(CARD, block_tokens=32))
-    await until(user.catalogue.incompatible_workers)
-    assert user.catalogue.incompatible_workers() == {"b": "org/tiny: block tokens 32 instead of 16"}
+    await until(lambda: incompatible_workers(user.catalogue))
+    assert incompatible_workers(user.catalogue) == {"b": "org/tiny: block tokens 32 instead of 16"}
     await user.announce("b", None)
-    await until(lambda: not user.catalogue.incompatible_workers())
+    await until(lambda: not incompatible_workers(user.catalogue))
 
 
 async def test_an_unreadable_card_hides_no_other(user: CatalogueUser) -> None:
