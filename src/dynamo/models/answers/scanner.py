@@ -143,6 +143,14 @@ class Scanner:
             if not (yield from self.more()):
                 return ""
 
+    def take_ends(self, *literals: str) -> WaitingBool:
+        """Forget what was read, and read each of `literals` that comes next. Returns True."""
+        self.begin_record()
+        for literal in literals:
+            yield from self.peek()
+            yield from self.take_literal(literal)
+        return True
+
     def take_until(
         self, *markers: str, limit: int = MAX_NAME_CHARS
     ) -> Generator[None, None, tuple[str, str]]:

@@ -43,12 +43,7 @@ def read_json_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if not (yield from stream_arguments(scan, writer)):
         return False
     writer.close_call()
-    scan.begin_record()
-    yield from scan.peek()
-    yield from scan.take_literal("```")
-    yield from scan.peek()
-    yield from scan.take_literal(scan.mark(CALL_END))
-    return True
+    return (yield from scan.take_ends("```", scan.mark(CALL_END)))
 
 
 def read_invoke(scan: Scanner, writer: AnswerWriter) -> WaitingBool:

@@ -29,10 +29,7 @@ def read_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if not (yield from _read_container(scan, writer, "}", MAX_DEPTH)):
         return False
     writer.close_call()
-    scan.begin_record()
-    yield from scan.peek()
-    yield from scan.take_literal(scan.mark(CALL_END))
-    return True
+    return (yield from scan.take_ends(scan.mark(CALL_END)))
 
 
 def read_channel(scan: Scanner, writer: AnswerWriter) -> WaitingBool:

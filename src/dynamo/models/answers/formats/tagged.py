@@ -23,10 +23,7 @@ def read_tagged_call(scan: Scanner, writer: AnswerWriter) -> WaitingBool:
     if (yield from scan.peek()) == "{":
         if not (yield from read_call_object(scan, writer)):
             return False
-        scan.begin_record()
-        yield from scan.peek()
-        yield from scan.take_literal(scan.mark(CALL_END))
-        return True
+        return (yield from scan.take_ends(scan.mark(CALL_END)))
     if (yield from scan.take_literal(scan.mark(FUNCTION))):
         return (yield from read_function(scan, writer))
     return (yield from _read_keyed_call(scan, writer))
