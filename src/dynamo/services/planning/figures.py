@@ -186,8 +186,10 @@ class _UnreadLoads(LoadView):
 
 
 def usual_timing(reports: Sequence[tuple[Load, EngineInfo | None]]) -> Timing | None:
-    """Return the timing of a kind by the reports of its workers; None if none has learnt one. What
-    prompts cost is that of workers that compute prompts, the rest that of those that decode."""
+    """Return the timing of a kind by the reports of its workers; None if none has learnt one.
+
+    Workers that compute prompts tell the cost of prompts, and those that decode the rest.
+    """
 
     def of_role(role: str) -> Timing | None:
         loads = [
