@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.cli.models.served import ADD, MODELS, model_entry_of
 from dynamo.core.errors import ConfigError
@@ -48,6 +49,18 @@ def test_groups_of_an_added_model(tiny_model: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="no worker that computes answers"):
         added_model_specs(Settings(), entry_of(*words), 0)
+
+
+def test_an_added_model_has_standby_processes_unless_a_server_has_it(tiny_model: Path) -> None:
+    settings = Settings()
+    settings = replace(settings, engine=replace(settings.engine, standby=1))
+
+    def names(*words: str) -> list[str]:
+        entry = entry_of(*words, "--model-name", "third")
+        return [spec.name for spec in added_model_specs(settings, entry, 0)]
+
+    assert names("out=mock", str(tiny_model)) == ["third-worker", "third-worker-standby-1"]
+    assert names("out=openai", "http://10.0.0.1:1") == ["third-worker"]
 
 
 def test_a_model_without_a_name_of_its_own_needs_one() -> None:

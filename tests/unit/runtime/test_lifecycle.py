@@ -84,5 +84,6 @@ def test_the_restart_delay_doubles_until_the_process_serves() -> None:
     assert backoff.deaths_before_ready == 11
     assert backoff.next_delay_s(9.9) == 10.0
     assert not backoff.crash_looping
-    assert backoff.next_delay_s(10.0) == 0.1
+    assert backoff.next_delay_s(10.0) == 0.0
+    assert backoff.next_delay_s(1.0) == 0.1
     assert backoff.next_delay_s(1.0) == 0.2

@@ -25,6 +25,7 @@ Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 
 SERVE = 'tell(state="ready"); signal.pause()'
+STAND_BY = 'tell(state="standby"); signal.pause()'
 FAIL = 'tell(fatal="no weights"); sys.exit(1)'
 NAMESPACE = "dynamo"
 
@@ -39,7 +40,11 @@ class Sources:
 
     async def make_specs(self, entry: Mapping[str, Any], workers: int) -> Sequence[ChildSpec]:
         assert workers == 2
-        return [model(self._spec, entry["name"], entry["script"])]
+        added = [model(self._spec, entry["name"], entry["script"])]
+        if entry.get("standby"):
+            standby = model(self._spec, entry["name"], STAND_BY)
+            added.append(replace(standby, name=f"{added[0].name}-standby-1", standby=True))
+        return added
 
     async def save(self, entry: Mapping[str, Any] | None, name: str) -> str:
         if self.fault is not None:
@@ -109,6 +114,20 @@ async def test_models_are_listed_added_renamed_and_removed(
         assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
         with pytest.raises(ConfigError, match="only model"):
             await control(deployment, "remove_model", "b")
+
+
+async def test_an_added_model_serves_while_its_standby_process_waits(
+    supervisor: Supervisor, deployment: Deployment
+) -> None:
+    async with serving(supervisor):
+        entry = {"name": "c", "script": SERVE, "standby": True}
+        added = await control(deployment, "add_model", entry=entry, save=False)
+        assert added == ["c-worker serves", "c is served"]
+        names = {child.spec.name for child in supervisor.children}
+        assert names >= {"c-worker", "c-worker-standby-1"}
+        left = await control(deployment, "remove_model", "c")
+        assert left[-1] == "c is removed"
+        assert not any(child.spec.model == "c" for child in supervisor.children)
 
 
 async def test_a_change_that_is_not_saved_says_how_long_it_holds(

@@ -10,7 +10,7 @@ CRASH_LOOP_DEATHS = 5
 """A child that died this many times in a row before it served is in a crash loop."""
 CRASH_LOOP_MAX_DELAY_S = 60.0
 BACKOFF_RESET_S = 10.0
-"""Serving for this time resets the delay to `RESTART_DELAY_S`."""
+"""A child that served for this time is restarted at once, later with `RESTART_DELAY_S` again."""
 
 
 class RestartBackoff:
@@ -23,7 +23,9 @@ class RestartBackoff:
     def next_delay_s(self, served_s: float) -> float:
         """Record a death after serving for `served_s` (0: never). Returns the seconds to wait."""
         if served_s >= BACKOFF_RESET_S:
+            self.deaths_before_ready = 0
             self._backoff.reset()
+            return 0.0
         self.deaths_before_ready = 0 if served_s > 0 else self.deaths_before_ready + 1
         self._backoff.max_s = CRASH_LOOP_MAX_DELAY_S if self.crash_looping else MAX_RESTART_DELAY_S
         return self._backoff.next_s()

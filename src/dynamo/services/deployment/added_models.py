@@ -19,8 +19,9 @@ from dynamo.inference.engines.choice import with_engine
 from dynamo.models.file_cache import atomic_replacement
 from dynamo.models.location import locate_model
 from dynamo.runtime.processes.child_spec import ChildSpec
+from dynamo.runtime.processes.standby import with_standbys
 from dynamo.services.deployment.accelerators import assign_cards
-from dynamo.services.deployment.memory_needs import with_memory
+from dynamo.services.deployment.memory_needs import check_standby_memory, with_memory
 from dynamo.services.deployment.model_groups import (
     check_adapter_names,
     group_specs,
@@ -39,6 +40,8 @@ def added_model_specs(
     """Return the processes of an entry of `models` for a deployment with these settings. Blocks.
     Raises `ConfigError` and `ModelUnavailable`."""
     model = with_engine(with_model_entry(_defaults(settings), sourced_entry(entry)))
+    if model.engine.urls and model.engine.standby == settings.engine.standby:
+        model = replace(model, engine=replace(model.engine, standby=0))  # meant for other models
     if not lacks_tokenizer(model):
         locate_model(model.model.path)
     names = model_names(model)
@@ -51,7 +54,8 @@ def added_model_specs(
             hint="give --workers N, or --decode-workers N beside --prefill-workers",
         )
     check_adapter_names(model, names)
-    specs = group_specs(groups)
+    specs = with_standbys(group_specs(groups))
+    check_standby_memory(specs)
     return with_memory(
         assign_cards(
             [replace(spec, stop_order=STOP_ORDER, needs_preparation=False) for spec in specs]
