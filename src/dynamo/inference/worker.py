@@ -133,7 +133,7 @@ class EngineWorker:
         self._sleep = SleepEndpoint(
             runtime, self._engine, tuple(self._endpoints), self._load_model_adapters
         )
-        self._endpoints.append(await self._sleep.serve(component, card.names[0]))
+        self._endpoints.append(await self._sleep.serve(component, capabilities))
         handlers = self._small_endpoints(runtime)
         serves = (endpoint(name).serve(handle) for name, handle in handlers.items())
         self._endpoints += await run_all(*serves)

@@ -22,7 +22,7 @@ from dynamo.core.reply import Operator
 from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.sleep import MODEL_KEY, SLEEP_ENDPOINT, sleep_level
+from dynamo.runtime.sleep import SLEEP_ENDPOINT, sleep_level
 from dynamo.scheduling.admission import WorkerStarts
 from dynamo.scheduling.admission.sleeping_workers import SleepingWorkers
 from dynamo.scheduling.dispatch import Dispatch
@@ -196,9 +196,10 @@ async def _open_replica_sync(pipeline: ModelPipeline, *, apply: bool) -> None:
 
 async def _open_starts(pipeline: ModelPipeline) -> None:
     runtime, routing, model = pipeline.runtime, pipeline.routing, pipeline.model
+    accepts = CardCompatibility(pipeline.card).accepts
     endpoint = runtime.namespace().component(WORKER_COMPONENT).endpoint(SLEEP_ENDPOINT)
     sleepers = await endpoint.client(
-        lambda instance: sleep_level(instance) > 0 and instance.capabilities[MODEL_KEY] == model
+        lambda instance: sleep_level(instance) > 0 and decodes(instance) and accepts(instance)
     )
     pipeline.resources.push_async_callback(sleepers.close)
     pipeline.sleeping = SleepingWorkers(pipeline.client, sleepers)

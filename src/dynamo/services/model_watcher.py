@@ -225,10 +225,11 @@ class ModelWatcher:
         name = served.names[0]
         if self._pipelines.get(name) is not pipeline:
             return
-        if pipeline.client.instances or pipeline.sleeping:
-            if name not in self._gateway.models:
-                self._add(served, encoder)
-            adapters = served_adapters(served, pipeline.client.instances.values())
+        instances = pipeline.client.instances
+        if (instances or pipeline.sleeping) and name not in self._gateway.models:
+            self._add(served, encoder)
+        if instances:
+            adapters = served_adapters(served, instances.values())
             self._gateway.set_adapters(name, adapters)
         elif name not in self._gateway.models:
             self._gateway.set_pending(name, self._unreachable_reason(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo.communication.requests import ResponseWriter
@@ -13,7 +13,6 @@ from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.inference.probe import answer_probe
 from dynamo.runtime.sleep import (
-    MODEL_KEY,
     SLEEP_ENDPOINT,
     SLEEP_LEVEL_KEY,
     SLEEP_LEVELS,
@@ -59,11 +58,14 @@ class SleepEndpoint:
             callback=lambda: {(str(each),): float(self.level == each) for each in SLEEP_LEVELS},
         )
 
-    async def serve(self, component: Component, model: str) -> ServedEndpoint:
-        """Serve the endpoint."""
-        capabilities = {MODEL_KEY: model, SLEEP_LEVEL_KEY: 0}
+    async def serve(
+        self, component: Component, capabilities: Mapping[str, object]
+    ) -> ServedEndpoint:
+        """Serve the endpoint with the `capabilities` of the worker."""
         endpoint = component.endpoint(SLEEP_ENDPOINT)
-        self._served = await endpoint.serve(self._handle, capabilities=capabilities)
+        self._served = await endpoint.serve(
+            self._handle, capabilities={**capabilities, SLEEP_LEVEL_KEY: 0}
+        )
         return self._served
 
     async def close(self) -> None:
