@@ -148,6 +148,28 @@ async def test_requests_in_flight_end_before_the_worker_sleeps(
     await worker.close()
 
 
+@pytest.mark.parametrize("level", [1, 0])
+async def test_a_process_ends_while_its_worker_falls_asleep_or_wakes_up(
+    sleepy: SleepyWorker, make_engine: MakeEngine, make_request: MakeRequest, level: int
+) -> None:
+    engine = make_engine(timing="constant:0.5,1")
+    worker = await sleepy.start(engine)
+    sleepy.runtime.add_shutdown_hook(worker.close)
+    generate = await sleepy.component.endpoint("generate").client()
+    async with BackgroundTasks(lambda _: None) as tasks:
+        if level:
+            tasks.start(sleepy.answer(generate, make_request(PROMPT, max_tokens=50)))
+            while not engine.report_load().running:
+                await asyncio.sleep(0)
+        else:
+            await sleepy.order(1)
+        tasks.start(sleepy.order(level))
+        while not worker._sleep._lock.locked():
+            await asyncio.sleep(0)
+        await sleepy.runtime.shutdown(5.0)
+    assert await sleepy.keys() == set()
+
+
 async def test_an_engine_that_cannot_sleep_says_so_and_serves_on(sleepy: SleepyWorker) -> None:
     worker = await sleepy.start(EchoEngine(context_tokens=400))
     with pytest.raises(Unsupported, match="cannot sleep: it cannot give memory back"):

@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.shared_memory import MemoryUsers
+from tests.support.token_time import KnownTokenTime
 from tests.unit.inference_native.test_native_runner import PROMPTS, generate_all
+from tests.unit.inference_native.test_native_tiers import BLOCK_BYTES, answer, check_idle
+from tests.unit.inference_native.test_native_tiers import PROMPTS as TIER_PROMPTS
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.settings.schema_cache import CacheSettings
+from dynamo.core.values import BlocksCleared, BlocksStored
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
@@ -124,4 +129,36 @@ async def test_weights_that_have_changed_meanwhile_are_not_served(
         file.write(np.full(1024, 0.5, np.float32).tobytes())
     with pytest.raises(ModelUnavailable, match="have changed"):
         await engine.wake_up()
+    await engine.stop()
+
+
+async def test_blocks_on_disk_stay_and_are_announced_again(
+    make_engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    """The engine falls asleep while blocks are on their way down."""
+    cache = CacheSettings(
+        cpu_size=200 * BLOCK_BYTES, ssd_size=400 * BLOCK_BYTES, ssd_path=str(tmp_path)
+    )
+    requests = [make_request(prompt, 10) for prompt in TIER_PROMPTS]
+    alone = make_engine()
+    await alone.start()
+    expected = [await answer(alone, request) for request in requests]
+    await alone.stop()
+
+    engine = make_engine(cache, num_blocks=24)
+    await engine.start()
+    engine.timing_learner = KnownTokenTime(1.0)
+    for _ in range(3):
+        ids = [reply.ids for reply in await generate_all(engine, requests)]
+        assert ids == expected
+        events: list[Any] = []
+        engine.on_kv_events(events.extend)
+        await engine.sleep(1)
+        assert isinstance(events[0], BlocksCleared)
+        assert {tier.name: bool(tier.blocks) for tier in engine.tiers.tiers}["host"] is False
+        events.clear()
+        await engine.wake_up()
+        assert {event.tier for event in events if isinstance(event, BlocksStored)} <= {"disk"}
+    assert engine.tiers.tiers[-1].counters.loaded_blocks > 0
+    check_idle(engine)
     await engine.stop()

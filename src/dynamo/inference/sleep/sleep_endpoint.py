@@ -69,8 +69,9 @@ class SleepEndpoint:
         return self._served
 
     async def close(self) -> None:
-        """End the order that is being executed."""
-        await self._tasks.close()
+        """Wait until the order that is being executed has ended: endpoints are withdrawn, and the
+        engine can be stopped."""
+        await self._tasks.join()
 
     async def _handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Execute an order and answer with a `SleepAnswer`. Raises `Unsupported` for an engine that
@@ -125,7 +126,8 @@ class SleepEndpoint:
         await answer_probe(self._engine)
         await self._prepare()
         for served in self._endpoints:
-            await served.resume()
+            if not self._runtime.stopping.cancelled:
+                await served.resume()
 
     async def _run_or_fail(self, work: Awaitable[None], what: str) -> None:
         """Await work. If it fails, the process ends: its engine may answer wrongly from now on."""
