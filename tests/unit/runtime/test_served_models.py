@@ -130,6 +130,19 @@ async def test_an_added_model_serves_while_its_standby_process_waits(
         assert not any(child.spec.model == "c" for child in supervisor.children)
 
 
+async def test_a_model_whose_workers_sleep_says_so(
+    supervisor: Supervisor, deployment: Deployment
+) -> None:
+    async with serving(supervisor):
+        script = 'tell(state="ready"); time.sleep(0.3); tell(state="sleeping"); signal.pause()'
+        await control(deployment, "add_model", entry={"name": "c", "script": script}, save=False)
+        async with asyncio.timeout(10):
+            while '"c","aliases":[],"state":"sleeping"' not in "".join(
+                await control(deployment, "models")
+            ):
+                await asyncio.sleep(0.01)
+
+
 async def test_a_change_that_is_not_saved_says_how_long_it_holds(
     supervisor: Supervisor, deployment: Deployment, sources: Sources
 ) -> None:

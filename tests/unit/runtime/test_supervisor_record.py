@@ -72,6 +72,23 @@ async def test_the_record_follows_starts_deaths_and_stops(
         await plane.close()
 
 
+async def test_a_sleeping_worker_is_desired_healthy_and_no_capacity(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    script = 'tell(state="ready"); time.sleep(0.3); tell(state="sleeping"); signal.pause()'
+    supervisor = supervise(spec(script, "worker"))
+    async with BackgroundTasks() as tasks:
+        running = tasks.start(supervisor.run())
+        plane = await open_discovery(deployment.discovery_url)
+        kind = KindRecord(sleeping=1, gpus=1, role="both")
+        await until_records(plane, lambda seen: seen and seen[0].kinds == {"worker": kind})
+        await until_records(plane, lambda seen: seen[0].desired == {"worker": 1})
+        assert supervisor.children[0].unhealthy_reason == ""
+        supervisor.stop()
+        assert await running == 0
+        await plane.close()
+
+
 async def test_a_process_that_waits_for_its_restart_keeps_its_row(
     spec: Spec, supervise: Supervise, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
