@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 import weakref
@@ -23,6 +24,7 @@ from dynamo.core.settings.schema_cache import CacheSettings
 from dynamo.core.values import BlocksCleared, BlocksStored
 from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.native import shared_weights
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.native.shared_weights import SharedWeights
 from dynamo.models.checkpoint.weights import open_weights
@@ -161,4 +163,41 @@ async def test_blocks_on_disk_stay_and_are_announced_again(
         assert {event.tier for event in events if isinstance(event, BlocksStored)} <= {"disk"}
     assert engine.tiers.tiers[-1].counters.loaded_blocks > 0
     check_idle(engine)
+    await engine.stop()
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="needs memfd")
+async def test_nothing_asks_for_huge_pages_while_the_worker_sleeps(
+    tiny_llama: Path, users: MemoryUsers, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = SharedWeights(users.start(), tiny_llama)
+    engine = BatchedEngine(open_runner(tiny_llama, shared))
+    await engine.start()
+    monkeypatch.setattr(shared_weights, "HUGE_PAGE_BYTES", 4096)
+    monkeypatch.setattr(shared_weights, "COLLAPSED_BYTES", 4096)
+    asked = threading.Semaphore(0)
+    leaves = threading.Event()
+    count = 0
+
+    def advise(address: int, size: int, advice: int) -> None:
+        nonlocal count
+        if advice == shared_weights.MADV_COLLAPSE:
+            count += 1
+            asked.release()
+            leaves.wait()
+
+    monkeypatch.setattr(shared_weights, "_madvise", advise)
+    for pieces in (1, 2):  # the pages are asked for again after sleep
+        await answers(engine, make_request)
+        await answers(engine, make_request)  # its first step releases the sequences before
+        await asyncio.to_thread(asked.acquire)
+        threads = [each for each in threading.enumerate() if each.name == "huge-pages"]
+        await engine.sleep(1)
+        leaves.set()
+        for thread in threads:
+            thread.join()
+        leaves.clear()
+        assert count == pieces
+        await engine.wake_up()
+    leaves.set()
     await engine.stop()

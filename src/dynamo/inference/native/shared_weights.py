@@ -68,6 +68,7 @@ class SharedWeights:
         self._key = ""
         self._mapped: Floats | None = None
         self._small_pages: Floats | None = None
+        self._leaves = threading.Event()
 
     def load(
         self, weights: DigestedWeights, backend: NumpyBackend
@@ -104,17 +105,20 @@ class SharedWeights:
         Does nothing if another process did, or without kernel support."""
         if self._small_pages is not None:
             floats, self._small_pages = self._small_pages, None
+            self._leaves = leaves = threading.Event()
             threading.Thread(
-                target=_collapse, args=(floats,), name="huge-pages", daemon=True
+                target=_collapse, args=(floats, leaves), name="huge-pages", daemon=True
             ).start()
 
     def leave(self, *, comes_back: bool) -> None:
         """Take the memory out of this process. If it `comes_back`, the weights stay mapped: each
         page returns with its first use. Else the weights may not be used any more, and the memory
         is given back when no other process has it."""
-        mapped, self._small_pages = self._mapped, None
+        mapped = self._mapped
         if mapped is None:
             return
+        self._leaves.set()
+        self._small_pages = mapped if comes_back else None
         _madvise(mapped.ctypes.data, mapped.nbytes, mmap.MADV_DONTNEED)
         if not comes_back:
             self._mapped = None
@@ -229,10 +233,13 @@ def _map_memory(fd: int, size: int, protection: int) -> Floats:
     return floats
 
 
-def _collapse(floats: Floats) -> None:
-    """Ask for huge pages, a few at a time, when the cores have nothing else to do."""
+def _collapse(floats: Floats, leaves: threading.Event) -> None:
+    """Ask for huge pages, a few at a time, when the cores have nothing else to do. Ends when the
+    memory `leaves` the process."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
     for start in range(0, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, COLLAPSED_BYTES):
+        if leaves.is_set():
+            return
         size = min(COLLAPSED_BYTES, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start)
         _madvise(floats.ctypes.data + start, size, MADV_COLLAPSE)
 
