@@ -175,7 +175,7 @@ async def test_nothing_asks_for_huge_pages_while_the_worker_sleeps(
     await engine.start()
     monkeypatch.setattr(shared_weights, "HUGE_PAGE_BYTES", 4096)
     monkeypatch.setattr(shared_weights, "COLLAPSED_BYTES", 4096)
-    asked = threading.Semaphore(0)
+    page_requests = threading.Semaphore(0)
     leaves = threading.Event()
     count = 0
 
@@ -183,14 +183,14 @@ async def test_nothing_asks_for_huge_pages_while_the_worker_sleeps(
         nonlocal count
         if advice == shared_weights.MADV_COLLAPSE:
             count += 1
-            asked.release()
+            page_requests.release()
             leaves.wait()
 
     monkeypatch.setattr(shared_weights, "_madvise", advise)
     for pieces in (1, 2):  # the pages are asked for again after sleep
         await answers(engine, make_request)
         await answers(engine, make_request)  # its first step releases the sequences before
-        await asyncio.to_thread(asked.acquire)
+        await asyncio.to_thread(page_requests.acquire)
         threads = [each for each in threading.enumerate() if each.name == "huge-pages"]
         await engine.sleep(1)
         leaves.set()
