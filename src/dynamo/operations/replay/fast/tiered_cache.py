@@ -16,7 +16,8 @@ NO_KEY = -1
 
 class TieredRunCache(RunCache):
     """The blocks of a worker with tiers. `on_evicted` gets the keys of evicted units.
-    `registrations` counts the blocks that became cached."""
+    `registrations` counts the blocks that became cached. `released` is set when a request gives
+    blocks back."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class TieredRunCache(RunCache):
     ) -> None:
         super().__init__(blocks, unit, reuse_aware=reuse_aware, enabled=enabled, events=events)
         self.registrations = 0
+        self.released = False
         self.on_evicted: Callable[[Sequence[int]], None] = lambda _: None
 
     def next_victims(self, blocks: int) -> Iterator[tuple[CachedRun, Unit]]:
@@ -59,6 +61,10 @@ class TieredRunCache(RunCache):
         free = self.free
         super().register(held, keys, at, end, blocks)
         self.registrations += blocks - (self.free - free)
+
+    def release(self, held: Sequence[Held], answer: int, unused: int) -> None:
+        self.released = True
+        super().release(held, answer, unused)
 
     def _queue_answer(self, blocks: int) -> None:
         self.registrations += blocks

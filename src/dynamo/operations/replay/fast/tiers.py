@@ -169,8 +169,12 @@ class FastTiers:
             unit = self._cache.unit
             self.on_reused([(key, unit) for key in request.keys[: blocks // unit]])
 
-    def on_planned(self, running: dict[FastRequest, None]) -> None:
-        """Choose the units that go down next, after a step was planned."""
+    def on_planned(self, running: dict[FastRequest, None], *, only_decodes: bool = False) -> None:
+        """Choose the units that go down next, after a step was planned. If it `only_decodes`, there
+        are others only after a release."""
+        if only_decodes and not self._cache.released:
+            return
+        self._cache.released = False
         limit_s = MAX_LOAD_FACTOR * self._block_tokens * self._learner.token_s
         for writer in self._hosts:
             if self._block_bytes / writer.tier.tier.bytes_per_s < limit_s:

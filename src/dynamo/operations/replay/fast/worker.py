@@ -217,10 +217,11 @@ class FastWorker(LoadListener):
             self._step_s = self._time.step_s(*counts)
             self._wake(self, now + self._step_s)
         if self.tiers is not None:
-            self.tiers.on_planned(self.running)
+            decodes = self.is_busy and not self._new_tokens
+            self.tiers.on_planned(self.running, only_decodes=decodes)
             if self.is_busy:
-                counts = self._new_tokens, self._sequences, decoding, context, self._attention
-                self.tiers.on_step(Counts(*counts), self.next_step_s)
+                work = self._new_tokens, self._sequences, decoding, context, self._attention
+                self.tiers.on_step(Counts(*work), self.next_step_s)
 
     def on_wake(self, now: float) -> None:
         """End the step or the leap, and give tokens and ends away. The worker is then idle."""
@@ -272,9 +273,7 @@ class FastWorker(LoadListener):
                 del self.running[request]
 
     def _publish(self) -> None:
-        if self.kv_events is None:
-            return
-        events = self.kv_events.drain()
+        events = [] if self.kv_events is None else self.kv_events.drain()
         if self.tiers is not None:
             events += self.tiers.take_events()
         if events:
