@@ -273,3 +273,14 @@ def test_the_processes_of_the_files_for_one_model_keep_their_names() -> None:
         for file in CONFIGS.glob("*.yaml")
     }
     assert names == PROCESSES
+
+
+def test_settings_of_models_on_demand_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="keep_alive = 300 s is for a model that is loaded when"):
+        resolve_settings(document=("model: {keep_alive: 5m}", "x.yaml"))
+    model = "model: {load: on_demand, keep_alive: 0}"
+    assert resolve_settings(document=(model, "x.yaml")).settings.model.keep_alive == 0
+    server = "engine: {kind: openai, urls: ['http://h:1']}\nmodel: {load: on_demand}"
+    settings = resolve_settings(document=(server, "x.yaml")).settings
+    with pytest.raises(ConfigError, match="only the server knows the model's name"):
+        worker_specs(settings)

@@ -13,6 +13,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkerGroupSettings,
     override,
 )
+from dynamo.core.settings.schema_models import DEFAULT_KEEP_ALIVE_S, ModelSettings
 from dynamo.core.settings.schema_planner import PlannerSettings
 
 
@@ -35,6 +36,7 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             param="tuner.auto_tune_interval",
         )
     _check_adapters(settings.engine.lora_modules)
+    _check_keep_alive(settings.model)
     _check_block_sizes(settings)
     owners: dict[tuple[str, int], str] = {}
     for key, group in _worker_groups(settings):
@@ -57,6 +59,17 @@ def _check_adapters(modules: Sequence[str]) -> None:
     names = [name for name, _ in parse_lora_modules(modules)]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise ConfigError(f"two LoRA adapters are called {twice!r}", param=MODULES_KEY)
+
+
+def _check_keep_alive(model: ModelSettings) -> None:
+    """Raise `ConfigError` for a `keep_alive` of a model that always runs."""
+    if model.keep_alive != DEFAULT_KEEP_ALIVE_S and not model.on_demand:
+        raise ConfigError(
+            f"keep_alive = {model.keep_alive:g} s is for a model that is loaded when it "
+            "is wanted, and this one always runs",
+            hint="add load: on_demand (--load on_demand), or leave keep_alive out",
+            param="model.keep_alive",
+        )
 
 
 def _check_planner(planner: PlannerSettings, origins: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 
 ALWAYS, ON_DEMAND = "always", "on_demand"
+DEFAULT_KEEP_ALIVE_S = 600.0
 
 
 class ModelSettings(SettingsSection, frozen=True):
@@ -46,7 +47,7 @@ class ModelSettings(SettingsSection, frozen=True):
         choices=(ALWAYS, ON_DEMAND),
     )
     keep_alive: float = setting(
-        600.0,
+        DEFAULT_KEEP_ALIVE_S,
         "with load on_demand: time without requests after which its workers end",
         flag="--keep-alive",
         unit="seconds",

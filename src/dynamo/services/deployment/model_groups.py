@@ -72,6 +72,16 @@ def model_id(settings: Settings) -> str:
     return ""
 
 
+def check_on_demand(settings: Settings, model: str) -> None:
+    """Raise `ConfigError` for a model on demand that requests cannot name before it is loaded."""
+    if settings.model.on_demand and not model and lacks_tokenizer(settings):
+        raise ConfigError(
+            "only the server knows the model's name, and a request has to name what it wants",
+            hint="name it with --model-name, or leave out load: on_demand",
+            param="model.load",
+        )
+
+
 def serves_embeddings(settings: Settings) -> bool:
     """Whether a model that is on demand computes vectors. False for others, whose cards say it."""
     if not settings.model.on_demand or lacks_tokenizer(settings):
@@ -333,7 +343,10 @@ def replica_settings(role: str, settings: Settings, index: int, replicas: int) -
 
 
 def group_specs(groups: Sequence[ReplicaGroup]) -> list[ChildSpec]:
-    """Return the processes of groups, which stop in this order."""
+    """Return the processes of groups, which stop in this order. Raises `ConfigError` for a model on
+    demand without a name."""
+    for group in groups:
+        check_on_demand(group.settings, group.model)
     return [
         ChildSpec(
             role=group.role,
