@@ -4,8 +4,8 @@
     benchmarks/configured_mock.py --model MODEL [--only CASE] [--port 8000]
 
 MODEL is a folder with a tokenizer. Mock workers serve the `serve.yaml` of each case with its
-`timing.json`, slowed down so that the machine keeps up (hardly where a router chooses by predicted
-times: its own constants are not slowed). `dynamo bench` sends the arrivals of the
+`timing.json`, slowed down so that the machine keeps up. Routers that choose by predicted times are
+slowed little, since their own constants are not slowed. `dynamo bench` sends the arrivals of the
 finalist's replay. Mean times are compared with those that `why.md` tells.
 """
 
