@@ -150,6 +150,18 @@ class Gateway:
             if name not in self.models and name not in self.embedding_models
         }
 
+    def closed_names(self) -> Mapping[str, tuple[str, str]]:
+        """Return all names that are to be served and are not open, each with the model's id, and
+        for an adapter with its model, else ""."""
+        names = {
+            name: (model, "")
+            for model, aliases in self._desired.items()
+            for name in (model, *aliases)
+        }
+        names |= {name: (name, parent) for name, parent in self._desired_adapters.items()}
+        opened = self.models.keys() | self.embedding_models.keys()
+        return {name: names[name] for name in names if name not in opened}
+
     def remove(self, model: str) -> None:
         """Forget a model of this id and its adapters. Requests that have found it continue."""
         self._added.pop(model, None)

@@ -84,7 +84,8 @@ class StatusHandler:
 
 
 class ModelsHandler:
-    """Lists served models. Each alias is listed as a model whose `root` is the model's id."""
+    """Lists models that are served or to be served. Each alias is listed as a model whose `root` is
+    the model's id."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -96,8 +97,7 @@ class ModelsHandler:
         data = [_model_body(name, served, states) for name, served in gateway.models.items()]
         embedding_models = gateway.embedding_models.items()
         data += [_model_body(name, served, states) for name, served in embedding_models]
-        unloaded = gateway.unloaded_names().items()
-        data += [_unloaded_body(name, model, states) for name, model in unloaded]
+        data += [_closed_body(name, *own, states) for name, own in gateway.closed_names().items()]
         exchange.send_value({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
@@ -105,8 +105,8 @@ class ModelsHandler:
         name = exchange.request.path.removeprefix("/v1/models/")
         states = self._gateway.describe()
         embedding_model = self._gateway.embedding_models.get(name)
-        if (unloaded := self._gateway.unloaded_names().get(name)) is not None:
-            exchange.send_value(_unloaded_body(name, unloaded, states))
+        if (closed := self._gateway.closed_names().get(name)) is not None:
+            exchange.send_value(_closed_body(name, *closed, states))
             return
         if embedding_model is not None:
             exchange.send_value(_model_body(name, embedding_model, states))
@@ -115,12 +115,12 @@ class ModelsHandler:
         exchange.send_value(_model_body(name, served, states, tool_format=served.tool_format))
 
 
-def _unloaded_body(
-    name: str, model: str, states: Mapping[str, Mapping[str, Any]]
+def _closed_body(
+    name: str, root: str, parent: str, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the model object of a model on demand that is not open: its limits are unknown."""
-    body = {"id": name, "object": "model", "created": 0, "owned_by": "dynamo", "root": model}
-    return {**body, **states.get(model, {})}
+    """Return the model object of a model or an adapter that is not open: its limits are unknown."""
+    body = {"id": name, "object": "model", "created": 0, "owned_by": "dynamo", "root": root}
+    return body | ({"parent": parent} if parent else {}) | states.get(parent or root, {})
 
 
 def _model_body(

@@ -105,6 +105,20 @@ async def test_without_other_processes_there_are_no_scrape_targets(site: Any, co
     assert (await get(connect, site, "/metrics/targets")).status == 404
 
 
+async def test_models_and_adapters_that_are_not_open_yet_are_listed(
+    site: Any, connect: Any
+) -> None:
+    loading = {"value": "loading", "reason": "its supervisor starts a worker"}
+    site.gateway.set_desired({"first": ("one",), "words": ()}, {"sql": "first"})
+    site.gateway.describe = lambda: {"first": {"status": loading}}
+    listed = (await get(connect, site, "/v1/models")).json["data"]
+    assert [model["id"] for model in listed] == ["words", "first", "one", "sql"]
+    assert [model.get("status") for model in listed] == [None, loading, loading, loading]
+    assert [model.get("parent", "") for model in listed] == ["", "", "", "first"]
+    assert (await get(connect, site, "/v1/models/one")).json == listed[2]
+    assert (await get(connect, site, "/v1/models/none")).status == 404
+
+
 async def test_a_second_model_that_is_not_ready_yet(site: Any, connect: Any) -> None:
     site.gateway.set_pending("big", "downloading")
     chat = {"model": "big", "messages": [{"role": "user", "content": "x"}]}
