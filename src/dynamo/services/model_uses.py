@@ -172,10 +172,11 @@ class ModelUses:
     def _tell(self, model: str, use: ModelUse) -> None:
         """Put or delete the key of a model if its value has changed."""
         clock = self._runtime.clock
-        if use.value(clock.now()) != use.published and not use.telling:
+        value = use.value(clock.now())
+        if value != use.published and not use.telling:
             use.telling = True
             self._runtime.tasks.start(self._put(model, use), f"use of {model}")
-        if not (use.requests or use.has_timer):
+        if value is not None and not (use.requests or use.has_timer):
             use.has_timer = True
             clock.call_at(use.held_until, lambda: self._on_timer(model, use))
 

@@ -210,3 +210,26 @@ async def test_requests_for_other_models_are_not_tracked(frontend: Frontend) -> 
     frontend.records.set(a=LoadRecord())
     assert frontend.uses.track("always", send) is send
     assert frontend.uses.predict("always") is None
+
+
+async def test_no_timer_runs_on_after_the_last_request(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers = 0
+    call_at = frontend.runtime.clock.call_at
+
+    def count_timers(when: float, callback: Callable[[], None]) -> object:
+        nonlocal timers
+        timers += 1
+        return call_at(when, callback)
+
+    monkeypatch.setattr(model_uses, "LINGER_S", 0.01)
+    monkeypatch.setattr(frontend.runtime.clock, "call_at", count_timers)
+    frontend.records.set(a=LoadRecord("loaded"))
+    async with frontend.uses.hold("a", 60.0, lambda: True):
+        await frontend.until_keys(a=IN_USE)
+    await frontend.until_keys()
+    started = timers
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert timers == started
