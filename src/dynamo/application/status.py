@@ -119,8 +119,9 @@ def _closed_body(
     name: str, root: str, parent: str, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the model object of a model or an adapter that is not open: its limits are unknown."""
-    body = {"id": name, "object": "model", "created": 0, "owned_by": "dynamo", "root": root}
-    return body | ({"parent": parent} if parent else {}) | states.get(parent or root, {})
+    body: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "dynamo"}
+    body["root"] = root
+    return body | ({"parent": parent} if parent else {}) | dict(states.get(parent or root, {}))
 
 
 def _model_body(
