@@ -33,6 +33,8 @@ INPUTS = ("http", TEXT, NONE)
 KNOWN_INPUTS = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
 
+MAX_NAMES = 12
+"""More models are counted in what `announce` prints."""
 REMOTE_MODELS_LABEL = "every model of remote workers"
 
 EXAMPLES = """\
@@ -204,7 +206,9 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
         where = f"at {url}/v1"
     verb = "are" if settings.models else "is"
     end = f"end:  Ctrl-C, or `{dynamo_command()} stop`\n"
-    text = f"\n{', '.join(names)} {verb} served {where}\n\n{example}{end}"
+    rest = len(names) - MAX_NAMES
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    text = f"\n{shown} {verb} served {where}\n\n{example}{end}"
     print(text, file=sys.stderr, flush=True)
 
 

@@ -240,3 +240,9 @@ def test_the_bar_is_cut_to_a_narrow_terminal() -> None:
         output += os.read(primary, 1000).decode()
     os.close(primary)
     assert output == expected
+
+
+def test_only_the_first_of_many_models_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    run.announce([f"m{number}" for number in range(500)], Settings(), "http://host:1")
+    assert "\nm0, m1, " in (text := capsys.readouterr().err)
+    assert "m11 and 488 more is served" in text

@@ -295,6 +295,19 @@ async def test_impossible_requests_raise(
             await control(deployment, *wrong)
 
 
+@pytest.mark.parametrize("request_", [("scale", "rare", 2), ("restart", "rare-worker")])
+async def test_processes_of_a_model_that_is_not_loaded_cannot_be_scaled(
+    spec: Spec, supervise: Supervise, deployment: Deployment, request_: tuple[object, ...]
+) -> None:
+    rare = spec(SERVE, "rare-worker")
+    model = replace(rare.settings.model, load="on_demand", names=("rare",))
+    rare = replace(rare, model="rare", settings=replace(rare.settings, model=model))
+    async with serving(supervise(spec(SERVE, "worker"), rare)) as supervisor:
+        with pytest.raises(NotFound, match="no rare-worker runs: rare is not loaded"):
+            await control(deployment, *request_)
+        assert names(supervisor) == ["worker"]
+
+
 def test_a_request_without_a_supervisor_raises(deployment: Deployment) -> None:
     deployment.create_folder()
     with pytest.raises(NotFound, match="accepts no control requests"):

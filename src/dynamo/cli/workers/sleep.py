@@ -99,7 +99,9 @@ async def _select(settings: Settings, target: str) -> tuple[str, Mapping[str, In
             }
     if not matches:
         hint = nearest_name_hint(target, sorted(known))
-        raise NotFound(f"no worker that can sleep has the name or the model {target!r}", hint=hint)
+        raise NotFound(
+            f"no running worker that can sleep has the name or the model {target!r}", hint=hint
+        )
     if len(matches) > 1:
         raise ConfigError(
             f"several deployments have workers that {target!r} names",

@@ -378,8 +378,14 @@ class ProcessGroup:
 
     def _children_of_kind(self, kind: str) -> list[ChildProcess]:
         children = [child for child in self._staying if kind_of_process(child.spec.name) == kind]
-        if not children and kind not in self._specs:
+        spec = self._specs.get(kind)
+        if not children and spec is None:
             raise self._not_found_error(kind)
+        if not children and spec is not None and spec.on_demand:
+            raise NotFound(
+                f"no {kind} runs: {spec.model} is not loaded",
+                hint="a request for it loads it; its workers start and end together",
+            )
         return children
 
     def _child_named(self, name: str) -> ChildProcess:
