@@ -23,6 +23,7 @@ from dynamo.core.errors import (
     DynamoError,
     ModelUnavailable,
     PlaneUnavailable,
+    Unsupported,
     encode_error,
 )
 from dynamo.core.settings import Settings
@@ -118,7 +119,7 @@ async def _run(
         async with await created as runtime:
             await ProcessRunner(runtime, parent).run(main)
     except DynamoError as error:
-        return _report_failure(error, parent)
+        return report_failure(error, parent)
     except OSError as error:  # a fault of the machine, such as a full disk: no traceback
         log.error("process failed", extra={"fields": {"error": str(error)}})  # noqa: TRY400
         return 1
@@ -144,7 +145,7 @@ def _add_signal_handlers(
         parent.watch_parent(loop, lambda: os._exit(1))
 
 
-def _report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
+def report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
     """Log why the process ends and return its exit code. Errors that a restart cannot fix are
     reported to the supervisor as fatal."""
     usage = isinstance(error, ConfigError)
@@ -153,7 +154,7 @@ def _report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
         usage = False
     code = EXIT_USAGE if usage else 1
     log.error("process ends", extra={"fields": {"error": error.message, "hint": error.hint}})
-    if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
+    if parent is not None and isinstance(error, ConfigError | ModelUnavailable | Unsupported):
         parent.send_report(ChildReport(fatal=error.message, hint=error.hint, code=code))
     return code
 
