@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,52 @@ decode_workers: [{replicas: 2}, {name: small}]
     ]
 
 
-def test_the_strongest_source_counts_the_workers() -> None:
-    text = "workers: {prefill: {replicas: 4}, decode: {replicas: 8}}\n"
+GROUPS = ("prefill-worker", "decode-worker-1", "decode-worker-2")
 
-    assert [name for name, _, _ in processes(load({"engine.workers": 1}, text))] == ["worker"]
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "workers: {prefill: {replicas: 1}, decode: {replicas: 2}}\n",
+        "prefill_workers: [{}]\ndecode_workers: [{replicas: 2}]\n",
+    ],
+)
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({}, GROUPS),
+        ({"engine.workers": 1}, ["worker"]),
+        ({"engine.workers": 0}, []),
+        ({"workers.flexible": 2}, numbered("worker", 2)),
+        ({"engine.workers": 0, "workers.flexible": 2}, numbered("worker", 2)),
+        ({"workers.flexible": 0}, GROUPS),
+        ({"workers.prefill.replicas": 0}, GROUPS[1:]),
+        ({"workers.prefill.replicas": 2}, [*numbered("prefill-worker", 2), *GROUPS[1:]]),
+        ({"workers.decode.replicas": 1}, ["prefill-worker", "decode-worker"]),
+        ({"workers.prefill.replicas": 0, "workers.decode.replicas": 0}, ["worker"]),
+        ({"engine.workers": 0, "workers.decode.replicas": 1}, ["prefill-worker", "decode-worker"]),
+        ({"engine.workers": 0, "workers.prefill.replicas": 0, "workers.decode.replicas": 0}, []),
+    ],
+)
+def test_a_count_replaces_that_of_the_same_workers_in_the_file(
+    flags: dict[str, object], names: Sequence[str], text: str
+) -> None:
+    assert [name for name, _, _ in processes(load(flags, text))] == list(names)
+    as_text = {key: str(value) for key, value in flags.items()}
+    assert [name for name, _, _ in processes(load(as_text, text))] == list(names)
+
+
+def test_groups_replace_the_workers_of_the_file_and_no_groups_leave_them() -> None:
+    text = "engine: {workers: 3}\n"
+    assert len(processes(load({"workers.prefill.replicas": "0"}, text))) == 3
+    assert processes(load({"workers.decode.replicas": 1}, text)) == [("decode-worker", "decode", 0)]
+    assert len(processes(load({"workers.flexible": 2}, text))) == 2
+
+
+def test_two_numbers_of_the_same_workers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.workers = 3 .* and workers\.flexible = 2 "):
+        load({"engine.workers": 3, "workers.flexible": 2})
+    assert len(processes(load({"engine.workers": 2, "workers.flexible": 2}))) == 2
 
 
 def test_flexible_workers_have_both_roles_and_their_mode() -> None:

@@ -30,6 +30,12 @@ from dynamo.core.settings.secret_files import (
     remember_settings,
 )
 from dynamo.core.settings.values import SourcedValue, parse_value, shown_value
+from dynamo.core.settings.worker_counts import (
+    WORKER_COUNTS,
+    WORKERS_KEY,
+    use_strongest_worker_counts,
+    workers_beside_groups,
+)
 
 ENVIRONMENT_ALIASES = {
     "DYNAMO_LOG": "logging.level",
@@ -45,17 +51,6 @@ SUBSTITUTE_NOTE = "stands in"
 FRONTEND_REPLICAS_KEY = "frontend.replicas"
 HTTP_WORKERS_KEY = "server.http_workers"
 MODELS_KEY = "models"
-FLEXIBLE_WORKERS_KEY = "workers.flexible"
-WORKER_COUNTS = (
-    FLEXIBLE_WORKERS_KEY,
-    "workers.prefill.replicas",
-    "workers.decode.replicas",
-    "prefill_workers",
-    "decode_workers",
-)
-"""Settings that count workers instead of `engine.workers`."""
-BESIDE_GROUPS = "beside"
-"""Begins the origin of an `engine.workers` that is 0 since there are worker groups."""
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
@@ -90,8 +85,8 @@ def resolve_settings(
     ]
     layers, secret_notes = load_secret_files(layers, read_secret_file)
     derived, replica_notes = _replicas_as_http_workers(layers)
-    layers, count_notes = _use_strongest_worker_counts(layers)
-    merged = merge_layers([*layers, derived, _workers_beside_groups(layers)], Settings)
+    layers, count_notes = use_strongest_worker_counts(layers)
+    merged = merge_layers([*layers, derived, workers_beside_groups(layers)], Settings)
     merged = _with_models(merged, layers, read_secret_file)
     for model in merged.settings.each_model:
         remember_settings(model)
@@ -141,8 +136,8 @@ def with_model_entry(
     own: Any = merge_layers([entry], ModelEntrySettings, prefix).settings
     model = ModelSettings(*(getattr(own, name) for name in ModelSettings.__struct_fields__))
     model_settings = replace(settings, model=model, models=())
-    if any(key in entry for key in ("engine.workers", *WORKER_COUNTS)):
-        workers = 0 if any(key in entry for key in WORKER_COUNTS) else 1
+    if any(key in entry for key in (WORKERS_KEY, *WORKER_COUNTS)):
+        workers = 0 if own.prefill_workers or own.decode_workers else 1
         model_settings = replace(
             model_settings,
             engine=replace(model_settings.engine, workers=workers),
@@ -289,43 +284,6 @@ def _replicas_as_http_workers(
     derived = SourcedValue(replicas.raw, f"{FRONTEND_REPLICAS_KEY}, {replicas.origin}")
     note = f"number of processes that share the port: {HTTP_WORKERS_KEY}"
     return {HTTP_WORKERS_KEY: derived}, {FRONTEND_REPLICAS_KEY: note}
-
-
-def _use_strongest_worker_counts(
-    layers: Sequence[Mapping[str, SourcedValue]],
-) -> tuple[Sequence[Mapping[str, SourcedValue]], Mapping[str, str]]:
-    """Drop the counts of workers of all layers but the strongest that has one. Adds notes."""
-    keys = ("engine.workers", *WORKER_COUNTS)
-    strongest = next((layer for layer in layers if any(key in layer for key in keys)), {})
-    holds = ", ".join(key for key in keys if key in strongest)
-    remaining: list[Mapping[str, SourcedValue]] = []
-    notes: dict[str, str] = {}
-    for layer in layers:
-        dropped = [key for key in keys if key in layer and layer is not strongest]
-        notes |= dict.fromkeys(dropped, f"{holds} is given and holds")
-        remaining.append({key: value for key, value in layer.items() if key not in dropped})
-    return remaining, notes
-
-
-def _workers_beside_groups(
-    layers: Sequence[Mapping[str, SourcedValue]],
-) -> Mapping[str, SourcedValue]:
-    """Derive `engine.workers` where other settings count the workers, and the mode of flexible
-    ones."""
-    counts = {
-        key: layer[key] for layer in reversed(layers) for key in WORKER_COUNTS if key in layer
-    }
-    flexible = counts.get(FLEXIBLE_WORKERS_KEY)
-    if flexible is not None:
-        origin = f"{FLEXIBLE_WORKERS_KEY}, {flexible.origin}"
-        mode = SourcedValue("flexible", origin)
-        return {
-            "engine.workers": SourcedValue(flexible.raw, origin),
-            "router.disaggregation.mode": mode,
-        }
-    if not any(source.raw for source in counts.values()):
-        return {}
-    return {"engine.workers": SourcedValue(0, f"{BESIDE_GROUPS} {', '.join(counts)}")}
 
 
 def _build_struct(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:

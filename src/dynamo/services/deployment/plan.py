@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
-from dynamo.core.settings.load import BESIDE_GROUPS, MODELS_KEY
+from dynamo.core.settings.load import MODELS_KEY
 from dynamo.core.settings.schema_cluster import WorkersSettings
+from dynamo.core.settings.worker_counts import BESIDE_GROUPS
 from dynamo.inference.engines.choice import with_engine
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.sdk import walk
