@@ -25,6 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.timing.model import Timing
 from dynamo.core.values import EngineInfo
@@ -33,7 +34,7 @@ from dynamo.operations.planner.capacity import Lengths, PromiseCapacity
 from dynamo.operations.planner.connectors.simulated import SimulatedConnector
 from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.policy import PolicyOptions
-from dynamo.operations.planner.rails import Rails, RailSettings
+from dynamo.operations.planner.rails import Rails
 from dynamo.operations.planner.simulation import (
     Trial,
     TrialResult,
@@ -153,7 +154,9 @@ def planner_of(policy: str, predictor: str) -> Callable[[float, int], ScalePlann
 
     def make(eta: float, peak: int) -> ScalePlanner:
         options = PolicyOptions(PLANNER_PREDICTORS.load(predictor), {}, eta, "", peak)
-        return ScalePlanner(PLANNER_POLICIES.load(policy)(options), Rails(RailSettings()), PROMISE)
+        return ScalePlanner(
+            PLANNER_POLICIES.load(policy)(options), Rails(PlannerSettings()), PROMISE
+        )
 
     return make
 
@@ -257,7 +260,7 @@ def compare_roles(turn_s: float, startups: Sequence[float], sizes: Sequence[int]
     for start_s in startups:
         began = time.process_time()
         policy = PLANNER_POLICIES.load("flow")(PolicyOptions())
-        rails = Rails(RailSettings(budget=16, cooldown_s=0.0))
+        rails = Rails(PlannerSettings(budget=16, cooldown=0.0))
         result = play(trial_of(8, start_s), ScalePlanner(policy, rails, PROMISE))
         report(f"{turn_s:.0f} s", f"{start_s:.0f} s flow", result, 0.0, began)
 

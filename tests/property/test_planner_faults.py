@@ -14,16 +14,17 @@ import pytest
 from tests.support.planner_cluster import Cluster, make_demand
 
 from dynamo.core.errors import PlaneUnavailable
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.operations.planner.planner import ScalePlanner, plan_once
 from dynamo.operations.planner.policies.flow import FlowPolicy
 from dynamo.operations.planner.policies.policy import PolicyOptions
 from dynamo.operations.planner.policies.simple import RulePolicy
-from dynamo.operations.planner.rails import CONFIRM_S, Rails, RailSettings
+from dynamo.operations.planner.rails import CONFIRM_S, Rails
 from dynamo.operations.planner.values import Demand, KindState, Order, Promise, ScaleDecision
 
 BUDGET = 12
 STEPS = 240
-RAILS = RailSettings(budget=BUDGET, most=10, start_timeout_s=240.0, hold_s=300.0)
+RAILS = PlannerSettings(budget=BUDGET, max=10, start_timeout=240.0, hold_s=300.0)
 
 
 class Killed(Exception):

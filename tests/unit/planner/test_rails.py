@@ -6,16 +6,19 @@ import pytest
 from msgspec.structs import replace
 from tests.support.planner_cluster import Cluster, make_demand
 
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.operations.planner.planner import ScalePlanner, describe
 from dynamo.operations.planner.policies.policy import PolicyOptions
 from dynamo.operations.planner.policies.simple import RulePolicy, StaticPolicy
-from dynamo.operations.planner.rails import Rails, RailSettings
+from dynamo.operations.planner.rails import Rails
 from dynamo.operations.planner.values import KindState, Promise, ScaleDecision
 
 DEMAND = make_demand(10)
 
 
-def static(sizes: dict[str, int], settings: RailSettings = RailSettings(least=0)) -> ScalePlanner:  # noqa: B008
+def static(
+    sizes: dict[str, int], settings: PlannerSettings = PlannerSettings(min=0)
+) -> ScalePlanner:  # noqa: B008
     return ScalePlanner(StaticPolicy(PolicyOptions(sizes=sizes)), Rails(settings), Promise())
 
 
@@ -48,7 +51,7 @@ async def test_late_figures_repeat_no_order() -> None:
 async def test_the_budget_holds_while_workers_drain() -> None:
     kinds = {"a": KindState(4), "b": KindState(0, gpus=2)}
     cluster = Cluster(kinds, drain_s=40.0)
-    planner = static({"a": 0, "b": 2}, RailSettings(budget=4, least=0))
+    planner = static({"a": 0, "b": 2}, PlannerSettings(budget=4, min=0))
     await cluster.plan(planner, DEMAND)
     assert [(order.kind, order.count) for order in cluster.orders] == [("a", 0)]
     held = []
@@ -62,7 +65,7 @@ async def test_the_budget_holds_while_workers_drain() -> None:
 
 async def test_the_budget_counts_orders_that_figures_do_not_show_yet() -> None:
     cluster = Cluster({"a": KindState(1), "b": KindState(1)}, late_s=30.0)
-    planner = static({"a": 3}, RailSettings(budget=4))
+    planner = static({"a": 3}, PlannerSettings(budget=4))
     await cluster.plan(planner, DEMAND)
     planner.policy = StaticPolicy(PolicyOptions(sizes={"a": 3, "b": 3}))
     cluster.now_s = 15.0
@@ -72,7 +75,7 @@ async def test_the_budget_counts_orders_that_figures_do_not_show_yet() -> None:
 
 async def test_a_smaller_budget_takes_workers_at_once() -> None:
     cluster = Cluster({"worker": KindState(6)})
-    planner = static({"worker": 6}, RailSettings(budget=6))
+    planner = static({"worker": 6}, PlannerSettings(budget=6))
     await cluster.plan(planner, DEMAND)
     planner.rails.settings = replace(planner.rails.settings, budget=4)
     decision = await cluster.plan(planner, None)  # even without figures
@@ -81,7 +84,7 @@ async def test_a_smaller_budget_takes_workers_at_once() -> None:
 
 async def test_a_kind_of_unknown_size_does_not_grow_under_a_budget() -> None:
     cluster = Cluster({"a": KindState(1, gpus=None), "b": KindState(1)})
-    await run(cluster, static({"a": 3, "b": 3}, RailSettings(budget=16)), 60)
+    await run(cluster, static({"a": 3, "b": 3}, PlannerSettings(budget=16)), 60)
     assert len(cluster.wanted("a")) == 1
     assert len(cluster.wanted("b")) == 3
     await run(cluster, static({"a": 3}), 60)
@@ -91,7 +94,7 @@ async def test_a_kind_of_unknown_size_does_not_grow_under_a_budget() -> None:
 @pytest.mark.parametrize(("wanted", "size"), [(0, 2), (9, 5)])
 async def test_limits(wanted: int, size: int) -> None:
     cluster = Cluster({"worker": KindState(3)})
-    decision = await cluster.plan(static({"worker": wanted}, RailSettings(least=2, most=5)), DEMAND)
+    decision = await cluster.plan(static({"worker": wanted}, PlannerSettings(min=2, max=5)), DEMAND)
     assert [order.count for order in decision.orders] == [size]
     assert "planner.m" in decision.bound["worker"]
 
@@ -107,7 +110,7 @@ async def test_a_kind_grows_by_so_many_at_once() -> None:
 
 async def test_a_kind_does_not_shrink_right_after_it_grew() -> None:
     cluster = Cluster({"worker": KindState(2)})
-    planner = static({"worker": 4}, RailSettings(cooldown_s=60))
+    planner = static({"worker": 4}, PlannerSettings(cooldown=60))
     await cluster.plan(planner, DEMAND)
     planner.policy = StaticPolicy(PolicyOptions(sizes={"worker": 1}))
     await run(cluster, planner, 45)
@@ -118,7 +121,7 @@ async def test_a_kind_does_not_shrink_right_after_it_grew() -> None:
 
 async def test_a_size_turns_four_times_in_ten_minutes() -> None:
     cluster = Cluster({"worker": KindState(2)})
-    planner = static({"worker": 2}, RailSettings(cooldown_s=0))
+    planner = static({"worker": 2}, PlannerSettings(cooldown=0))
     for step in range(160):
         planner.policy = StaticPolicy(PolicyOptions(sizes={"worker": 2 + 3 * (step % 2)}))
         await cluster.plan(planner, DEMAND)
@@ -130,7 +133,7 @@ async def test_a_size_turns_four_times_in_ten_minutes() -> None:
 @pytest.mark.parametrize("fault", ["missing", "nan", "no time"])
 async def test_missing_figures_hold_the_size(fault: str) -> None:
     cluster = Cluster({"worker": KindState(3)})
-    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(RailSettings()), Promise())
+    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(PlannerSettings()), Promise())
     demands = {
         "missing": None,
         "nan": make_demand(10, queued_tokens=float("nan")),
@@ -143,7 +146,7 @@ async def test_missing_figures_hold_the_size(fault: str) -> None:
 
 async def test_zero_traffic_is_a_figure() -> None:
     cluster = Cluster({"worker": KindState(3)})
-    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(RailSettings(least=0)), Promise())
+    planner = ScalePlanner(RulePolicy(PolicyOptions()), Rails(PlannerSettings(min=0)), Promise())
     for _ in range(3):
         await cluster.plan(planner, make_demand(0))
         cluster.now_s += 301
@@ -154,7 +157,7 @@ async def test_zero_traffic_is_a_figure() -> None:
 
 async def test_a_size_that_somebody_set_holds_for_a_while() -> None:
     cluster = Cluster({"worker": KindState(2)})
-    planner = static({"worker": 2}, RailSettings(hold_s=900))
+    planner = static({"worker": 2}, PlannerSettings(hold_s=900))
     await run(cluster, planner, 30)
     cluster.set_size("worker", 5)
     decision = await run(cluster, planner, 800)
@@ -166,7 +169,7 @@ async def test_a_size_that_somebody_set_holds_for_a_while() -> None:
 
 async def test_workers_that_do_not_start_in_time_are_withdrawn() -> None:
     cluster = Cluster({"a": KindState(1), "b": KindState(1)}, start_s=1e9)
-    planner = static({"a": 3, "b": 1}, RailSettings(start_timeout_s=120))
+    planner = static({"a": 3, "b": 1}, PlannerSettings(start_timeout=120))
     await run(cluster, planner, 150)
     assert len(cluster.wanted("a")) == 1
     cluster.start_s = 10.0
@@ -219,7 +222,7 @@ async def test_workers_of_a_pool_take_the_role() -> None:
         "decode": KindState(6, role="decode", pool="m"),
     }
     cluster = Cluster(kinds)
-    planner = static({"prefill": 5, "decode": 3}, RailSettings(budget=8))
+    planner = static({"prefill": 5, "decode": 3}, PlannerSettings(budget=8))
     decision = await cluster.plan(planner, DEMAND)
     assert [(order.kind, order.count, order.takes_from) for order in decision.orders] == [
         ("prefill", 5, "decode")
@@ -231,9 +234,9 @@ async def test_workers_of_a_pool_take_the_role() -> None:
 
 async def test_a_restarted_planner_goes_on() -> None:
     cluster = Cluster({"worker": KindState(2)}, late_s=30.0)
-    planner = static({"worker": 4}, RailSettings(hold_s=900))
+    planner = static({"worker": 4}, PlannerSettings(hold_s=900))
     decisions = [await cluster.plan(planner, DEMAND)]
-    planner = static({"worker": 4}, RailSettings(hold_s=900))
+    planner = static({"worker": 4}, PlannerSettings(hold_s=900))
     planner.resume(decisions)
     cluster.now_s = 15
     assert not (await cluster.plan(planner, DEMAND)).orders
@@ -248,13 +251,13 @@ async def test_orders_to_a_deployment_that_was_started_again_do_not_count() -> N
     decisions = [await cluster.plan(static({"worker": 5}), DEMAND)]
     again = Cluster({"worker": KindState(1)}, now_s=60.0)
     policy = StaticPolicy(PolicyOptions(sizes={"worker": 5}))
-    planner = ScalePlanner(policy, Rails(RailSettings()), Promise(), "another supervisor")
+    planner = ScalePlanner(policy, Rails(PlannerSettings()), Promise(), "another supervisor")
     planner.resume(decisions)
     assert [order.count for order in (await again.plan(planner, DEMAND)).orders] == [5]
 
 
 async def test_a_decision_reads_as_sentences() -> None:
     cluster = Cluster({"worker": KindState(2)})
-    decision = await cluster.plan(static({"worker": 9}, RailSettings(most=4)), DEMAND)
+    decision = await cluster.plan(static({"worker": 9}, PlannerSettings(max=4)), DEMAND)
     (line,) = describe(decision, lambda seconds: f"{seconds:.0f}s")
     assert line == "0s #1 worker 2 -> 4: the sizes are fixed (planner.max is 4)"

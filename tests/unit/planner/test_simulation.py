@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from tests.support.planner_cluster import TIMING
 
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import EngineInfo
 from dynamo.operations.arrivals import Arrivals
@@ -17,7 +18,7 @@ from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.flow import FlowPolicy
 from dynamo.operations.planner.policies.policy import PolicyOptions, ScalePolicy
 from dynamo.operations.planner.policies.simple import RulePolicy, StaticPolicy
-from dynamo.operations.planner.rails import Rails, RailSettings
+from dynamo.operations.planner.rails import Rails
 from dynamo.operations.planner.simulation import Trial, play, play_static
 from dynamo.operations.planner.values import Promise
 from dynamo.operations.replay.fleet import Startup
@@ -45,7 +46,7 @@ def trial() -> Trial:
 
 
 def planner(policy: ScalePolicy, **rails: float) -> ScalePlanner:
-    return ScalePlanner(policy, Rails(RailSettings(**rails)), PROMISE)  # type: ignore[arg-type]
+    return ScalePlanner(policy, Rails(PlannerSettings(**rails)), PROMISE)  # type: ignore[arg-type]
 
 
 def test_a_static_policy_is_a_fixed_size(trial: Trial) -> None:

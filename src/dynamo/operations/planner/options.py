@@ -10,13 +10,13 @@ from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
 from dynamo.core.settings import Settings
 from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.policies.policy import PolicyOptions, ScalePolicy
-from dynamo.operations.planner.rails import Rails, RailSettings
+from dynamo.operations.planner.rails import Rails
 from dynamo.operations.planner.values import Promise
 
 
 def make_planner(settings: Settings, source: str = "", **tested: Any) -> ScalePlanner:
     """Return the planner of the settings. `tested`: results of a backtest, as `make_policy` has."""
-    rails = Rails(rail_settings(settings))
+    rails = Rails(settings.planner)
     return ScalePlanner(make_policy(settings, **tested), rails, promise_of(settings), source)
 
 
@@ -35,19 +35,6 @@ def make_policy(
         )
     )
     return policy
-
-
-def rail_settings(settings: Settings) -> RailSettings:
-    """Return the limits of the settings, which reload."""
-    options = settings.planner
-    return RailSettings(
-        options.budget,
-        options.min,
-        options.max,
-        options.hold_s,
-        options.cooldown,
-        options.start_timeout,
-    )
 
 
 def promise_of(settings: Settings) -> Promise:

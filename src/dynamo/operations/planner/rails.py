@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
+from dynamo.core.settings.schema_planner import PlannerSettings
 from dynamo.operations.planner.values import KindState, Observation, Order, ScaleDecision
 
 CONFIRM_S = 60.0
@@ -17,18 +16,6 @@ TURN_WINDOW_S, MAX_TURNS = 600.0, 4
 """A size changes its direction at most so often in this time."""
 MAX_STEP = 8
 """A kind at most doubles at once, or grows by so many."""
-
-
-class RailSettings(msgspec.Struct, frozen=True):
-    """The limits. `budget`: GPUs that all kinds hold together, None: no limit. `least`, `most`:
-    workers of each kind, most 0: no limit."""
-
-    budget: int | None = None
-    least: int = 1
-    most: int = 0
-    hold_s: float = 900.0
-    cooldown_s: float = 60.0
-    start_timeout_s: float = 600.0
 
 
 class _Track:
@@ -60,7 +47,7 @@ class Rails:
     """Turns wanted sizes into orders. The state follows from observations and earlier decisions:
     `resume` restores it after a restart."""
 
-    def __init__(self, settings: RailSettings) -> None:
+    def __init__(self, settings: PlannerSettings) -> None:
         self.settings = settings
         self._tracks: dict[str, _Track] = {}
         self._next_number = 1
@@ -156,17 +143,17 @@ class Rails:
             if size != present:
                 bound[kind] = f"order {track.number} is not confirmed yet"
             return present
-        if size < settings.least:
-            size, bound[kind] = settings.least, f"planner.min is {settings.least}"
-        if settings.most and size > settings.most:
-            size, bound[kind] = settings.most, f"planner.max is {settings.most}"
+        if size < settings.min:
+            size, bound[kind] = settings.min, f"planner.min is {settings.min}"
+        if settings.max and size > settings.max:
+            size, bound[kind] = settings.max, f"planner.max is {settings.max}"
         reason = ""
         if size > present:
             reason = self._growth_reason(state, track, now)
             most = present + max(MAX_STEP, present)
             if not reason and size > most:
                 size, bound[kind] = most, f"a kind grows by {most - present} at once"
-        elif size < present and state.wanted <= (settings.most or state.wanted):
+        elif size < present and state.wanted <= (settings.max or state.wanted):
             reason = self._shrink_reason(track, now)
         if reason:
             bound[kind] = reason
@@ -181,8 +168,8 @@ class Rails:
         return track.blocked_why if track.blocked_s > now else ""
 
     def _shrink_reason(self, track: _Track, now: float) -> str:
-        if track.grows and track.ordered_s + self.settings.cooldown_s > now:
-            return f"it grew less than {self.settings.cooldown_s:.0f} s ago"
+        if track.grows and track.ordered_s + self.settings.cooldown > now:
+            return f"it grew less than {self.settings.cooldown:.0f} s ago"
         if track.blocked_s > now and track.failed_count >= 0:
             return track.blocked_why
         while track.turns_s and track.turns_s[0] <= now - TURN_WINDOW_S:
@@ -201,7 +188,7 @@ class Rails:
     ) -> None:
         """Take back workers that have been starting for too long."""
         track = self._tracks[kind]
-        if track.pending_s is None or now - track.pending_s <= self.settings.start_timeout_s:
+        if track.pending_s is None or now - track.pending_s <= self.settings.start_timeout:
             return
         if state.wanted > state.ready and track.confirmed and track.hands_s <= now:
             waits = state.wanted - state.ready
@@ -211,7 +198,7 @@ class Rails:
             track.pending_s = None
 
     def _block(self, track: _Track, now: float, why: str) -> None:
-        seconds = max(self.settings.start_timeout_s, TURN_WINDOW_S / 2)
+        seconds = max(self.settings.start_timeout, TURN_WINDOW_S / 2)
         track.blocked_s, track.blocked_why = now + seconds, why
 
     def _turn_roles(

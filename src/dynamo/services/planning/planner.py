@@ -15,7 +15,7 @@ from dynamo.core.plugins import PLANNER_CONNECTORS
 from dynamo.core.settings import Settings
 from dynamo.operations.planner.connectors.connector import Connector
 from dynamo.operations.planner.decisions import PLANNER_FOLDER, PlannerLog, read_decisions
-from dynamo.operations.planner.options import make_planner, make_policy, rail_settings
+from dynamo.operations.planner.options import make_planner, make_policy
 from dynamo.operations.planner.planner import MAX_SAMPLES, describe, plan_once
 from dynamo.operations.planner.values import ScaleDecision
 from dynamo.runtime.deployment import deployment_of
@@ -62,7 +62,7 @@ class PlannerService:
             runtime.tasks.start(self._tuner.tuner.run(), "tuner")
 
     def _on_settings_change(self, settings: Settings) -> None:
-        self._planner.rails.settings = rail_settings(settings)
+        self._planner.rails.settings = settings.planner
 
     async def _run(self) -> None:
         clock, was_first = self._runtime.clock, True
