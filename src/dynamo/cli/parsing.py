@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import msgspec
+
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.values import FALSE_WORDS, TRUE_WORDS
 
@@ -37,11 +39,19 @@ def check_writable(*paths: str | None) -> None:
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """Write a file that the user has named. Raises `ConfigError`."""
+    """Write a file that the user has named; "-" prints. Raises `ConfigError`."""
+    if path == "-":
+        print(data.decode(), end="")
+        return
     try:
         Path(path).write_bytes(data)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_json(path: str | Path, value: object) -> None:
+    """Write a value as JSON with a line for each field, like `write_file`."""
+    write_file(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def served_model_names(settings: Settings) -> Sequence[str]:

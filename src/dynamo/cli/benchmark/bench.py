@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from dynamo.cli.benchmark.bench_flags import parse_bench_config, parser
 from dynamo.cli.benchmark.report import BenchProgress, format_bench_result, format_comparison
-from dynamo.cli.parsing import EXIT_INTERRUPTED, check_writable, write_file
+from dynamo.cli.parsing import EXIT_INTERRUPTED, check_writable, write_json
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.core.errors import ConfigError
 
@@ -43,15 +43,16 @@ def _measure(args: argparse.Namespace) -> int:
     check_writable(args.out, args.picture)
     bench = parse_bench_config(args)
     results = _run_preset(args, bench) if args.preset else [_run_single(bench)]
+    saved = results[0] if len(results) == 1 else results
     if args.out:
-        write_file(args.out, (_results_json(results) + "\n").encode())
+        write_json(args.out, saved)
     if not any(result.requests for result in results):
         args.picture = None
         print("no request was answered; nothing was measured", file=sys.stderr)
     if args.picture:
         _draw_plot(results, args.picture)
     if args.json:
-        print(_results_json(results))
+        write_json("-", saved)
     elif not args.preset:
         print(format_bench_result(results[0], bench.target.url))
     if any(result.interrupted for result in results):
@@ -133,11 +134,6 @@ def _draw_plot(results: Sequence[BenchResult], path: str) -> None:
 
     draw_bench_results(results, path)
     print(f"picture: {path}", file=sys.stderr)
-
-
-def _results_json(results: Sequence[BenchResult]) -> str:
-    value = results[0] if len(results) == 1 else results
-    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
 
 
 SUBCOMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -19,7 +19,7 @@ from dynamo.cli.benchmark.report import (
     format_capacity_step,
     format_replay_result,
 )
-from dynamo.cli.parsing import check_writable, write_file
+from dynamo.cli.parsing import check_writable, write_file, write_json
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
@@ -150,9 +150,9 @@ def run(arguments: Sequence[str]) -> int:
         if args.pareto:
             result = replace(result, pareto=runs.measure_pareto())
     if args.decisions:
-        _write_lines(args.decisions, map(msgspec.json.encode, log.placements))
+        write_file(args.decisions, msgspec.json.Encoder().encode_lines(list(log.placements)))
     if args.json:
-        _write_lines(args.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
+        write_json(args.json, result)
     if args.plot:
         draw_replay(result, log, args.plot)
     if args.pareto:
@@ -334,11 +334,3 @@ def _check_flags(loaded: LoadedSettings) -> None:
             key in UNSUPPORTED_SETTINGS or not key.startswith(SIMULATED_SETTINGS)
         ):
             raise ConfigError(f"{origin} has no effect on a replay")
-
-
-def _write_lines(path: str, lines: Iterable[bytes]) -> None:
-    content = b"".join(line + b"\n" for line in lines)
-    if path == "-":
-        print(content.decode(), end="")
-    else:
-        write_file(path, content)

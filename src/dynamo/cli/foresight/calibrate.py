@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
 from dynamo.cli.benchmark.replay_flags import set_replay_defaults
-from dynamo.cli.parsing import Flag, Parser, check_writable, format_table, write_file
+from dynamo.cli.parsing import Flag, Parser, check_writable, format_table, write_json
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
 
@@ -79,8 +79,7 @@ def run(arguments: Sequence[str]) -> int:
         plan = replace(plan, workers=replace(plan.workers, groups=groups))
     calibration = calibrate(runs, plan, lambda line: print(line, file=sys.stderr))
     if args.out:
-        data = msgspec.json.format(msgspec.json.encode(calibration.timing), indent=1)
-        write_file(args.out, data + b"\n")
+        write_json(args.out, calibration.timing)
     if args.json:
         print(msgspec.json.encode(calibration).decode())
     else:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dynamo.cli.foresight.configure_flags import parser
-from dynamo.cli.parsing import EXIT_INTERRUPTED, check_writable, format_table, write_file
+from dynamo.cli.parsing import (
+    EXIT_INTERRUPTED,
+    check_writable,
+    format_table,
+    write_file,
+    write_json,
+)
 from dynamo.core.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
@@ -61,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
             result = msgspec.structs.replace(result, interrupted=True)
             print("interrupted: not all finalists were replayed", file=sys.stderr)
     if args.json:
-        _write_json(args.json, {"plans": result.plans, "replayed": replayed})
+        write_json(args.json, {"plans": result.plans, "replayed": replayed})
     if args.out:
         _write_files(args, result, question, replayed, predictor)
     return EXIT_INTERRUPTED if result.interrupted else 0
@@ -76,7 +82,7 @@ def _predict_rows(args: argparse.Namespace) -> int:
     results = predict_rows(
         Path(args.rows), Predictor.shipped(), hide_combination=args.hide_combination
     )
-    _write_json(args.json, results)
+    write_json(args.json, results)
     failed = [row for row in results if "error" in row]
     if failed:
         print(f"{len(failed)} of {len(results)} rows: {failed[0]['error']}", file=sys.stderr)
@@ -249,13 +255,13 @@ def _write_files(
         "graph.yaml": write_yaml(files.graph_file(best, question, model, "configured"), notes[:1]),
         "why.md": why_text(result, question, replayed, args.price or question.gpu.hourly),
     }
-    for prefill in (False, True) if best.prefill_layout else (False,):
-        timing = msgspec.json.encode(step_timing(best, question, predictor, prefill=prefill))
-        name = "prefill-timing.json" if prefill else "timing.json"
-        texts[name] = msgspec.json.format(timing, indent=1).decode() + "\n"
     for name, text in texts.items():
         write_file(folder / name, text.encode())
     written = [*texts]
+    for prefill in (False, True) if best.prefill_layout else (False,):
+        name = "prefill-timing.json" if prefill else "timing.json"
+        write_json(folder / name, step_timing(best, question, predictor, prefill=prefill))
+        written.append(name)
     try:
         draw_pareto(result, question, str(folder / PICTURE))
         written.append(PICTURE)
@@ -274,7 +280,7 @@ def _check(args: argparse.Namespace, question: Question, predictor: Predictor) -
 
     plan = predict_plan(_read_checked(args, question), question, predictor)
     if args.json:
-        _write_json(args.json, plan)
+        write_json(args.json, plan)
     if args.json != "-":
         print("\n".join(format_table(table_rows([plan]))))
     if plan.misses(question) <= 1:
@@ -288,11 +294,3 @@ def _read_checked(args: argparse.Namespace, question: Question) -> Workers:
     from dynamo.services.deployment.model_groups import worker_groups
 
     return read_configuration(Path(args.check), question, worker_groups)
-
-
-def _write_json(path: str, content: object) -> None:
-    data = msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
-    if path == "-":
-        print(data.decode(), end="")
-    else:
-        write_file(path, data)

@@ -99,13 +99,11 @@ def _export(args: argparse.Namespace, folder: str) -> int:
     check_writable(args.out)
     record = _read(folder)
     rows = list(_session_rows(record.rows) if args.sessions else _trace_rows(record.rows))
-    data = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-    if args.out == "-":
-        print(data.decode(), end="")
-        return 0
+    data = msgspec.json.Encoder().encode_lines(rows)
     write_file(args.out, gzip.compress(data) if args.out.endswith(".gz") else data)
     lost = f"; {record.damaged} damaged lines are left out" if record.damaged else ""
-    print(f"{len(rows)} requests in {args.out}{lost}")
+    if args.out != "-":
+        print(f"{len(rows)} requests in {args.out}{lost}")
     return 0
 
 
