@@ -44,6 +44,7 @@ from dynamo.runtime.calls.instances import (
     instance_key,
     instances_prefix,
 )
+from dynamo.runtime.calls.load_balancing import resolve_mode_alias
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.pipeline import (
@@ -86,7 +87,7 @@ class ReplayCluster(StagedPipeline):
     ) -> None:
         super().__init__(router_settings, clock, Registry())
         self.admits = admission
-        self._workers = workers
+        self.workers = workers
         self._log = log
         self.rng = rng
         self._fast_forwards: list[FastForward] = []
@@ -108,7 +109,7 @@ class ReplayCluster(StagedPipeline):
         self._requests = await open_requests("memory:")
         self.resources.push_async_callback(self._requests.close)
         await self.resources.enter_async_context(self._tasks)
-        for number, group in enumerate(self._workers):
+        for number, group in enumerate(self.workers):
             await self._add_worker(number, group)
         await self.open([row for row in STAGES if row.name != "admission" or self.admits])
         return self
@@ -127,15 +128,15 @@ class ReplayCluster(StagedPipeline):
             fast_forward.catch_up()
 
     async def _add_worker(self, number: int, group: ReplayGroup) -> ReplayWorker:
-        names = self._workers.names_of(number)
-        first = number * self._workers.ranks
+        names = self.workers.names_of(number)
+        first = number * self.workers.ranks
         engines = [self._make_engine(*each, group) for each in enumerate(names, first)]
         worker = ReplayWorker(str(number), names, engines, self.clock)
         worker.info = await worker.engine.start()
         self.resources.push_async_callback(worker.stop)
         self._workers_by_id[worker.id] = worker
-        if self._workers.transfer is not None:
-            await worker.open_links(self._workers.transfer, self._workers_by_id)
+        if self.workers.transfer is not None:
+            await worker.open_links(self.workers.transfer, self._workers_by_id)
         await self.announce(worker, group)
         return worker
 
@@ -176,15 +177,15 @@ class ReplayCluster(StagedPipeline):
 
     def _transfer_capability(self) -> Mapping[str, Any]:
         """Return the part of an instance record that describes the exposed KV memory."""
-        if self._workers.transfer is None:
+        if self.workers.transfer is None:
             return {}
-        slot_bytes = self._workers.block_tokens * self._workers.kv_bytes_per_token
+        slot_bytes = self.workers.block_tokens * self.workers.kv_bytes_per_token
         return {"transfer": [{"slot_bytes": slot_bytes}]}
 
     def _make_engine(self, engine_number: int, worker: str, group: ReplayGroup) -> BatchedEngine:
         """Create and register the engine of the worker or rank of that name, which logs its
         requests."""
-        workers = self._workers
+        workers = self.workers
 
         def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
             if request.prefill == worker:
@@ -216,7 +217,7 @@ class ReplayCluster(StagedPipeline):
 
     async def open_policy(self) -> Policy:
         """Open the policy, whose index gets the engines' KV events at once."""
-        block_tokens = self._workers.block_tokens
+        block_tokens = self.workers.block_tokens
         if self.settings.mode == KV:
             self.cache_view = CacheView(self.clock, block_tokens=block_tokens)
             for worker in self._workers_by_id.values():
@@ -252,18 +253,10 @@ class ReplayCluster(StagedPipeline):
             self._report_link(worker)
 
     def _report_link(self, worker: ReplayWorker) -> None:
-        if self._workers.transfer is not None:
-            load = Load(transfer_bytes_per_s=self._workers.transfer)
+        if self.workers.transfer is not None:
+            load = Load(transfer_bytes_per_s=self.workers.transfer)
             report = replace(load, ranks=(load,) * len(worker.ranks))
             self.policy.on_load_report(worker.id, report, self.clock.now())
-
-    def uses_load_reports(self) -> bool:
-        """Whether the policy reads load reports."""
-        settings = self.settings
-        reported = settings.disaggregation.itl_slo or self._workers.tiers
-        return settings.mode == ADAPTIVE or (
-            settings.mode == KV and bool(reported or make_cost(settings).uses_load_reports)
-        )
 
     async def publish_loads(self) -> None:
         """Publish the workers' loads on the event plane, as workers of a deployment do."""
@@ -287,6 +280,14 @@ class ReplayCluster(StagedPipeline):
         await worker.engine.generate(request, context, reply)
 
 
+def uses_load_reports(settings: RouterSettings, workers: ReplayWorkers) -> bool:
+    """Whether the policy of a router reads load reports."""
+    if settings.mode == KV:
+        reported = settings.disaggregation.itl_slo or workers.tiers
+        return bool(reported or make_cost(settings).uses_load_reports)
+    return resolve_mode_alias(settings.mode) == ADAPTIVE
+
+
 async def _open_clients(cluster: ReplayCluster) -> None:
     cluster.client = await cluster.open_client(decodes)
     cluster.prefill_client = await cluster.open_client(only_prefills)
@@ -296,7 +297,7 @@ async def _open_policy(cluster: ReplayCluster) -> None:
     cluster.policy = await cluster.open_policy()
     cluster.resources.push_async_callback(cluster.policy.close)
     cluster.report_links()
-    if cluster.uses_load_reports():
+    if uses_load_reports(cluster.settings, cluster.workers):
         cluster.load_listeners.append(cluster.policy.on_load_report)
 
 

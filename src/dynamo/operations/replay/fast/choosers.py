@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import cast
+from typing import NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -42,9 +42,20 @@ from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import WorkerState
 from dynamo.scheduling.workers.workers import data_parallel_ranks
 
-Send = Callable[[FastRequest, str], None]
-"""Sends a request to the worker of that name."""
-Reject = Callable[[FastRequest, DynamoError], None]
+
+class ChooserInputs(NamedTuple):
+    """Everything that a chooser needs. `send` sends a request to the worker of a name, `hold` keeps
+    one until there is a worker for it. Requests are admitted if it `admits`."""
+
+    instances: Mapping[str, Instance]
+    settings: RouterSettings
+    workers: Mapping[str, FastWorker]
+    heap: EventHeap
+    rng: Random
+    send: Callable[[FastRequest, str], None]
+    reject: Callable[[FastRequest, DynamoError], None]
+    hold: Callable[[FastRequest], None]
+    admits: bool
 
 
 class Chooser(WorkerListener):
@@ -74,15 +85,13 @@ class Chooser(WorkerListener):
 class BalancerChooser(Chooser):
     """A mode that knows nothing of models, such as round robin, without ranks and roles."""
 
-    def __init__(
-        self, instances: Mapping[str, Instance], mode: str, rng: Random, send: Send
-    ) -> None:
-        self._pick = MODES[canonical_mode(mode)]
+    def __init__(self, inputs: ChooserInputs) -> None:
+        self._pick = MODES[canonical_mode(inputs.settings.mode)]
         self._loads: list[InstanceLoad] = []
         self._counts = Counter[str]()
-        self._balancer = LoadBalancer(rng, self._counts.__getitem__)
-        self._send = send
-        self.update_instances(instances)
+        self._balancer = LoadBalancer(inputs.rng, self._counts.__getitem__)
+        self._send = inputs.send
+        self.update_instances(inputs.instances)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
         self._loads = [InstanceLoad(each) for each in instances.values() if decodes(each)]
@@ -146,21 +155,12 @@ class _RemovedRuns(RemovedBlocks):
 
 
 class LedgerChooser(Chooser):
-    """A mode with the ledger of a router, and with admission if it `admits`. `hold` keeps a request
-    until there is a worker for it."""
+    """A mode with the ledger of a router."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        workers: Mapping[str, FastWorker],
-        heap: EventHeap,
-        send: Send,
-        reject: Reject,
-        hold: Callable[[FastRequest], None],
-    ) -> None:
-        self._workers, self._heap = workers, heap
-        self._send, self._reject, self._hold = send, reject, hold
-        self._settings, self.ledger = settings, Ledger(heap)
+    def __init__(self, inputs: ChooserInputs) -> None:
+        self._workers, self._heap = inputs.workers, inputs.heap
+        self._send, self._reject, self._hold = inputs.send, inputs.reject, inputs.hold
+        self._settings, self.ledger = inputs.settings, Ledger(inputs.heap)
         self._can_answer = False
         self._admission: FastAdmission | None = None
 
@@ -239,25 +239,13 @@ class SolverChooser(LedgerChooser):
     """Mode kv: the router's ledger, index and solver. A block is a run of the trace."""
 
     def __init__(
-        self,
-        instances: Mapping[str, Instance],
-        settings: RouterSettings,
-        transfer: float | None,
-        run_tokens: int,
-        block_tokens: int,
-        workers: Mapping[str, FastWorker],
-        heap: EventHeap,
-        rng: Random,
-        send: Send,
-        reject: Reject,
-        hold: Callable[[FastRequest], None],
-        *,
-        admits: bool,
+        self, inputs: ChooserInputs, transfer: float | None, run_tokens: int, block_tokens: int
     ) -> None:
-        super().__init__(settings, workers, heap, send, reject, hold)
+        super().__init__(inputs)
+        settings = inputs.settings
         self._run_tokens, self._transfer = run_tokens, transfer
-        self._view = CacheView(heap, block_tokens=run_tokens)
-        self.solver = make_solver(settings, self._view, rng, self.ledger)
+        self._view = CacheView(inputs.heap, block_tokens=run_tokens)
+        self.solver = make_solver(settings, self._view, inputs.rng, self.ledger)
         self._own_cost, self._pair_cost = self.solver.cost, PairCost(settings.disaggregation)
         if transfer is None:  # else the router's own shortlist has the best pairs
             self.solver.make_shortlist = LeastLoadedCandidates
@@ -268,9 +256,9 @@ class SolverChooser(LedgerChooser):
         self._requests: dict[str, FastRequest] = {}
         self._scheduled = False
         self._due_s: float | None = None
-        if admits:
+        if inputs.admits:
             self._open_admission(cast("Policy", _SolverPrediction(self.solver)))
-        self.update_instances(instances)
+        self.update_instances(inputs.instances)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
         view, states, before = self._view, self.ledger.workers, self._known

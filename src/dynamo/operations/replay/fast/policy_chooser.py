@@ -13,13 +13,10 @@ from dynamo.communication.events import Events
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest, KvEvent, Load
 from dynamo.operations.replay.fast.admission import SAMPLING, STOPS, InstanceSet
-from dynamo.operations.replay.fast.choosers import LedgerChooser, Reject, Send
-from dynamo.operations.replay.fast.events import EventHeap
+from dynamo.operations.replay.fast.choosers import ChooserInputs, LedgerChooser
 from dynamo.operations.replay.fast.request import FastRequest
-from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance, InstanceFilter
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer
@@ -36,31 +33,18 @@ T = TypeVar("T")
 class PolicyChooser(LedgerChooser):
     """A mode whose policy chooses at once, as the router calls it. The router chooses ranks."""
 
-    def __init__(
-        self,
-        instances: Mapping[str, Instance],
-        settings: RouterSettings,
-        block_tokens: int,
-        workers: Mapping[str, FastWorker],
-        heap: EventHeap,
-        rng: Random,
-        send: Send,
-        reject: Reject,
-        hold: Callable[[FastRequest], None],
-        *,
-        admits: bool,
-    ) -> None:
-        super().__init__(settings, workers, heap, send, reject, hold)
-        count = self.ledger.workers.count
+    def __init__(self, inputs: ChooserInputs, block_tokens: int) -> None:
+        super().__init__(inputs)
+        count, rng = self.ledger.workers.count, inputs.rng
         self._clients = _Client(decodes, rng, count), _Client(only_prefills, rng, count)
         clients = [cast("Client", client) for client in self._clients]
         no_events = cast("Events", None)  # modes without a solver read none
-        inputs = settings, clients[0], no_events, heap, self.ledger, block_tokens
-        self._policy = _run(open_policy(PolicyInputs(*inputs, prefill_client=clients[1])))
+        shared = inputs.settings, clients[0], no_events, inputs.heap, self.ledger, block_tokens
+        self._policy = _run(open_policy(PolicyInputs(*shared, prefill_client=clients[1])))
         self._ranks = RankBalancer(self.ledger.workers)
-        if admits:
+        if inputs.admits:
             self._open_admission(self._policy)
-        self.update_instances(instances)
+        self.update_instances(inputs.instances)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
         super().update_instances(instances)

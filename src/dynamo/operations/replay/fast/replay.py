@@ -12,7 +12,13 @@ from random import Random
 from dynamo.core.errors import ConfigError, DynamoError, InstanceGone
 from dynamo.core.values import KvEvent
 from dynamo.inference.block_pool import KvEventBuffer
-from dynamo.operations.replay.fast.choosers import BalancerChooser, Chooser, SolverChooser
+from dynamo.operations.replay.cluster import uses_load_reports
+from dynamo.operations.replay.fast.choosers import (
+    BalancerChooser,
+    Chooser,
+    ChooserInputs,
+    SolverChooser,
+)
 from dynamo.operations.replay.fast.events import EventHeap
 from dynamo.operations.replay.fast.fleet import FastFleet, FleetRequests
 from dynamo.operations.replay.fast.load_reports import LoadReports
@@ -33,7 +39,7 @@ from dynamo.operations.replay.result import ReplayResult, TierResult
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation, TraceRequest
 from dynamo.operations.replay.workers import ReplayGroup
 from dynamo.runtime.calls.load_balancing import MODES, resolve_mode_alias
-from dynamo.scheduling.router.factory import KV, make_cost
+from dynamo.scheduling.router.factory import KV
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 
 PROGRESS_EVERY = 256
@@ -52,13 +58,9 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         """Raise `ConfigError` for what only the exact replay simulates."""
         super().__init__(plan, progress, drive)
         mode = resolve_mode_alias(plan.router_settings.mode)
-        missing = {
-            f"router mode {mode}": mode not in {KV, ADAPTIVE, *MODES},
-        }
-        if unknown := [name for name, used in missing.items() if used]:
-            raise ConfigError(
-                f"the fast replay does not simulate {', '.join(unknown)}", hint="omit --fast"
-            )
+        if mode not in {KV, ADAPTIVE, *MODES}:
+            what = f"router mode {mode}"
+            raise ConfigError(f"the fast replay does not simulate {what}", hint="omit --fast")
 
     def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
         """Replay `conversations`, which are ordered by start."""
@@ -79,7 +81,7 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         self.fleet = fleet = FastFleet(plan, self._heap, self._log, self, rng)
         self._workers = fleet.machines
         self._chooser = fleet.chooser = chooser = self._make_chooser(rng)
-        if self._reads_loads:
+        if uses_load_reports(plan.router_settings, plan.workers):
             publish = chooser.on_load_report
             fleet.report_loads(LoadReports(self._heap, plan.workers.transfer, publish))
         self._schedule_changes()
@@ -147,28 +149,26 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         tiers = [each.tiers.writers[number] for each in workers if each.tiers is not None]
         return self._sum_counters(self._log, [tier.counters for tier in tiers])
 
-    @property
-    def _reads_loads(self) -> bool:
-        """Whether the router reads load reports."""
-        settings = self._plan.router_settings
-        if settings.mode == KV:
-            reported = settings.disaggregation.itl_slo or self._plan.workers.tiers
-            return bool(reported or make_cost(settings).uses_load_reports)
-        return resolve_mode_alias(settings.mode) == ADAPTIVE
-
     def _make_chooser(self, rng: Random) -> Chooser:
         plan, settings = self._plan, self._plan.router_settings
-        instances, workers = self.fleet.instances.copy(), plan.workers
-        arguments = self._workers, self._heap, rng, self._send, self.reject, self.fleet.hold
-        size, admits = workers.block_tokens, plan.admission
+        workers, fleet, size = plan.workers, self.fleet, self._size
+        inputs = ChooserInputs(
+            fleet.instances.copy(),
+            settings,
+            self._workers,
+            self._heap,
+            rng,
+            self._send,
+            self.reject,
+            fleet.hold,
+            plan.admission,
+        )
         if settings.mode == KV:
-            sizes = self._run_tokens, size
-            every = instances, settings, workers.transfer, *sizes, *arguments
-            return SolverChooser(*every, admits=admits)
-        plain = workers.ranks == 1 and workers.transfer is None and not admits
+            return SolverChooser(inputs, workers.transfer, self._run_tokens, size)
+        plain = workers.ranks == 1 and workers.transfer is None and not plan.admission
         if plain and resolve_mode_alias(settings.mode) in MODES:
-            return BalancerChooser(instances, settings.mode, rng, self._send)
-        return PolicyChooser(instances, settings, size, *arguments, admits=admits)
+            return BalancerChooser(inputs)
+        return PolicyChooser(inputs, size)
 
     def _start_next(self) -> None:
         """Put the next conversation of the trace on the heap."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from operator import itemgetter
+from typing import Any
 
-from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.operations.replay.fast.run_cache import CachedRun, Held, RunCache
 from dynamo.operations.replay.fast.tier_units import Unit
 
@@ -19,16 +19,8 @@ class TieredRunCache(RunCache):
     `registrations` counts the blocks that became cached. `released` is set when a request gives
     blocks back."""
 
-    def __init__(
-        self,
-        blocks: int,
-        unit: int,
-        *,
-        reuse_aware: bool,
-        enabled: bool,
-        events: KvEventBuffer | None,
-    ) -> None:
-        super().__init__(blocks, unit, reuse_aware=reuse_aware, enabled=enabled, events=events)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.registrations = 0
         self.released = False
         self.on_evicted: Callable[[Sequence[int]], None] = lambda _: None
