@@ -18,7 +18,7 @@ DEMAND = make_demand(10)
 
 def static(
     sizes: dict[str, int], settings: PlannerSettings = PlannerSettings(min=0)
-) -> ScalePlanner:  # noqa: B008
+) -> ScalePlanner:
     return ScalePlanner(StaticPolicy(PolicyOptions(sizes=sizes)), Rails(settings), Promise())
 
 
