@@ -16,9 +16,10 @@ from dynamo.operations.planner.values import KindState, Promise, ScaleDecision
 DEMAND = make_demand(10)
 
 
-def static(
-    sizes: dict[str, int], settings: PlannerSettings = PlannerSettings(min=0)
-) -> ScalePlanner:
+NO_MINIMUM = PlannerSettings(min=0)
+
+
+def static(sizes: dict[str, int], settings: PlannerSettings = NO_MINIMUM) -> ScalePlanner:
     return ScalePlanner(StaticPolicy(PolicyOptions(sizes=sizes)), Rails(settings), Promise())
 
 
