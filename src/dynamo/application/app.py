@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from dynamo.application.access import ApiKeys, CallerLimits, Cors, make_header_check
@@ -17,6 +18,7 @@ from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway, UnloadedModel
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER
 from dynamo.application.generation.handler import GenerationHandler
+from dynamo.application.generation.replies import keep_waiting
 from dynamo.application.large_bodies import LargeBodies
 from dynamo.application.messages.errors import ANTHROPIC_ERRORS
 from dynamo.application.messages.handler import MessagesHandler
@@ -252,11 +254,14 @@ class Application:
     async def _answer_when_loaded(
         self, exchange: Exchange, route: Route, error: UnloadedModel
     ) -> None:
-        """Answer a request whose model is loaded first. Its deadline stays."""
+        """Answer a request whose model is loaded first. Its deadline stays. A stream gets its head
+        and comment lines meanwhile."""
         if (load := self._gateway.load) is None:
             raise error
         generation, request = self.generation, exchange.request
         exchange.model, body = error.model, request.decoded_body
+        if exchange.streaming and request.path in self._generation_paths:
+            exchange.response.on_silence = partial(keep_waiting, exchange)
         async with AsyncExitStack() as stack:
             async with generation.open_context(exchange, error.model) as context:
                 started, timeout_s = self._clock.now(), context.timeout_s or 0.0

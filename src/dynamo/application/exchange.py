@@ -116,7 +116,9 @@ class Exchange:
         self.response.send(status, (JSON_CONTENT_TYPE, *self.headers, *extra), body)
 
     def start_stream(self, worker: str, prefill_worker: str = "") -> None:
-        """Send the head of an event stream."""
+        """Send the head of an event stream, unless it was sent while the model was loaded."""
+        if self.response.started:
+            return
         if prefill_worker:
             extra = worker_headers(worker, prefill_worker)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 import dynamo
-from dynamo.application import Application, Gateway
+from dynamo.application import Application, Gateway, app
+from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import FOREIGN_PATHS
+from dynamo.application.generation import replies
 from dynamo.application.openai.logprobs import completion_logprobs
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import NotFound, PlaneUnavailable
@@ -397,3 +400,35 @@ async def test_a_model_on_demand_is_listed_and_opened_for_a_request(
     assert site.application.generation.concurrency.running == 0
     answer = await get(connect, site, "/v1/completions", "POST", {"model": "broken", "prompt": "x"})
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_gets_its_head_while_its_model_is_loaded_for_long(
+    site: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    silent = asyncio.Event()
+
+    def keep_waiting(exchange: Exchange, _: float) -> None:
+        replies.keep_waiting(exchange, replies.KEEP_ALIVE_S)
+        silent.set()
+
+    @asynccontextmanager
+    async def load(model: str, _: float | None) -> AsyncIterator[None]:
+        await silent.wait()
+        site.add(model)
+        site.gateway.set_unloaded({})
+        yield
+
+    monkeypatch.setattr(app, "keep_waiting", keep_waiting)
+    site.gateway.set_desired({"words": (), "late": ()})
+    site.gateway.set_unloaded({"late": False})
+    site.gateway.load = load
+    messages = [{"role": "user", "content": "x"}]
+    prompt = {"input": "x"} if "responses" in path else {"messages": messages, "max_tokens": 9}
+    body = {"model": "late", **prompt, "stream": True}
+    answer = await get(connect, site, path, "POST", body)
+    assert answer.status == 200
+    comment, whole = answer.body.split(b"\n", 1)
+    assert comment.startswith(b": ")
+    again = await get(connect, site, path, "POST", body)
+    assert whole.count(b"data: ") == again.body.count(b"data: ") > 1

@@ -116,8 +116,9 @@ class GenerationHandler:
             template = replace(template, call_reason="stop")
         if body.service_tier in TIER_PRIORITIES:
             template = replace(template, service_tier=body.service_tier or "")
+        exchange.streaming = bool(body.stream)
         model, served = self._gateway.find(body.model)
-        exchange.model, exchange.streaming = served.names[0], bool(body.stream)
+        exchange.model = served.names[0]
         request = chat_request(chat_parts(body), model, self._unknown_roles)
         writer = self._openai_writer(exchange, template, model, body, prompt)
         return self.answer_chat(exchange, request, served, writer)
@@ -139,9 +140,9 @@ class GenerationHandler:
     ) -> tuple[ChatRequest, ServedModel]:
         """Return the request for the processor, and its model. Raises `InvalidRequest` and
         `ModelNotFound`."""
+        exchange.streaming = bool(chat.fields.stream)
         model, served = self._gateway.find(chat.fields.model)
         exchange.model = served.names[0]
-        exchange.streaming = bool(chat.fields.stream)
         return chat_request(chat, model, self._unknown_roles), served
 
     async def count_tokens(self, exchange: Exchange, chat: ChatParts) -> int:
@@ -155,6 +156,7 @@ class GenerationHandler:
     def complete(self, exchange: Exchange) -> Awaitable[object]:
         """POST /v1/completions."""
         body = decode_body(COMPLETION_DECODER, exchange.request)
+        exchange.streaming = bool(body.stream)
         model, served = self._gateway.find(body.model)
         exchange.model = served.names[0]
         requests = completion_requests(body, model)
@@ -164,7 +166,6 @@ class GenerationHandler:
             requests = [replace(request, options=options) for request in requests]
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
-        exchange.streaming = bool(body.stream)
         call = partial(_complete_all, served, requests)
         prompt = None
         if options.prompt_logprobs is not None:

@@ -70,6 +70,7 @@ class HttpReply(ItemReply):
         self.shows_refusals = writer.shows_refusals
         self._exchange = exchange
         self._response: EventOutput = exchange.output
+        self._begun = exchange.output is not exchange.response
         self._writer = writer
         self._timing = timing
         self._encoded_bytes = self._logprob_count = 0
@@ -163,6 +164,13 @@ def write_keep_alive(response: EventOutput, silent_s: float) -> None:
         response.write(KEEP_ALIVE)
 
 
+def keep_waiting(exchange: Exchange, silent_s: float) -> None:
+    """Send the head and comment lines of a stream whose model is loaded for long."""
+    if silent_s >= KEEP_ALIVE_S:
+        exchange.start_stream("")
+        exchange.response.write(KEEP_ALIVE)
+
+
 class StreamReply(HttpReply):
     """Writes every delta as one event; deltas are merged only while the client does not read.
 
@@ -201,7 +209,7 @@ class StreamReply(HttpReply):
     def break_silence(self, silent_s: float) -> None:
         """Send the head of a stream that waits, later comment lines: proxies and clients give up
         connections without output."""
-        if self._response.started:
+        if self._begun:
             write_keep_alive(self._response, silent_s)
             return
         decided = silent_s >= self.hold_s or self._usage.worker
@@ -209,14 +217,14 @@ class StreamReply(HttpReply):
             self._start_stream()
 
     def _start_stream(self) -> None:
-        usage = self._usage
+        usage, self._begun = self._usage, True
         self._exchange.start_stream(usage.worker, usage.prefill_worker)
         if start := self._writer.encode_start():
             self._response.write(start)
 
     def _begin_choice(self, answer: AnswerChoice) -> None:
         answer.begun = True
-        if not self._response.started:
+        if not self._begun:
             self._start_stream()
         if events := self._writer.encode_choice_begun(answer.index):
             self._response.write(events)

@@ -67,7 +67,7 @@ class ResponsesHandler:
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/responses."""
-        turn = await self._read_turn(exchange)
+        turn = await self._read_turn(exchange, streams=True)
         if not turn.writer.response["background"]:
             await turn.answer(self._generation, exchange, self._store)
             return
@@ -77,7 +77,7 @@ class ResponsesHandler:
 
     async def count_input_tokens(self, exchange: Exchange) -> None:
         """POST /v1/responses/input_tokens."""
-        turn = await self._read_turn(exchange)
+        turn = await self._read_turn(exchange, streams=False)
         with turn.chat.names:
             tokens = await self._generation.count_tokens(exchange, turn.chat)
         exchange.send_value({"object": "response.input_tokens", "input_tokens": tokens})
@@ -140,8 +140,9 @@ class ResponsesHandler:
         self._background.cancel(response_id)
         exchange.send_value(response)
 
-    async def _read_turn(self, exchange: Exchange) -> Turn:
+    async def _read_turn(self, exchange: Exchange, *, streams: bool) -> Turn:
         body = read_responses_body(exchange.request)
+        exchange.streaming = streams and bool(body.stream)
         model, served = self._gateway.find(body.model)
         owner = self._owner(exchange.request)
         key = os.urandom(24).hex()

@@ -52,7 +52,7 @@ class LoadPrediction(NamedTuple):
                 hint="it is loaded again at a later request; see the log of its worker",
                 retry_after_s=self.backoff_s,
             )
-        known = f"which takes {self.load_s:.1f} s" if self.load_s else "which takes unknown time"
+        known = f"which takes {self.load_s:.1f} s" if self.load_s else "for the first time"
         return NoWorkers(
             f"this model is being loaded, {known}: expected in {self.left_s:.1f} s"
             f"{f' ({self.reason})' if self.reason else ''}; this request may wait {limit_s:.1f} s",
