@@ -395,3 +395,17 @@ async def test_a_removed_model_is_not_loaded(roomy: Host) -> None:
     roomy.loader.forget("a")
     await roomy.use(a=WAITING)
     assert (roomy.processes.started, roomy.states) == ([], {})
+
+
+async def test_a_model_waits_for_the_memory_of_one_that_is_removed(small: Host) -> None:
+    await small.load("a", then=IN_USE)
+    small.loader.forget("a")  # its workers drain
+    await small.use(a=None, b=WAITING)
+    assert small.states == {"b": "unloaded"}
+    small.child("a").desired = False
+    await small.settle(1.0)
+    assert small.states == {"b": "unloaded"}
+    small.processes.children.clear()
+    await small.settle()
+    await small.complete_start("b")
+    assert small.states == {"b": "loaded"}

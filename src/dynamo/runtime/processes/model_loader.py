@@ -139,7 +139,7 @@ class ModelLoader:
 
     def check_room(self, specs: Sequence[ChildSpec]) -> None:
         """Raise `ConfigError` for processes that never fit beside those that always run."""
-        if lack := self._memory.lack_of(specs, self._processes(self._models)):
+        if lack := self._memory.lack_of(specs, self._always()):
             raise ConfigError(
                 f"{specs[0].model} never fits beside what is always loaded: {lack}",
                 hint="give it less with --memory, or remove another model",
@@ -245,12 +245,18 @@ class ModelLoader:
         specs |= {spec.name: spec for spec in starting}
         return [spec for spec in specs.values() if spec.model not in leaving]
 
+    def _always(self) -> list[ChildSpec]:
+        """Return the processes that stay whatever is wanted. Those of a removed model leave."""
+        children = [child for child in self._group.children if child.desired]
+        specs = {child.spec.name: child.spec for child in children if not child.spec.on_demand}
+        return list(specs.values())
+
     def _make_room(
         self, wanted: OnDemandModel, specs: Sequence[ChildSpec], lack: str, now: float
     ) -> None:
         """Let as many models leave as a wanted one needs, those that were used least recently
         first. If all of them would not be enough, the wanted one cannot be loaded."""
-        if lack_alone := self._memory.lack_of(specs, self._processes(self._models)):
+        if lack_alone := self._memory.lack_of(specs, self._always()):
             wanted.shortage = ""
             wanted.fail(lack_alone, now)
             return
