@@ -59,15 +59,11 @@ class Formula(msgspec.Struct, frozen=True):
 
 
 class Estimates(msgspec.Struct, frozen=True):
-    """Estimated times with bars that hold four measurements of five. `novelty` is that of TPOT:
-    from `FAR` on an estimate is extrapolated."""
+    """Three rows of each time: the estimates, and both ends of bars that hold four measurements of
+    five. `novelty` is that of TPOT: from `FAR` on an estimate is extrapolated."""
 
     ttft_ms: Floats
-    ttft_low_ms: Floats
-    ttft_high_ms: Floats
     tpot_ms: Floats
-    tpot_low_ms: Floats
-    tpot_high_ms: Floats
     novelty: Floats
 
     @property
@@ -133,11 +129,11 @@ class Predictor:
             own = self._neighbours_of(kind)[name]
             features = formula.features
             change = own.correct_hidden(features, hidden) if hidden else own.correct(features)
-            for logarithm in (change.estimate, change.low, change.high):
-                time = getattr(formula, name) * np.exp(logarithm)
-                times.append(np.clip(time, SHORTEST_MS, LONGEST_MS))
-        ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high = times
-        return Estimates(ttft, ttft_low, ttft_high, tpot, tpot_low, tpot_high, change.novelty)
+            logarithms = np.array([change.estimate, change.low, change.high])
+            time = getattr(formula, name) * np.exp(logarithms)
+            times.append(np.clip(time, SHORTEST_MS, LONGEST_MS))
+        ttft_ms, tpot_ms = times
+        return Estimates(ttft_ms, tpot_ms, change.novelty)
 
     def _neighbours_of(self, kind: str) -> Mapping[str, Neighbours]:
         if kind not in self._neighbours:
@@ -285,12 +281,10 @@ def predict_rows(
 
 def row_result(estimates: Estimates, place: int) -> dict[str, Any]:
     """Return the fields of one prediction."""
-    names = [name for name in Estimates.__struct_fields__ if name != "novelty"]
     values = {
-        name.replace("_low_ms", "_ms_low").replace("_high_ms", "_ms_high"): finite(
-            float(getattr(estimates, name)[place])
-        )
-        for name in names
+        name + end: finite(float(row[place]))
+        for name in ("ttft_ms", "tpot_ms")
+        for end, row in zip(("", "_low", "_high"), getattr(estimates, name), strict=True)
     }
     return {**values, "extrapolated": estimates.extrapolated[place]}
 

@@ -147,10 +147,7 @@ class Search:
             workers = np.array([option.prefill_count for option in options])
             most = 1e3 / prompts.prompt_ms * PREFILL_SHARE * workers
         least = times.fastest_ms(arrays)
-        tpots = np.maximum(
-            [estimates.tpot_ms, estimates.tpot_low_ms, estimates.tpot_high_ms], least
-        )
-        ttfts = np.array([estimates.ttft_ms, estimates.ttft_low_ms, estimates.ttft_high_ms])
+        ttfts, tpots = estimates.ttft_ms, np.maximum(estimates.tpot_ms, least)
         rates = 1e3 * arrays.concurrency / (ttfts[0] + arrays.osl * tpots[0])
         capacity = times.capacity(arrays)
         held = np.minimum(arrays.concurrency, capacity) / (arrays.kv_shards * arrays.stages)

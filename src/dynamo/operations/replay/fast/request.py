@@ -35,38 +35,12 @@ class FastRequest:
     """
 
     __slots__ = (
-        "admitted",
-        "arrived_s",
-        "awaited",
-        "cached_tokens",
-        "computed",
-        "deaths",
-        "end_s",
-        "end_step",
-        "excluded",
-        "first_step",
-        "first_token_s",
-        "held",
-        "held_units",
-        "keys",
-        "last_token_s",
-        "length",
-        "moves",
-        "named_blocks",
-        "output_tokens",
-        "own_blocks",
-        "placed",
-        "prompt_tokens",
-        "recomputed",
-        "row",
-        "run_blocks",
-        "sink",
-        "source",
-        "trace_request",
-        "turns",
-        "units",
-        "worker",
-    )
+        "admitted", "arrived_s", "awaited", "cached_tokens", "computed", "deaths", "end_s",
+        "end_step", "excluded", "first_step", "first_token_s", "held", "held_units", "keys",
+        "last_token_s", "length", "moves", "named_blocks", "output_tokens", "own_blocks", "placed",
+        "prompt_tokens", "recomputed", "row", "run_blocks", "sink", "source", "trace_request",
+        "turns", "units", "worker",
+    )  # fmt: skip
 
     def __init__(self, turn: TraceRequest, block_tokens: int, unit: int, now: float) -> None:
         self.trace_request = turn
