@@ -62,26 +62,29 @@ def _tier_flags(name: str, place: str, gbps: float) -> Sequence[Flag]:
             f"KV blocks in the {place} (default: 0)",
             0,
             "N",
-            _number(int, allow_zero=True),
+            numbers(int, zero=True),
         ),
         Flag(
             f"--{name}-gbps",
             "speed of its loads, and of its stores",
             gbps,
             "GB/S",
-            _number(float),
+            numbers(float),
         ),
     )
 
 
-def _number(kind: type[float], *, allow_zero: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers of `kind` that are positive, or 0 if allowed."""
+def numbers(
+    kind: type[float], most: float = math.inf, *, zero: bool = False
+) -> Callable[[str], float]:
+    """Return a parser of finite numbers of `kind` up to `most`, above 0 unless with `zero`."""
 
     def number(text: str) -> float:
         value = kind(text)
-        if not 0 <= value < math.inf or not (value or allow_zero):
-            error = "must not be negative" if allow_zero else "must be above 0"
-            raise argparse.ArgumentTypeError(error)
+        if not 0 <= value < math.inf or value > most or not (value or zero):
+            limit = f" and at most {most:g}" if most < math.inf else ""
+            least = "0 or more" if zero else "above 0"
+            raise argparse.ArgumentTypeError(f"{text} is not {least}{limit}")
         return value
 
     return number
@@ -110,11 +113,11 @@ def _parse_synthetic(text: str) -> SyntheticLoad:
         raise argparse.ArgumentTypeError(f"{', '.join(missing)} missing")
     if ("peak" in values) != ("day" in values):
         raise argparse.ArgumentTypeError("peak and day go together, e.g. peak=40,day=1h")
-    integer, number = _number(int), _number(float)
+    integer, number = numbers(int), numbers(float)
     parse: Mapping[str, Callable[[str], Any]] = {
         **dict.fromkeys(("isl", "osl", "requests"), lambda value: int(integer(value))),
         **dict.fromkeys(("rate", "peak"), number),
-        "cv": _number(float, allow_zero=True),
+        "cv": numbers(float, zero=True),
         "day": lambda value: _milliseconds(value) / 1e3,
         "windows": str,
     }
@@ -162,7 +165,7 @@ def _parse_limits(text: str) -> Sequence[LatencyLimit]:
 
 
 def _parse_loads(text: str) -> Sequence[float]:
-    return [_number(float)(load) for load in text.split(",")]
+    return [numbers(float)(load) for load in text.split(",")]
 
 
 def _milliseconds(text: str) -> float:
@@ -192,17 +195,17 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             "tokens per hash id (default: what the trace tells, else 512)",
             0,
             "TOKENS",
-            _number(int),
+            numbers(int),
         ),
-        Flag("--speed", "divide the trace's times by X", 1.0, "X", _number(float)),
+        Flag("--speed", "divide the trace's times by X", 1.0, "X", numbers(float)),
         Flag(
             "--smear",
             "delay each conversation by a random time up to this, in trace time",
             0.0,
             "SECONDS",
-            _number(float, allow_zero=True),
+            numbers(float, zero=True),
         ),
-        Flag("--rows", "only the first N lines", 0, "N", _number(int)),
+        Flag("--rows", "only the first N lines", 0, "N", numbers(int)),
         Flag("--seed", "random seed (default: 0)", 0, "N"),
         Flag(
             "--fast",
@@ -217,13 +220,13 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         ),
     ),
     "prompts computed by other workers": (
-        Flag("--kv-bytes-per-token", "size of a token's KV", 131_072, "BYTES", _number(int)),
+        Flag("--kv-bytes-per-token", "size of a token's KV", 131_072, "BYTES", numbers(int)),
         Flag(
             "--transfer-gbps",
             "speed of each engine's link; 0: a transfer takes no time",
             64.0,
             "GB/S",
-            _number(float, allow_zero=True),
+            numbers(float, zero=True),
         ),
         Flag(
             "--prefill-timing",
@@ -275,7 +278,7 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             "--gpus",
             "GPUs of the cluster (default: one an engine)",
             metavar="N",
-            parse=_number(int),
+            parse=numbers(int),
         ),
     ),
     "output": (

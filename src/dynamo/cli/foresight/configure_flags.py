@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from dynamo.cli.benchmark.replay_flags import parse_promise
+from dynamo.cli.benchmark.replay_flags import numbers, parse_promise
 from dynamo.cli.parsing import Flag, Parser
 
 MOST_TOKENS = 10_000_000
@@ -40,24 +38,11 @@ def parser() -> Parser:
     return parser
 
 
-def _number(kind: type[float], most: float, *, zero: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers of `kind` up to `most`, above 0 unless with `zero`."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not math.isfinite(value) or value > most or value < 0 or (not value and not zero):
-            range_text = f"0 to {most:g}" if zero else f"above 0 and at most {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not {range_text}")
-        return value
-
-    return number
-
-
 FLAGS: Mapping[str, Sequence[Flag]] = {
     "hardware": (
         Flag("--gpu", "kind of GPU, such as h100_sxm", metavar="GPU"),
-        Flag("--gpus", "GPUs that there are", 0, "N", _number(int, 65_536)),
-        Flag("--price", "USD a GPU hour (default: a list price)", 0.0, "USD", _number(float, 1e4)),
+        Flag("--gpus", "GPUs that there are", 0, "N", numbers(int, 65_536)),
+        Flag("--price", "USD a GPU hour (default: a list price)", 0.0, "USD", numbers(float, 1e4)),
     ),
     "model and engine": (
         Flag("--engine", "vllm, sglang, trtllm, or several; auto: all", "auto", "ENGINE"),
@@ -70,19 +55,19 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             "requests a second to bear; without --gpus the fewest GPUs for it",
             0.0,
             "N",
-            _number(float, 1e6),
+            numbers(float, 1e6),
         ),
-        Flag("--isl", "mean tokens of a prompt", 4000, "TOKENS", _number(int, MOST_TOKENS)),
-        Flag("--osl", "mean tokens of an answer", 1000, "TOKENS", _number(int, MOST_TOKENS)),
+        Flag("--isl", "mean tokens of a prompt", 4000, "TOKENS", numbers(int, MOST_TOKENS)),
+        Flag("--osl", "mean tokens of an answer", 1000, "TOKENS", numbers(int, MOST_TOKENS)),
         Flag(
             "--prefix",
             "tokens of a prompt that are cached (default: 0)",
             0,
             "TOKENS",
-            _number(int, MOST_TOKENS, zero=True),
+            numbers(int, MOST_TOKENS, zero=True),
         ),
         Flag("--trace", "take lengths, cached tokens and rate from a trace", metavar="FILE"),
-        Flag("--trace-block-size", "tokens per hash id", 512, "TOKENS", _number(int, 1e6)),
+        Flag("--trace-block-size", "tokens per hash id", 512, "TOKENS", numbers(int, 1e6)),
     ),
     "promise": (
         Flag("--good", "limits such as ttft=1s,tpot=30ms", metavar="LIMITS", parse=parse_promise),
