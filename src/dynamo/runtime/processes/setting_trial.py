@@ -53,25 +53,12 @@ class SettingTrial:
         `ModelUnavailable` if a process cannot start with the settings."""
         if self._running:
             raise InvalidRequest("another trial is running", hint="wait for its end")
-        self._running = True
-        try:
-            await self._run(name, raw, read, limit_s, progress)
-        finally:
-            self._running = False
-
-    async def _run(
-        self,
-        name: str,
-        raw: Values,
-        read: Callable[[], Awaitable[bytes]],
-        limit_s: float,
-        progress: ControlProgressCallback,
-    ) -> None:
         replicas = self._require_quiet(name)
         kind, values = kind_of_process(replicas[0].spec.name), _parse(raw)
         before = values_of(replicas[0].spec.settings, values)
         if before == values:
             raise ConfigError(f"{kind} has these settings already")
+        self._running = True
         try:
             await self._change(min(replicas, key=attrgetter("calls")), values)
             tried, state = self._others(kind, before), self._state()
@@ -83,6 +70,8 @@ class SettingTrial:
         except Exception:
             await self._take_back(kind, values, before)
             raise
+        finally:
+            self._running = False
         progress(f"{kind}: {', '.join(f'{key} = {value}' for key, value in values.items())}")
 
     def _require_quiet(self, name: str) -> Sequence[ChildProcess]:
