@@ -185,6 +185,7 @@ class ModelLoader:
         for model in self._models.values():
             self._follow(model, now)
         self._load_wanted(now)
+        self._relieve()
         for model in self._models.values():
             self._leave(model, now)
         records = {name: self._describe(model, now) for name, model in self._models.items()}
@@ -246,7 +247,7 @@ class ModelLoader:
         return [spec for spec in specs.values() if spec.model not in leaving]
 
     def _always(self) -> list[ChildSpec]:
-        """Return the processes that stay whatever is wanted. Those of a removed model leave."""
+        """Return the processes that stay whatever is wanted. A removed model has none."""
         children = [child for child in self._group.children if child.desired]
         specs = {child.spec.name: child.spec for child in children if not child.spec.on_demand}
         return list(specs.values())
@@ -280,6 +281,22 @@ class ModelLoader:
                 model.leaves_since = now
             else:
                 self._unload(model)
+
+    def _relieve(self) -> None:
+        """Let idle models leave, those that were used least recently first, while what runs has
+        more than its memory: a model was added that is always loaded."""
+        models = self._models.values()
+        leaving = {
+            model.name
+            for model in models
+            if (model.busy and not model.loading) or self._is_leaving(model)
+        }
+        idle = [model for model in models if not (model.busy or model.uses)]
+        for model in sorted(filter(self._is_loaded, idle), key=lambda model: model.used_at):
+            if not self._memory.lack_of((), self._processes(leaving)):
+                return
+            leaving.add(model.name)
+            self._unload(model)
 
     def _is_leaving(self, model: OnDemandModel) -> bool:
         if model.leaves_since is not None:
