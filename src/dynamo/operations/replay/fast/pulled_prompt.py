@@ -7,11 +7,11 @@ from functools import partial
 
 from dynamo.inference.disaggregation.peer_prefill import MAX_BLOCKS_PER_PULL
 from dynamo.operations.replay.fast.events import EventHeap
-from dynamo.operations.replay.fast.request import FastRequest, PromptSink
+from dynamo.operations.replay.fast.request import FastRequest
 from dynamo.operations.replay.fast.worker import FastWorker
 
 
-class PulledPrompt(PromptSink):
+class PulledPrompt:
     """The prompt of `request`, which waits at the worker `target` with its first `blocks`. The
     worker `source` computes it as the request `prompt`. A pull occupies the links of both for
     `block_s` a block. `on_end` is called at a good end."""

@@ -249,7 +249,8 @@ class FastReplay(Replay, WorkerListener, FleetRequests):
         prompt.length = request.length
         block_s = self._block_bytes / (workers.transfer or math.inf)
         times = block_s, self._heap, fleet.end_pulled
-        prompt.sink = pulled = PulledPrompt(request, target, prompt, worker, have_blocks, *times)
+        pulled = PulledPrompt(request, target, prompt, worker, have_blocks, *times)
+        prompt.sink = pulled.on_computed
         fleet.pulled[pulled] = None
         self._log.record_prefill(worker.number)
         self._remote_prefills += 1

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dynamo.core.values import KvEvent
 from dynamo.operations.replay.fast.run_cache import Held
 from dynamo.operations.replay.trace import TraceRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
-
-
-class PromptSink(ABC):
-    """Gets what is computed of a prompt for another worker."""
-
-    @abstractmethod
-    def on_computed(self, now: float) -> None:
-        """Take note that a step has computed a part of the prompt."""
 
 
 class FastRequest:
@@ -30,8 +22,8 @@ class FastRequest:
     preempted or moved last; the last of them came at `last_token_s`. `moves`: workers that died,
     `deaths`: those in a row before they gave a token. `first_step`, `end_step`: see `FastWorker`; 0
     without a token. `source`: the worker that computes the prompt, if another one. `sink`:
-    gets the blocks of a prompt that is computed for another worker. `excluded`: workers that may
-    not be chosen, by name.
+    is called with the time of each step that has computed a part of a prompt for another worker.
+    `excluded`: workers that may not be chosen, by name.
     """
 
     __slots__ = (
@@ -62,7 +54,7 @@ class FastRequest:
         self.placed: PlacedRequest | None = None
         self.worker = self.source = ""
         self.excluded: frozenset[str] = frozenset()
-        self.sink: PromptSink | None = None
+        self.sink: Callable[[float], None] | None = None
         self.turns: Iterator[TraceRequest] = iter(())
 
     @property

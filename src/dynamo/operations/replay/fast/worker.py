@@ -248,7 +248,7 @@ class FastWorker(LoadListener):
         if others:
             self._for_others = []
             for request in others:
-                request.sink.on_computed(now)  # type: ignore[union-attr]
+                request.sink(now)  # type: ignore[misc]
         ends, steps = self._ends, self.steps
         while ends and ends[0][0] <= steps:
             if (request := heappop(ends)[2]).end_step == steps:
