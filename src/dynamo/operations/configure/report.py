@@ -157,9 +157,10 @@ def _facts(best: Plan, question: Question, price: float) -> Iterator[str]:
         "measurements of five lie within such."
     )
     yield f"What binds: {BINDING[best.binds]}."
+    ahead = ", or what the prefill workers bear if that is less" if best.prefill_layout else ""
     yield (
         f"{best.rate:.2f} requests/s: {best.replicas} x {best.concurrency} requests, each of "
-        f"TTFT + {question.osl} x TPOT{_prefill_limit(best)}."
+        f"TTFT + {question.osl} x TPOT{ahead}."
     )
     yield (
         f"{best.tokens_per_gpu:.0f} tokens/s/GPU of answers; {best.tokens_per_user:.0f} tokens/s "
@@ -169,12 +170,6 @@ def _facts(best: Plan, question: Question, price: float) -> Iterator[str]:
     yield (
         f"{dollars:.2f} USD a million tokens of answer, at {price:g} USD a GPU hour (--price sets "
         "yours) and full load."
-    )
-
-
-def _prefill_limit(plan: Plan) -> str:
-    return (
-        "" if plan.prefill_layout is None else ", or what the prefill workers bear if that is less"
     )
 
 

@@ -25,16 +25,14 @@ ARITHMETIC_CLASSES = ("bf16", "fp8", "fp4")
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Predicted times of cases. `capacity` is the number of requests whose KV fits at once, `load`
-    the logarithm of concurrency over it. `prompt_ms` is what one more prompt adds to a step."""
+    """Predicted times of cases. `load` is the logarithm of concurrency over the number of requests
+    whose KV fits at once. `prompt_ms` is what one more prompt adds to a step."""
 
     ttft_ms: Floats
     tpot_ms: Floats
-    capacity: Floats
     load: Floats
     prompt_ms: Floats
     first_prompt_ms: Floats
-    running: Floats
 
 
 class StepTimes:
@@ -170,7 +168,7 @@ class StepTimes:
         waiting = SATURATION_WIDTH * np.logaddexp(0, (load - 0.05) / SATURATION_WIDTH)
         over = np.expm1(waiting)
         ttft = ttft + self._constants["waiting"] * over / (1 + 0.5 * over) * cases.osl * tpot
-        return Forecast(ttft, tpot, capacity, load, added, first, running)
+        return Forecast(ttft, tpot, load, added, first)
 
     def _ttft(
         self,
