@@ -15,7 +15,7 @@ from dynamo.operations.planner.planner import ScalePlanner, plan_once
 from dynamo.operations.planner.values import Promise, ScaleDecision
 from dynamo.operations.replay.fast.replay import FastReplay
 from dynamo.operations.replay.fleet import FleetChange, ReplayFleet
-from dynamo.operations.replay.replay import ReplayPlan
+from dynamo.operations.replay.replay import SECONDS_PER_HOUR, ReplayPlan
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceConversation
 
@@ -46,7 +46,6 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     broken: float
     gpu_hours: float
-    requests: int
     decisions: Sequence[ScaleDecision] = ()
     timeline: Sequence[FleetChange] = ()
 
@@ -56,10 +55,8 @@ def play(
 ) -> TrialResult:
     """Play a trial with a planner, or with fixed workers. `drive` may change workers, too."""
     decisions: list[ScaleDecision] = []
-    fleets: list[ReplayFleet] = []
 
     def on_start(fleet: ReplayFleet) -> None:
-        fleets.append(fleet)
         if planner is not None:
             _schedule(planner, fleet, trial, decisions)
         if drive is not None:
@@ -68,13 +65,10 @@ def play(
     replay = FastReplay(trial.plan, drive=on_start)
     _, log = replay.run(trial.conversations)
     broken, requests = _score(trial, log)
-    end_s, hours = trial.end_s, 0.0
-    for worker in fleets[0].workers:
-        held_s = min(worker.left_s, end_s) - max(worker.ordered_s, trial.from_s)
-        hours += max(0.0, held_s) / 3600 * (trial.plan.worker_gpus or 1.0)
-    return TrialResult(
-        broken / max(1, requests), hours, requests, decisions, tuple(fleets[0].timeline)
-    )
+    held_s = sum(replay.fleet.lifetimes_s(trial.end_s, trial.from_s))
+    hours = held_s / SECONDS_PER_HOUR * (trial.plan.worker_gpus or 1.0)
+    timeline = tuple(replay.fleet.timeline)
+    return TrialResult(broken / max(1, requests), hours, decisions, timeline)
 
 
 def play_static(trial: Trial, size: int) -> TrialResult:

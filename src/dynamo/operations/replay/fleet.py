@@ -214,10 +214,11 @@ class ReplayFleet(ABC):
         """Whether there were other workers than those of the plan."""
         return len(self.timeline) > len(self._kinds)
 
-    def lifetimes_s(self, end_s: float) -> Iterator[float]:
-        """Yield how long each worker held its GPUs until `end_s`: starting and draining count."""
+    def lifetimes_s(self, end_s: float, begin_s: float = 0.0) -> Iterator[float]:
+        """Yield how long each worker held its GPUs between two times: starting and draining
+        count."""
         for worker in self.workers:
-            yield max(0.0, min(worker.left_s, end_s) - worker.ordered_s)
+            yield max(0.0, min(worker.left_s, end_s) - max(worker.ordered_s, begin_s))
 
     def _group(self, kind: str) -> ReplayGroup:
         group = self._kinds.get(kind)

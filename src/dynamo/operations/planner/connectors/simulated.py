@@ -93,21 +93,20 @@ class SimulatedDemand:
             engine.num_blocks * engine.block_tokens,
             engine.max_num_batched_tokens,
         )
-        self._before: FleetDemand | None = None
+        self._before = FleetDemand(0, 0, 0, 0, 0, 0, 0, 0)
         self._before_s = 0.0
 
     async def measure(self) -> Mapping[str, Demand]:
         """Return the demand since the last call."""
         now, total, before = self._fleet.clock.now(), self._fleet.demand(), self._before
-        ended = total.ended - (before.ended if before else 0)
-        prompts = total.prompt_tokens - (before.prompt_tokens if before else 0)
-        cached = total.cached_tokens - (before.cached_tokens if before else 0)
+        prompts = total.prompt_tokens - before.prompt_tokens
+        cached = total.cached_tokens - before.cached_tokens
         demand = Demand(
             now - self._before_s,
-            total.requests - (before.requests if before else 0),
+            total.requests - before.requests,
             max(0, prompts - cached),
-            ended,
-            total.output_tokens - (before.output_tokens if before else 0),
+            total.ended - before.ended,
+            total.output_tokens - before.output_tokens,
             total.queued_tokens,
             total.running,
             total.waiting,
