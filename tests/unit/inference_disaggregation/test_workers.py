@@ -107,7 +107,8 @@ async def test_a_new_role_is_in_every_record_that_routers_read(start_worker: Sta
         for key, value in records.items()
         if (engine := json.loads(value)["capabilities"].get("engine"))
     }
-    assert roles == {"prefill": ["prefill"], "generate": ["prefill"]}
+    assert roles.keys() >= {"prefill", "generate"}
+    assert set(map(tuple, roles.values())) == {("prefill",)}
     (card,) = (await worker.runtime.discovery.get("/unit/models/")).values()
     assert json.loads(card)["engine"]["roles"] == ["prefill"]
 
@@ -234,7 +235,7 @@ async def test_blocks_are_freed_when_nobody_takes_them(
     call = PrefillRequest(make_request(range(20), prefill=p.id))
     with pytest.raises(DeadlineExceeded, match="are free now"):
         await p.call("prefill", encode_prefill_request(call), sink)
-    assert [frame[:1] for frame in frames] == [b"b", b"f"]
+    assert [frame[:1] for frame in frames] == [b"q", b"b", b"f"]
     p.check_idle()
 
 
