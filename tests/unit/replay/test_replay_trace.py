@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.traces import trace_block_tokens
+from dynamo.operations.replay.events import read_events
 from dynamo.operations.replay.trace import (
     ArrivalOptions,
     PrefixBlockIds,
@@ -54,6 +55,15 @@ def test_rows_of_a_session_follow_each_other(write):
     assert [turn.row for turn in first.requests] == [0, 2]
     assert first.requests[1].delay_s == pytest.approx(0.1)
     assert [turn.row for turn in second.requests] == [1]
+
+
+def test_an_error_counts_blank_lines(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n\n{\n")
+    with pytest.raises(ConfigError, match="jsonl:3: "):
+        read_trace(str(path), ArrivalOptions())
+    with pytest.raises(ConfigError, match="jsonl, line 3: "):
+        read_events(str(path))
 
 
 def test_a_truncated_file_is_rejected(write, tmp_path):

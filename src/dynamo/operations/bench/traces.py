@@ -113,7 +113,7 @@ def _read_rows(path: str) -> Iterator[TraceRow]:
         yield from record.rows
         return
     decoder = msgspec.json.Decoder(TraceRow)
-    for number, line in enumerate(read_lines(path, TRACE_HINT), 1):
+    for number, line in numbered_lines(path, TRACE_HINT):
         try:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -180,11 +180,17 @@ def _conversations(path: str) -> Iterator[Iterable[Any]]:
 
 def read_lines(path: str, hint: str = "") -> Iterator[bytes]:
     """Yield the lines that are not empty of a file, plain or .gz. Raises `ConfigError`."""
+    for _, line in numbered_lines(path, hint):
+        yield line
+
+
+def numbered_lines(path: str, hint: str = "") -> Iterator[tuple[int, bytes]]:
+    """Yield what `read_lines` does, each with its number in the file. Raises `ConfigError`."""
     try:
         with gzip.open(path) if path.endswith(".gz") else Path(path).open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield line
+                    yield number, line
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", "") or error
         raise ConfigError(f"{path}: {reason}", hint=hint) from None

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings.units import parse_seconds
-from dynamo.operations.bench.traces import read_lines
+from dynamo.operations.bench.traces import numbered_lines
 from dynamo.operations.replay.fleet import FleetWorker, ReplayFleet
 from dynamo.operations.replay.workers import ReplayWorkers, check_count
 
@@ -72,7 +72,7 @@ class FleetEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_events(path: str) -> list[FleetEvent]:
     """Read a script of JSON lines. Times are seconds, or texts such as "2m". Raises `ConfigError`.
     Blocks."""
-    lines = enumerate(read_lines(path, HINT), 1)
+    lines = numbered_lines(path, HINT)
     return [_parse(line, f"{path}, line {number}") for number, line in lines]
 
 
