@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.core.adapters import parse_lora_modules
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.document import edit_adapters, edit_models
+from dynamo.core.settings.document import edit_adapters, edit_alias, edit_models
 from dynamo.core.settings.load import resolve_settings
 
 TEXT = """\
@@ -119,3 +119,21 @@ def test_adapters_without_a_folder_or_of_one_name_are_refused() -> None:
         ):
             with pytest.raises(ConfigError, match=reason):
                 resolve_settings(document=(section, "x"))
+
+
+def names(text: str) -> list[list[str]]:
+    settings = resolve_settings(document=(text, "x")).settings
+    return [list(model.model.names) for model in settings.each_model]
+
+
+def test_an_alias_moves_between_entries() -> None:
+    text = "# mine\nmodels:\n- path: /x/a\n  names: [a, chat]  # both\n- {path: /x/b}\n"
+    moved = edit_alias(text, "chat", "b")
+    assert names(moved) == [["a"], ["b", "chat"]]
+    assert moved.startswith("# mine\n")
+    assert edit_alias(moved, "chat", "b") == moved
+    assert names(edit_alias(moved, "chat", "a")) == [["a", "chat"], ["b"]]
+    assert names(edit_alias("models:\n- path: /x/a\n", "c", "a")) == [["a", "c"]]
+    for unlisted in (text, "model: {path: /x/c}\n"):
+        with pytest.raises(ValueError, match="begins its names with 'c'"):
+            edit_alias(unlisted, "chat", "c")

@@ -99,7 +99,10 @@ async def test_models_are_listed_added_renamed_and_removed(
             "c is served",
             "models.yaml has the model",
         ]
-        assert await control(deployment, "alias", "chat", model="c") == ["chat means c now"]
+        assert await control(deployment, "alias", "chat", model="c", save=True) == [
+            "chat means c now",
+            "models.yaml has the alias",
+        ]
         await until_listed(deployment, {"a": [], "b": [], "c": ["chat"]})
         assert await control(deployment, "remove_model", "chat") == [
             "chat was an alias of c, which is served on"
@@ -109,7 +112,7 @@ async def test_models_are_listed_added_renamed_and_removed(
             "c is removed",
             "models.yaml lacks the model",
         ]
-        assert sources.saved == [entry, "c"]
+        assert sources.saved == [entry, {"alias": "chat"}, "c"]
         await until_listed(deployment, {"a": [], "b": []})
         assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
         with pytest.raises(ConfigError, match="only model"):

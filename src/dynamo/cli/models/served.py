@@ -190,10 +190,12 @@ class ModelsCommand:
             """\
   dynamo models
   dynamo models --json
-  dynamo models --alias chat=qwen3""",
+  dynamo models --alias chat=qwen3
+  dynamo models --alias chat=qwen3 --save    in the settings file, too""",
         )
         parser.add_argument("--json", action="store_true", help="print a JSON array")
         parser.add_argument("--alias", metavar="ALIAS=MODEL", help="let ALIAS mean MODEL")
+        parser.add_argument("--save", action="store_true", help="write the alias into the file")
         _add_deployment_flags(parser)
         return parser
 
@@ -207,8 +209,10 @@ class ModelsCommand:
             alias, equals, model = args.alias.partition("=")
             if not (equals and alias and model):
                 raise ConfigError(f"{args.alias!r} is not ALIAS=MODEL", hint="e.g. chat=qwen3")
-            request = ControlRequest("alias", alias, model=model)
+            request = ControlRequest("alias", alias, model=model, save=args.save)
             return print_progress(request, args.deployment, args.timeout)
+        if args.save:
+            raise ConfigError("--save without --alias", hint="write --alias ALIAS=MODEL --save")
         (answer,) = send(ControlRequest("models", ""), args.deployment, args.timeout)
         if args.json:
             print(answer)

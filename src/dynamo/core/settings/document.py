@@ -181,11 +181,8 @@ def edit_models(text: str, entry: Mapping[str, Any] | None, name: str) -> str:
 def edit_adapters(text: str, model: str, changes: Mapping[str, str]) -> str:
     """Return a YAML text with other folders of a model's adapters; "" deletes one. A model has them
     in its entry of `models`, or in the section `model`. Raises `ValueError`."""
-
-    sections = _read_sections(text)
-    if "models" in sections and sections["models"].id == "sequence":
-        node = next((node for node in sections["models"].value if _first_name(node) == model), None)
-    else:
+    node = next((node for node in _model_nodes(text) if _first_name(node) == model), None)
+    if node is None and "models" not in (sections := _read_sections(text)):
         node = sections.get("model")
     if node is None or node.id != "mapping" or not node.value:
         raise ValueError(f"it has no section of its own for {model!r}")
@@ -193,20 +190,48 @@ def edit_adapters(text: str, model: str, changes: Mapping[str, str]) -> str:
     adapters = _read_adapters(old[1]) if old else {}
     adapters.update(changes)
     folders = {name: folder for name, folder in adapters.items() if folder}
-    value = msgspec.json.encode(folders).decode()
+    return _with_value(text, node, old, "adapters", folders)
+
+
+def edit_alias(text: str, alias: str, model: str) -> str:
+    """Return a YAML text in which `alias` is a name of that model in its list `models`, and of no
+    other one. Raises `ValueError`."""
+    models = [_first_name(node) for node in _model_nodes(text)]
+    if model not in models:
+        raise ValueError(f"no entry of `models` begins its names with {model!r}")
+    for index, first in enumerate(models):
+        node = _model_nodes(text)[index]
+        old = next(((key, own) for key, own in node.value if key.value in {"names", "name"}), None)
+        names = _names(node)
+        others = [name for name in names if name != alias]
+        changed = [*others, alias] if first == model else others
+        if changed and sorted(changed) != sorted(names):
+            text = _with_value(text, node, old, "names", changed)
+    return text
+
+
+def _model_nodes(text: str) -> Sequence[Any]:
+    """Return the entries of the list `models`, none without one. Raises `ValueError`."""
+    models = _read_sections(text).get("models")
+    return models.value if models is not None and models.id == "sequence" else ()
+
+
+def _with_value(text: str, node: Any, old: Any, key: str, value: Any) -> str:
+    """Return a text with another value of a key of a mapping, which had the pair `old` of nodes."""
+    value = msgspec.json.encode(value).decode()
     if node.flow_style:
         first = node.value[0][0].start_mark.index
         begin, end = (old[0].start_mark.index, old[1].end_mark.index) if old else (first, first)
-        return f'{text[:begin]}"adapters": {value}{"" if old else ", "}{text[end:]}'
+        return f'{text[:begin]}"{key}": {value}{"" if old else ", "}{text[end:]}'
     lines = text.splitlines(keepends=True)
     if old is not None:
         begin = old[0].start_mark.line
-        line = f"{lines[begin][: old[0].start_mark.column]}adapters: {value}\n"
+        line = f"{lines[begin][: old[0].start_mark.column]}{key}: {value}\n"
         lines[begin : _last_line(text, lines, old[1])] = [line]
     else:
         end = _last_line(text, lines, node)
         lines[end - 1] = lines[end - 1].rstrip("\n") + "\n"
-        lines.insert(end, f"{' ' * node.value[0][0].start_mark.column}adapters: {value}\n")
+        lines.insert(end, f"{' ' * node.value[0][0].start_mark.column}{key}: {value}\n")
     return "".join(lines)
 
 
@@ -232,11 +257,15 @@ def _read_adapters(node: Any) -> dict[str, str]:
 
 def _first_name(node: Any) -> str:
     """Return the id of the model of an entry of `models`: its first name, else its path's last."""
+    return next(iter(_names(node)), "")
+
+
+def _names(node: Any) -> Sequence[str]:
     import yaml
 
-    values = yaml.SafeLoader("").construct_document(node)
+    values = yaml.SafeLoader("").construct_object(node, deep=True)
     names = values.get("names", values.get("name")) or PurePath(values.get("path", "")).name
-    return names if isinstance(names, str) else next(iter(names), "")
+    return [names] if isinstance(names, str) else names
 
 
 def _last_line(text: str, lines: Sequence[str], node: Any) -> int:

@@ -170,7 +170,7 @@ class ControlServer:
         elif request.do == "remove_model":
             await self._models.remove(request.name, progress, save=request.save)
         elif request.do == "alias":
-            await self._models.set_alias(request.name, request.model, progress)
+            await self._models.set_alias(request.name, request.model, progress, save=request.save)
         elif request.do == "try":
             limit_s, read = float(request.count), reader.readline
             await self._trial.run(request.name, request.entry, read, limit_s, progress)

@@ -27,7 +27,7 @@ MakeModelSpecs = Callable[[Mapping[str, Any], int], Awaitable[Sequence[ChildSpec
 `DynamoError`."""
 SaveModel = Callable[[Mapping[str, Any] | None, str], Awaitable[str]]
 """Writes an entry into the settings file, deletes that of a name, or changes the `adapters` of that
-of a name, where the folder "" deletes one; returns the file."""
+of a name, where the folder "" deletes one, or gives it an `alias`; returns the file."""
 
 
 class ModelSources(msgspec.Struct, frozen=True):
@@ -215,7 +215,9 @@ class ServedModels:
         ):
             await self._clock.sleep(POLL_S)
 
-    async def set_alias(self, alias: str, model: str, progress: ControlProgressCallback) -> None:
+    async def set_alias(
+        self, alias: str, model: str, progress: ControlProgressCallback, *, save: bool
+    ) -> None:
         """Let `alias` mean `model` from now on. Raises `NotFound`, and `ConfigError` for the name
         of a model."""
         self._require_known(model)
@@ -237,6 +239,9 @@ class ServedModels:
         self._on_change()
         await self._wait_for_frontends(alias, model)
         progress(f"{alias} means {model} now")
+        if save:
+            until = f"{alias} means {model} until the deployment ends"
+            progress(f"{await self._save({'alias': alias}, model, until)} has the alias")
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return the models in order."""

@@ -11,7 +11,12 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings import Settings, SourcedValue
-from dynamo.core.settings.document import edit_adapters, edit_models, parse_config_document
+from dynamo.core.settings.document import (
+    edit_adapters,
+    edit_alias,
+    edit_models,
+    parse_config_document,
+)
 from dynamo.core.settings.load import with_model_entry
 from dynamo.core.settings.schema_cluster import WorkersSettings
 from dynamo.core.settings.server_url import lacks_tokenizer
@@ -100,8 +105,8 @@ def _defaults(settings: Settings) -> Settings:
 
 def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
     """Write an entry into the list `models` of a settings file, delete that of a name, or change
-    the adapters of that of a name, and return the file. Other lines and its mode stay as they are.
-    Blocks. Raises `ConfigError`."""
+    the adapters of that of a name or give it an alias, and return the file. Other lines and its
+    mode stay as they are. Blocks. Raises `ConfigError`."""
     if not path:
         raise ConfigError(
             "the deployment was started without a settings file, so nothing is saved",
@@ -110,7 +115,9 @@ def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
     file = Path(path).expanduser().resolve()
     try:
         text = file.read_text(encoding="utf-8")
-        if entry and name:
+        if entry and name and "alias" in entry:
+            changed = edit_alias(text, entry["alias"], name)
+        elif entry and name:
             changed = edit_adapters(text, name, entry["adapters"])
         else:
             changed = edit_models(text, entry, name)
