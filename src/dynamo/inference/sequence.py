@@ -202,6 +202,9 @@ class ForkedContent(TokenContent):
             self.fingerprints = prompt.fingerprints[:full]
         return super().fingerprint(block)
 
+    def list_fingerprints(self, first: int, end: int) -> Sequence[int]:
+        return [self.fingerprint(block) for block in range(first, end)]
+
 
 class RequestState(msgspec.Struct, eq=False):
     """Connects a sequence with the request that waits for it. `completion` ends `Engine.generate`.

@@ -26,8 +26,9 @@ MakeModelSpecs = Callable[[Mapping[str, Any], int], Awaitable[Sequence[ChildSpec
 """Returns the processes of an entry of `models`, beside a number of other workers. Raises
 `DynamoError`."""
 SaveModel = Callable[[Mapping[str, Any] | None, str], Awaitable[str]]
-"""Writes an entry into the settings file, deletes that of a name, or changes that of a name: its
-`adapters`, where the folder "" deletes one, or its names by an `alias`. It returns the file."""
+"""Writes an entry into the settings file, deletes that of a name, or changes that of a name.
+`adapters` changes its adapters, where the folder "" deletes one, and `alias` its names. Returns the
+file."""
 
 
 class ModelSources(msgspec.Struct, frozen=True):
