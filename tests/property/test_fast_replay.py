@@ -274,7 +274,7 @@ def test_pairs_of_a_large_fleet_are_those_of_the_router() -> None:
     assert fast.ttft_ms.mean == pytest.approx(exact.ttft_ms.mean, rel=1e-3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     workers=st.integers(1, 3),
@@ -289,12 +289,17 @@ def test_admission_rejects_as_many(
     router = RouterSettings(mode=mode, **limits)  # type: ignore[arg-type]
     cluster = make_workers(workers, AMPLE_BLOCKS, 3, "lru")
     plan = ReplayPlan("synthetic", cluster, router, BLOCK, 0, admission=True)
-    load = chats(40, seed=seed, per_s=20.0 * workers, answer=60)
-    exact, _ = Replay(plan).run(load)
-    fast, _ = FastReplay(plan).run(load)
-    assert fast.completed + fast.rejected == exact.completed + exact.rejected
-    assert fast.rejected == pytest.approx(exact.rejected, rel=0.1, abs=2)
-    assert fast.ttft_ms.mean == pytest.approx(exact.ttft_ms.mean, rel=0.05)
+    rejected, ttft, ended = [0, 0], [0.0, 0.0], [0, 0]
+    for each in range(seed, seed + 4):
+        load = chats(40, seed=each, per_s=20.0 * workers, answer=60)
+        for which, replay in enumerate((Replay, FastReplay)):
+            result, _ = replay(plan).run(load)
+            ended[which] += result.completed + result.rejected
+            rejected[which] += result.rejected
+            ttft[which] += result.ttft_ms.mean
+    assert ended[0] == ended[1]
+    assert rejected[1] == pytest.approx(rejected[0], rel=0.1, abs=4)
+    assert ttft[1] == pytest.approx(ttft[0], rel=0.1)
 
 
 @pytest.mark.parametrize(("seed", "workers", "target_ms"), [(2, 2, 8.0), (0, 3, 12.0), (1, 4, 8.0)])
