@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ def test_the_reference_is_large_enough():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_equal_those_of_transformers(name):
+def test_prompts_equal_those_of_transformers(name, monkeypatch):
+    day = datetime(2026, 11, 28)  # noqa: DTZ001 - the day of the reference
+    monkeypatch.setattr("dynamo.models.chat_template._strftime_now", day.strftime)
     template = read_template(name)
     for case, expected in REFERENCE["prompts"][name].items():
         if expected is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 import msgspec
 
+from dynamo.communication.directory import WATCH_RETRY_S
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.adapters import adapter_name, decode_order
-from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, PlaneUnavailable
 from dynamo.core.reply import LoraAdapters
 from dynamo.models.card import ModelCard
 from dynamo.runtime.distributed import DistributedRuntime
@@ -46,20 +47,28 @@ async def load_model_adapters(
     adapters: LoraAdapters, runtime: DistributedRuntime, model: str, cards_prefix: str
 ) -> None:
     """Load the adapters that clients have had loaded: those in the records of the model's
-    supervisors, which outlive its workers, and those in the cards of its other workers. Adapters
-    that cannot be loaded here are logged and left out."""
+    supervisors, which outlive its workers, and those in the cards of its other workers. Waits for
+    discovery. Adapters that cannot be loaded here are logged and left out."""
     namespace = runtime.settings.runtime.namespace
-    for record in (await runtime.discovery.get(SUPERVISORS_PREFIX)).values():
+    for record in (await _read_records(runtime, SUPERVISORS_PREFIX)).values():
         with suppress(*DECODE_ERRORS):
             supervisor = msgspec.json.decode(record, type=SupervisorRecord)
             if supervisor.namespace == namespace:
                 for name, path in supervisor.adapters.get(model, {}).items():
                     await _load_or_unload(adapters, name, path)
-    for record in (await runtime.discovery.get(cards_prefix)).values():
+    for record in (await _read_records(runtime, cards_prefix)).values():
         with suppress(*DECODE_ERRORS):
             engine = msgspec.json.decode(record, type=ModelCard).engine
             for adapter, path in (engine.adapters if engine else {}).items():
                 await _load_or_unload(adapters, adapter_name(adapter), path)
+
+
+async def _read_records(runtime: DistributedRuntime, prefix: str) -> Mapping[str, bytes]:
+    while True:
+        try:
+            return await runtime.discovery.get(prefix)
+        except PlaneUnavailable:  # its outage is logged
+            await runtime.clock.sleep(WATCH_RETRY_S)
 
 
 async def _load_or_unload(adapters: LoraAdapters, name: str, path: str) -> None:
