@@ -16,7 +16,7 @@ CURVE_POINTS = 100
 BINS_PER_E_FOLD = 1000.0
 """Logarithmic bins of a LatencyHistogram: neighbours differ by 0.1 %."""
 ZERO_BIN = -(1 << 30)
-COUNTED_TOGETHER = 1 << 13
+COUNTED_TOGETHER = 1 << 11
 
 
 class LatencySummary(msgspec.Struct, frozen=True):
