@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,21 +281,31 @@ def _left(supervisor: int) -> dict[str, float]:
 CASES = {"start": case_start, "decode": case_decode, "kills": case_kills}
 
 
+def case_parser(description: str | None, cases: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """Return a parser of the flags `--case` and `--model`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", choices=cases, action="append")
+    parser.add_argument("--model", default="", help="folder; default: the default model")
+    return parser
+
+
+def run_cases(args: argparse.Namespace, cases: Mapping[str, Any]) -> int:
+    """Run the chosen cases in a state folder of their own and return the exit code."""
+    with tempfile.TemporaryDirectory() as state:
+        os.environ["XDG_RUNTIME_DIR"] = state
+        return max(cases[name](args).exit_code for name in args.case or cases)
+
+
 def main() -> int:
     """Run the cases and print their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--model", default="", help="folder; default: the default model")
+    parser = case_parser(__doc__, CASES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--every", type=float, default=1, help="seconds from serving to a kill")
     parser.add_argument("more", nargs="*", help="further flags of dynamo run, for kills")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as state:
-        os.environ["XDG_RUNTIME_DIR"] = state
-        return max(CASES[name](args).exit_code for name in args.case or CASES)
+    return run_cases(parser.parse_args(), CASES)
 
 
 if __name__ == "__main__":

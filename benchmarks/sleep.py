@@ -19,7 +19,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import uvloop
 from load import vocabulary
 from processes import deployment_of, ready, wait_ready
 from servers import Server
-from shared_weights import PROMPT, STREAMS, TOKENS, ask, deployment
+from shared_weights import PROMPT, STREAMS, TOKENS, ask, case_parser, deployment, run_cases
 from streams import StreamClient, now, quantile
 from targets import Targets
 
@@ -208,17 +207,10 @@ CASES = {"memory": case_memory, "cycles": case_cycles, "kills": case_kills}
 
 def main() -> int:
     """Run the cases and print their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--model", default="", help="folder; default: the default model")
+    parser = case_parser(__doc__, CASES)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--kills", type=int, default=12)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as state:
-        os.environ["XDG_RUNTIME_DIR"] = state
-        return max(CASES[name](args).exit_code for name in args.case or CASES)
+    return run_cases(parser.parse_args(), CASES)
 
 
 if __name__ == "__main__":

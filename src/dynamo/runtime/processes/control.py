@@ -203,6 +203,19 @@ def send_control_request(request: ControlRequest, folder: Path, timeout_s: float
 async def start_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> str:
     """Send a request and return its first progress, or "" if there is none within `timeout_s`. The
     deployment completes the request. Raises as `send_control_request`, for errors so far."""
+    async with _requested(request, folder) as (reader, _):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                if line := await reader.readline():
+                    return _read_progress(line)[0]
+    return ""
+
+
+@contextlib.asynccontextmanager
+async def _requested(
+    request: ControlRequest, folder: Path
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Send a request. Its connection is open during the block. Raises `NotFound`."""
     try:
         with _short_socket_path(folder) as path:
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
@@ -210,11 +223,7 @@ async def start_control_request(request: ControlRequest, folder: Path, timeout_s
         raise _no_listener_error(folder, error) from None
     with contextlib.closing(writer):
         writer.write(_encode(request) + b"\n")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                if line := await reader.readline():
-                    return _read_progress(line)[0]
-    return ""
+        yield reader, writer
 
 
 @contextlib.asynccontextmanager
@@ -224,13 +233,7 @@ async def trying(
     """Let a process of the deployment with this state folder have other settings, which are
     taken back at the end unless they were kept. Raises the errors of the request."""
     request = ControlRequest("try", kind, limit_s, entry=dict(values))
-    try:
-        with _short_socket_path(folder) as path:
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
-    except OSError as error:
-        raise _no_listener_error(folder, error) from None
-    with contextlib.closing(writer):
-        writer.write(_encode(request) + b"\n")
+    async with _requested(request, folder) as (reader, writer):
         instance, _ = _read_progress(await reader.readline() or GONE)
         yield RunningTrial(instance, reader, writer)
 
