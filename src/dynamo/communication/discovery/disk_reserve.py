@@ -16,8 +16,9 @@ RESERVE_FOLDER: Final = ".reserve"
 FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 MIN_FREE_BYTES: Final = 16 << 10
 """A disk with less free space is reported as full."""
-_FILE_BYTES: Final = (4 << 10,) * 28 + (32 << 10,)
-"""A worker writes 13 files and a frontend 7. All but the model card are below 1 KB."""
+_FILE_BYTES: Final = (4 << 10,) * 56 + (32 << 10,)
+"""Until it serves, a worker writes 19 files, a frontend 8 and their supervisor 6. A model card may
+be large, and all others have at most 1 KB."""
 _SPARE_FOLDERS: Final = 4
 
 
