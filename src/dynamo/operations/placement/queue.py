@@ -1,0 +1,144 @@
+"""The queue of gangs: who waits for room, who runs, and what happens when a node is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from dynamo.operations.placement.fit import Gang, PlacedGang, PodGroup, check_level, place, release
+from dynamo.operations.placement.topology import Domain, Topology
+
+BIND_S = 60.0
+"""A gang of which a part is missing for longer gives everything back, and waits again."""
+RESERVE_S = 60.0
+"""After so long a wait a gang reserves a domain: others may take no room there."""
+
+
+class WaitingGang(msgspec.Struct):
+    """A gang that waits since `since`, with the domain that it has reserved."""
+
+    gang: Gang
+    since: float
+    reserved: Domain | None = None
+
+
+class RunningGang(msgspec.Struct):
+    """A gang with a place. `missing_since` is when pods of it were lost."""
+
+    placed: PlacedGang
+    since: float
+    missing: list[str] = []
+    missing_since: float = 0.0
+
+
+class GangQueue:
+    """Places gangs first come, first served within a priority. Later ones that fit may start ahead
+    of one that does not, but not in a domain that it has reserved."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.waiting: list[WaitingGang] = []
+        self.running: dict[str, RunningGang] = {}
+
+    def add(self, gang: Gang, now: float) -> None:
+        """Let a gang wait. Raises `ConfigError` for a level that no node has."""
+        check_level(self.topology, gang)
+        self.waiting.append(WaitingGang(gang, now))
+        self.waiting.sort(key=lambda entry: (-entry.gang.priority, entry.since))
+
+    def remove(self, name: str) -> None:
+        """Forget a gang, and give its resources back."""
+        if running := self.running.pop(name, None):
+            release(self.topology, running.placed)
+        self.waiting = [entry for entry in self.waiting if entry.gang.name != name]
+
+    def lose_node(self, name: str, now: float) -> None:
+        """Take a lost node out. Its pods are missing in their gangs from `now` on."""
+        self.topology.remove_node(name)
+        for running in self.running.values():
+            lost = [pod.group for pod in running.placed.pods if pod.node == name]
+            if lost:
+                running.missing_since = running.missing_since if running.missing else now
+                running.missing = [*running.missing, *lost]
+                pods = [pod for pod in running.placed.pods if pod.node != name]
+                running.placed = msgspec.structs.replace(running.placed, pods=pods)
+
+    def step(self, now: float) -> Sequence[PlacedGang]:
+        """Place what fits. Returns the gangs that have their place now, whole."""
+        changed = list(self._repair(now))
+        barred: frozenset[str] = frozenset()
+        for entry in list(self.waiting):
+            first = entry.gang.after
+            if first and (first not in self.running or self.running[first].missing):
+                continue
+            if (placed := place(self.topology, entry.gang, barred)) is not None:
+                self.waiting.remove(entry)
+                self.running[entry.gang.name] = RunningGang(placed, entry.since)
+                changed.append(placed)
+            elif now - entry.since >= RESERVE_S:
+                barred |= self._reserve(entry, barred)
+        return changed
+
+    def _repair(self, now: float) -> Iterator[PlacedGang]:
+        """Place missing pods again. A gang in part for too long gives its place back."""
+        for name, running in list(self.running.items()):
+            if not running.missing:
+                continue
+            gang = running.placed.gang
+            groups = [
+                PodGroup(group.name, count, group.request, selector=group.selector)
+                for group in gang.groups
+                if (count := running.missing.count(group.name))
+            ]
+            part = place(self.topology, msgspec.structs.replace(gang, groups=groups))
+            if part is not None:
+                pods = [*running.placed.pods, *part.pods]
+                running.placed = msgspec.structs.replace(running.placed, pods=pods)
+                running.missing = []
+                yield running.placed
+            elif now - running.missing_since >= BIND_S:
+                self.remove(name)
+                self.add(gang, running.since)
+
+    def _reserve(self, entry: WaitingGang, barred: frozenset[str]) -> frozenset[str]:
+        """Return the hosts of the domain that a waiting gang reserves, none if none can take it."""
+        domain = entry.reserved
+        if domain is None or not could_take(self.topology, entry.gang, domain):
+            domain = entry.reserved = best_reservation(self.topology, entry.gang, barred)
+        return frozenset(host.name for host in domain.hosts) if domain else frozenset()
+
+
+def could_take(topology: Topology, gang: Gang, domain: Domain) -> bool:
+    """Whether a domain could take a gang if it were empty: by its sums and by its largest host."""
+    numbers = topology.resources
+    for resource in {name for group in gang.groups for name in group.request}:
+        if resource not in numbers:
+            return False
+        number = numbers[resource]
+        wanted = sum(group.count * group.request.get(resource, 0) for group in gang.groups)
+        largest = max(group.request.get(resource, 0) for group in gang.groups)
+        if domain.capacity[number] < wanted:
+            return False
+        if max((host.capacity[number] for host in domain.hosts), default=0) < largest:
+            return False
+    return True
+
+
+def best_reservation(
+    topology: Topology, gang: Gang, barred: frozenset[str] = frozenset()
+) -> Domain | None:
+    """Return the narrowest allowed domain that could take a gang, with the most free room."""
+    levels = topology.levels
+    preferred = levels[-2] if gang.preferred is None else gang.preferred
+    last = levels.index(gang.required)
+    for number in range(max(levels.index(preferred), last), last - 1, -1):
+        able = [
+            domain
+            for domain in topology.domains[levels[number]]
+            if not any(host.name in barred for host in domain.hosts)
+            and could_take(topology, gang, domain)
+        ]
+        if able:
+            return max(able, key=lambda domain: sum(domain.free))
+    return None
