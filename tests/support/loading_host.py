@@ -14,7 +14,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.processes.child_spec import ChildSpec, MemoryNeed
 from dynamo.runtime.processes.host_memory import HostMemory
 from dynamo.runtime.processes.model_loader import ModelLoader
-from dynamo.runtime.supervisors import WAITING
+from dynamo.runtime.supervisors import IN_USE, WAITING
 
 GB = 1 << 30
 KEEP_ALIVE_S = 100.0
@@ -38,6 +38,10 @@ class Child:
         self.ready = self.sleeping = False
         self.desired, self.calls = True, 0
         self.crash_loop_reason = self.start_error = ""
+        self.count_calls: Callable[[], int] = lambda: self.calls
+
+    def request_calls(self) -> None:
+        self.calls = self.count_calls()
 
 
 class Processes:
@@ -142,3 +146,51 @@ class Host:
     @property
     def leaving(self) -> set[str]:
         return set(self.processes.stops)
+
+
+class Demand:
+    """Requests that come for each model of a host again and again, while time passes in steps.
+    `longest_s` is the longest time that one waited."""
+
+    STEP_S, LOAD_S, STOP_S, ANSWER_S, PING_S = 0.05, 2.0, 0.4, 0.2, 0.5
+
+    def __init__(self, host: Host, names: str) -> None:
+        self._host, self._names = host, names
+        self.longest_s = 0.0
+        self.served = dict.fromkeys(names, 0)
+        self._waiting_since: dict[str, float] = {}
+        self._called_at = dict.fromkeys(names, -1.0)
+        self._began: dict[asyncio.Future[None], float] = {}
+        self._known = dict[str, str]()
+        """The states as frontends know them, a step ago."""
+
+    async def run(self, seconds: float) -> None:
+        """Let time pass."""
+        processes, clock = self._host.processes, self._host.clock
+        for number in range(round(seconds / self.STEP_S)):
+            known, self._known = self._known, self._host.states
+            await self._host.use(**{name: self._send(name, known) for name in self._names})
+            for waits, took_s in ((processes.starts, self.LOAD_S), (processes.stops, self.STOP_S)):
+                for future in waits.values():
+                    began = self._began.setdefault(future, clock.time - self.STEP_S)
+                    if not future.done() and clock.time - began >= took_s - self.STEP_S / 2:
+                        future.set_result(None)
+            for child in processes.children:
+                name = child.spec.model
+                child.count_calls = lambda name=name: self._count_calls(name)
+                if number % round(self.PING_S / self.STEP_S) == 0:
+                    child.request_calls()
+            await self._host.settle(self.STEP_S)
+
+    def _send(self, name: str, known: dict[str, str]) -> bytes:
+        now = self._host.clock.time
+        if known.get(name) != "loaded":
+            self._waiting_since.setdefault(name, now)
+            return WAITING
+        self.longest_s = max(self.longest_s, now - self._waiting_since.pop(name, now))
+        self._called_at[name] = now
+        self.served[name] += 1
+        return IN_USE
+
+    def _count_calls(self, name: str) -> int:
+        return int(self._host.clock.time - self._called_at[name] < self.ANSWER_S)

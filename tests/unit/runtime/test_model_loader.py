@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from msgspec.structs import replace
-from tests.support.loading_host import GB, KEEP_ALIVE_S, LONG_S, Child, Host
+from tests.support.loading_host import GB, KEEP_ALIVE_S, LONG_S, Child, Demand, Host
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.processes.model_loader import QUIET_S
+from dynamo.runtime.processes.model_loader import QUIET_S, RUN_SHARE
 from dynamo.runtime.supervisors import IN_USE, WAITING, LoadRecord
 
 
@@ -188,14 +188,46 @@ async def test_two_in_demand_take_turns_and_each_serves_its_queue(small: Host) -
     assert small.processes.started == ["a", "b", "a", "b"]
 
 
-async def test_a_model_in_demand_runs_for_as_long_as_its_load_took(small: Host) -> None:
+async def test_a_model_in_demand_runs_for_a_share_of_the_time_of_its_load(small: Host) -> None:
     await small.use(a=WAITING)
     await small.complete_start("a", load_s=20.0)
     await small.use(a=IN_USE, b=WAITING)
-    await small.settle(19.0)
+    await small.settle(20.0 * RUN_SHARE - 1.0)
     assert small.states["a"] == "loaded"
     await small.settle(1.0)
     assert small.states["a"] == "leaving"
+
+
+async def test_half_of_the_models_in_demand_go_on_while_others_take_their_turn(
+    tasks: BackgroundTasks,
+) -> None:
+    host = Host(tasks, limit_bytes=2 * GB)
+    for name in "abcd":
+        host.add(name)
+    await host.load("a", then=IN_USE)
+    await host.load("b", then=IN_USE)
+    await host.settle(LONG_S)
+    await host.use(c=WAITING, d=WAITING)
+    await host.settle(LONG_S)
+    assert host.states == {"a": "leaving", "b": "loaded", "c": "unloaded", "d": "unloaded"}
+    await host.complete_stop("a")
+    await host.settle(LONG_S)
+    assert host.states == {"a": "unloaded", "b": "loaded", "c": "loading", "d": "unloaded"}
+    await host.complete_start("c")
+    assert host.states == {"a": "unloaded", "b": "leaving", "c": "loaded", "d": "unloaded"}
+
+
+async def test_each_of_three_in_demand_waits_for_three_loads_at_most(
+    tasks: BackgroundTasks,
+) -> None:
+    host = Host(tasks, limit_bytes=2 * GB)
+    for name in "abc":
+        host.add(name)
+    demand = Demand(host, "abc")
+    await demand.run(60.0)
+    assert demand.longest_s <= 3 * demand.LOAD_S
+    assert min(demand.served.values()) > 100
+    assert len(host.processes.started) >= 12, "they take turns"
 
 
 async def test_a_model_stays_when_the_one_that_waited_for_it_is_wanted_no_more(small: Host) -> None:

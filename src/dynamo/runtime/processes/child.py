@@ -76,7 +76,7 @@ class ChildProcess:
         self.last_exit = ""
         self.start_s = 0.0
         self.calls = 0
-        """Calls that the process answered half a second ago at most."""
+        """Calls that the process answered half a second ago at most, or at `request_calls`."""
         self._supervisor_id = supervisor_id
         self._shared_memory = shared_memory
         self._watchdog = Watchdog()
@@ -212,13 +212,18 @@ class ChildProcess:
             return
         was_hung, was_expired = self._watchdog.hung, self._watchdog.expired
         if self._watchdog.tick(self._clock.now()):
-            self._stdin_writer.write(PING + b"\n")
+            self.request_calls()
         if self._watchdog.hung != was_hung:
             self._on_change(self)
         if self._watchdog.expired and not was_expired:
             fields = {"name": self.spec.name, "instance": self.instance, "silent_s": KILL_AFTER_S}
             log.error("process killed: its event loop does not answer", extra={"fields": fields})
             self.send_signal(signal.SIGKILL)
+
+    def request_calls(self) -> None:
+        """Ask the process for its calls now, which the watchdog does every `PING_INTERVAL_S`."""
+        if self._stdin_writer is not None:
+            self._stdin_writer.write(PING + b"\n")
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process; SIGKILL goes to its whole process group."""

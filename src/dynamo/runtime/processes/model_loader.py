@@ -18,11 +18,13 @@ from dynamo.runtime.supervisors import WAITING, LoadRecord, LoadState
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.2
+TICK_S = 0.1
 """Times and calls of workers are compared this often while a model is loaded or wanted."""
-QUIET_S = 0.6
-"""A model that has to leave gets no further requests, and is stopped when its workers had no call
-for this time."""
+QUIET_S = 0.2
+"""A model that has to leave gets no further requests as soon as frontends know of it, and is
+stopped when its workers had no call for this time."""
+RUN_SHARE = 0.25
+"""A model in demand runs for this share of the time that its load took before it makes room."""
 FIRST_RETRY_S, MAX_RETRY_S = 2.0, 60.0
 """A model that could not be loaded is loaded again after these times at the earliest."""
 FollowKeys = Callable[[Callable[[Mapping[str, bytes]], None]], None]
@@ -82,8 +84,9 @@ class OnDemandModel:
 
     def may_be_preempted(self, now: float) -> bool:
         """Whether a model with requests has served those that came before its load, and has run for
-        as long as that took."""
-        return WAITING not in self.uses.values() and now - self.loaded_at >= self.load_s
+        a while."""
+        least_s = RUN_SHARE * self.load_s
+        return WAITING not in self.uses.values() and now - self.loaded_at >= least_s
 
     def fail(self, reason: str, now: float) -> None:
         """Note that the model could not be loaded."""
@@ -104,8 +107,9 @@ class ModelLoader:
 
     Models that wait for memory are served in the order in which they were wanted. Those that were
     used least recently make room. If none is idle, a model makes room that has served what had
-    waited for its load, and has run for at least as long as that took: it gets no further requests,
-    and ends when those in flight have ended.
+    waited for its load, and has run for a share of the time of that: it gets no further requests,
+    and ends when those in flight have ended. At most half of the models come and go like that at
+    once: if all did, each would wait for the run of another one, too.
     """
 
     def __init__(
@@ -267,7 +271,10 @@ class ModelLoader:
         loaded = [model for model in others if not model.busy and self._is_loaded(model)]
         staying = [model for model in loaded if model.name not in leaving]
         idle = [model for model in staying if not model.uses and model.used_at < now]
+        moving = [model for model in others if model.busy or model.name in leaving]
         preempted = [model for model in staying if model.uses and model.may_be_preempted(now)]
+        if len(moving) >= max(1, len(others) // 2):
+            preempted = []
         for model in [
             *sorted(idle, key=lambda model: model.used_at),
             *sorted(preempted, key=lambda model: model.loaded_at),
@@ -308,6 +315,8 @@ class ModelLoader:
         if model.busy or not self._is_loaded(model):
             return
         if model.leaves_since is not None:
+            for child in self._children(model):
+                child.request_calls()
             if now - max(model.leaves_since, model.called_at) >= QUIET_S:
                 self._unload(model)
             return
