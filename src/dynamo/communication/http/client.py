@@ -229,6 +229,7 @@ class HttpClient:
                     hint="is the API key complete, and only the key?",
                 )
         own.pop("authorization", None)
+        self._content_type = own.pop("content-type")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in own.items())
         self._idle: list[HttpClientConnection] = []
         self._busy: set[HttpClientConnection] = set()
@@ -247,11 +248,14 @@ class HttpClient:
         on_data: OnData | None = None,
         *,
         authorization: str = "",
+        content_type: str = "",
     ) -> HttpAnswer:
         """Send a request. Parts of the body of an answer 200 go to `on_data`, if given.
-        `authorization` replaces the header of that name. Raises `OSError` if the server cannot be
-        reached or breaks off. Cancellation closes the connection, by which servers notice it."""
+        `authorization` and `content_type` replace the headers of these names. Raises `OSError` if
+        the server cannot be reached or breaks off. Cancellation closes the connection, by which
+        servers notice it."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
+        head += f"content-type: {content_type or self._content_type}\r\n"
         if authorization or self._authorization:
             head += f"authorization: {authorization or self._authorization}\r\n"
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body

@@ -1,0 +1,116 @@
+"""Who may do what: tokens of service accounts, roles and their bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from dynamo.testing.kubernetes.failures import ApiFailure
+from dynamo.testing.kubernetes.kinds import Object
+from dynamo.testing.kubernetes.objects import ClusterObjects, Target
+
+RBAC = "rbac.authorization.k8s.io"
+
+
+class User(NamedTuple):
+    """Who makes a request."""
+
+    name: str
+    groups: tuple[str, ...] = ()
+
+
+class Attributes(NamedTuple):
+    """What a request does. `resource` has the subresource behind a slash."""
+
+    verb: str
+    group: str
+    resource: str
+    namespace: str
+    name: str
+
+
+ADMINISTRATOR = User("admin", ("system:masters",))
+
+
+class Access:
+    """Finds the user of a request, and whether roles allow it."""
+
+    def __init__(self, objects: ClusterObjects) -> None:
+        self._objects = objects
+        self.tokens: dict[str, User] = {"admintoken": ADMINISTRATOR}
+        self.refused: list[str] = []
+        """What was answered with a 403."""
+
+    def account_token(self, namespace: str, account: str) -> str:
+        """Return a token of a service account."""
+        token = f"{namespace}.{account}.{len(self.tokens)}"
+        name = f"system:serviceaccount:{namespace}:{account}"
+        groups = ("system:serviceaccounts", f"system:serviceaccounts:{namespace}")
+        self.tokens[token] = User(name, (*groups, "system:authenticated"))
+        return token
+
+    def user_of(self, authorization: str) -> User:
+        """Return the user of a token. Raises `ApiFailure` 401."""
+        if not authorization:
+            return ADMINISTRATOR
+        user = self.tokens.get(authorization.removeprefix("Bearer "))
+        if user is None:
+            raise ApiFailure(401, "Unauthorized")
+        return user
+
+    def check(self, user: User, attributes: Attributes) -> None:
+        """Raise `ApiFailure` 403 for what no role allows."""
+        if "system:masters" in user.groups:
+            return
+        if any(_allows(rule, attributes) for rule in self._rules(user, attributes.namespace)):
+            return
+        verb, group, resource, namespace, name = attributes
+        shown = f"{resource}.{group}" if group else resource
+        where = f'in the namespace "{namespace}"' if namespace else "at the cluster scope"
+        named = f'"{name}" ' if name else ""
+        text = (
+            f'{shown} {named}is forbidden: User "{user.name}" cannot {verb} resource "{resource}" '
+            f'in API group "{group}" {where}'
+        )
+        self.refused.append(text)
+        raise ApiFailure(403, text, about=(group, resource, name))
+
+    def act(self, target: Target, body: Object, user: str) -> Object:
+        """Do what a subresource other than status and scale does."""
+        del user
+        raise ApiFailure(404, f"the server could not find {target.subresource!r}: {body.keys()}")
+
+    def _rules(self, user: User, namespace: str) -> Iterator[Object]:
+        store = self._objects.store
+        for binding in store.items(f"clusterrolebindings.{RBAC}"):
+            if _binds(binding, user):
+                yield from self._role_rules("", binding["roleRef"])
+        for binding in store.items(f"rolebindings.{RBAC}", namespace) if namespace else ():
+            if _binds(binding, user):
+                yield from self._role_rules(namespace, binding["roleRef"])
+
+    def _role_rules(self, namespace: str, reference: Object) -> Iterable[Object]:
+        plural = "roles" if reference["kind"] == "Role" else "clusterroles"
+        key = (namespace if plural == "roles" else "", reference["name"])
+        return (self._objects.store.get(f"{plural}.{RBAC}", key) or {}).get("rules") or ()
+
+
+def _binds(binding: Object, user: User) -> bool:
+    for subject in binding.get("subjects") or ():
+        name = subject["name"]
+        if subject["kind"] == "ServiceAccount":
+            namespace = subject.get("namespace") or binding["metadata"].get("namespace", "")
+            name = f"system:serviceaccount:{namespace}:{name}"
+        if name == user.name or (subject["kind"] == "Group" and name in user.groups):
+            return True
+    return False
+
+
+def _allows(rule: Object, attributes: Attributes) -> bool:
+    names = rule.get("resourceNames")
+    return (
+        bool({"*", attributes.verb} & set(rule.get("verbs") or ()))
+        and bool({"*", attributes.group} & set(rule.get("apiGroups") or ()))
+        and bool({"*", attributes.resource} & set(rule.get("resources") or ()))
+        and (not names or attributes.name in names)
+    )
