@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference from the code; with --check, only check whether it is up to date.
+"""Write docs/reference and deploy/kubernetes/crds from the code; with --check, compare them.
 
 scripts/reference.py [--check]
 """
@@ -34,10 +34,12 @@ from dynamo.core.settings import SettingSpec
 from dynamo.core.settings.keys import environment_name, section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import ENVIRONMENT_ALIASES
 from dynamo.core.settings.values import type_name
+from dynamo.operations.operator.crds import custom_resources
+from dynamo.operations.operator.manifests import write_manifests
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "docs" / "reference"
-HEADER = "<!-- Made by scripts/reference.py from the code (`make docs`). -->\n"
+CRDS = "deploy/kubernetes/crds"
+MADE = "Made by scripts/reference.py from the code (`make docs`)"
 HELP_COLUMNS = "100"
 
 
@@ -46,29 +48,27 @@ def main(arguments: Sequence[str]) -> int:
     rendered = pages()
     if "--check" in arguments:
         return _compare(rendered)
-    FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in rendered.items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+        (ROOT / name).write_text(text, encoding="utf-8")
     return 0
 
 
 def _compare(rendered: Mapping[str, str]) -> int:
-    stale = [name for name, text in rendered.items() if not _same(FOLDER / name, text)]
+    stale = [name for name, text in rendered.items() if not _same(ROOT / name, text)]
     for name in stale:
-        print(f"docs/reference/{name} is out of date: run `make docs`")
-        print("\n".join(_difference(FOLDER / name, rendered[name])))
+        print(f"{name} is out of date: run `make docs`")
+        print("\n".join(_difference(ROOT / name, rendered[name])))
     return 1 if stale else 0
 
 
 def pages() -> Mapping[str, str]:
-    """Return the text of every page by file name."""
-    return {
-        "settings.md": settings_page(),
-        "commands.md": commands_page(),
-        "errors.md": errors_page(),
-        "metrics.md": metrics_page(),
-        "http.md": http_page(),
+    """Return the text of every page, and of Kubernetes' manifests, by path."""
+    makers = (settings_page, commands_page, errors_page, metrics_page, http_page)
+    kinds = {
+        f"{CRDS}/{kind['metadata']['name']}.yaml": f"# {MADE}.\n{write_manifests([kind])}"
+        for kind in custom_resources()
     }
+    return {f"docs/reference/{make.__name__[:-5]}.md": make() for make in makers} | kinds
 
 
 def settings_page() -> str:
@@ -372,7 +372,7 @@ def _import_everything() -> None:
 
 
 def _title(name: str) -> str:
-    return f"# {name}\n\n{HEADER}"
+    return f"# {name}\n\n<!-- {MADE}. -->\n"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

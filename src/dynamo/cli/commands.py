@@ -82,6 +82,9 @@ COMMANDS = {
         "dynamo.cli.foresight.tune", "find better settings by a record, and try them on a process"
     ),
     "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
+    "kubernetes": Command(
+        "dynamo.cli.kubernetes.command", "graphs on Kubernetes: kinds, conversion, placement"
+    ),
     **{
         f"_{name}": Command(
             f"dynamo.cli.entry_points.entry:{name.upper()}", f"NVIDIA Dynamo's {name}", hidden=True

@@ -83,7 +83,7 @@ def _hint_for_command(wrong: str) -> str:
 
 def overview() -> str:
     """Return the text of `dynamo --help`."""
-    lines = [f"  {name:<10}{COMMANDS[name].help}" for name in _visible_commands()]
+    lines = [f"  {name:<11}{COMMANDS[name].help}" for name in _visible_commands()]
     return OVERVIEW.format("\n".join(lines))
 
 

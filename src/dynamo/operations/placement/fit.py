@@ -134,7 +134,7 @@ def release(topology: Topology, placed: PlacedGang) -> None:
 
 
 class PlaceSearch:
-    """A search for the place of a gang. The moves taken so far are undone if a domain does not take all."""
+    """A search for the place of a gang. Moves are undone if a domain does not take all pods."""
 
     def __init__(self, topology: Topology, gang: Gang, barred: frozenset[str]) -> None:
         self.topology = topology

@@ -1,0 +1,1 @@
+"""`dynamo kubernetes`: kinds, manifests, conversion, placement, operator and status."""
