@@ -49,6 +49,8 @@ def processes(supervisor: int) -> dict[str, int]:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if "_child" in words:
             role = words[words.index("_child") + 1]
+            if "--fork-server" in words and "fork server" not in pids:
+                role = "fork server"  # the first of them
             pids[role if role not in pids else f"{role}-{pid}"] = pid
     return pids
 

@@ -13,6 +13,9 @@ def parser() -> Parser:
         "dynamo _child", "Run a process of a deployment with settings from standard input."
     )
     parser.add_argument("role", help="frontend, router, worker or service")
+    parser.add_argument(
+        "--fork-server", action="store_true", help="fork processes of the role by orders"
+    )
     return parser
 
 
@@ -20,9 +23,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run until the supervisor ends the process."""
     args = parser().parse(arguments)
 
-    from dynamo.services.deployment.launch import run_child
+    from dynamo.services.deployment.launch import become_child, run_child
     from dynamo.services.deployment.user_service import USER_SERVICE_ROLE, run_user_service
 
+    if args.fork_server:
+        become_child(args.role)
     if args.role == USER_SERVICE_ROLE:
         return run_user_service()
     return run_child(args.role)

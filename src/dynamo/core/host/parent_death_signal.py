@@ -12,12 +12,18 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
-"""Constant of linux/prctl.h."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Constants of linux/prctl.h."""
 
 
 def set_parent_death_signal() -> None:
     """Ask the kernel for SIGKILL when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Let this process become the parent of descendants whose parent ends, or no more."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from dynamo.runtime.processes.exit_status import (
     killed_by_oom,
     wait_for_pid,
 )
+from dynamo.runtime.processes.fork_server import ForkServer, StartedProcess, forks
 from dynamo.runtime.processes.parent_pipe import (
     PING,
     PING_ANSWER,
@@ -66,6 +68,7 @@ class ChildProcess:
         state_root: Path,
         supervisor_id: str = "",
         shared_memory: SharedMemoryBroker,
+        fork_server: ForkServer,
     ) -> None:
         self.spec = spec
         self.report = ChildReport()
@@ -79,6 +82,7 @@ class ChildProcess:
         """Calls that the process answered half a second ago at most, or at `request_calls`."""
         self._supervisor_id = supervisor_id
         self._shared_memory = shared_memory
+        self._fork_server = fork_server
         self._watchdog = Watchdog()
         self._clock = clock
         self._on_line = on_line
@@ -266,37 +270,51 @@ class ChildProcess:
 
     async def _spawn(self) -> int:
         parent_end, child_end = socket.socketpair()
-        with parent_end, child_end, self._open_memory_channel() as memory_end:
-            memory_fd = -1 if memory_end is None else memory_end.fileno()
-            # The main thread forks: PR_SET_PDEATHSIG fires when the forking thread dies.
-            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
-                self.spec.argv,
-                stdin=child_end.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self._environ,
-                pass_fds=() if memory_end is None else (memory_fd,),
-            )
-            child_end.close()
-            if memory_end is not None:
-                memory_end.close()
+        reader, writer = os.pipe()
+        with (
+            parent_end,
+            os.fdopen(reader, "rb", 0) as output,
+            self._open_memory_channel() as memory_end,
+        ):
+            with child_end, os.fdopen(writer, "wb", 0), memory_end or nullcontext():
+                memory = () if memory_end is None else (memory_end.fileno(),)
+                process = await self._start_process(child_end.fileno(), writer, memory)
             self.pid = process.pid
             try:
-                return await self._supervise(process, parent_end, memory_fd)
+                return await self._supervise(process, parent_end, output)
             finally:
                 self.send_signal(signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(ChildProcessError):  # `_supervise` has reaped it
+                    os.waitpid(self.pid, 0)  # noqa: ASYNC222 - the process is killed
                 self.pid = 0
+
+    async def _start_process(self, stdin: int, stdout: int, fds: tuple[int, ...]) -> StartedProcess:
+        spec = self.spec
+        if forks(spec):
+            kind = spec.settings.engine.kind
+            return await self._fork_server.fork(kind, self._environ, (stdin, stdout, *fds))
+        # The main thread starts it: PR_SET_PDEATHSIG fires when the starting thread dies.
+        process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
+            spec.argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=self._environ,
+            pass_fds=fds,
+        )
+        process.returncode = 0  # `_supervise` waits for the process
+        return StartedProcess(process.pid, fds)
 
     def _open_memory_channel(self) -> AbstractContextManager[socket.socket | None]:
         return self._shared_memory.channel() if self.spec.role == "worker" else nullcontext()
 
     async def _supervise(
-        self, process: subprocess.Popen[bytes], parent_end: socket.socket, memory_fd: int
+        self, process: StartedProcess, parent_end: socket.socket, output: IO[bytes]
     ) -> int:
         reader, writer = await asyncio.open_connection(sock=parent_end)
         spec = self.spec
+        memory_fd = process.fds[0] if process.fds else -1
         facts = (self._supervisor_id, memory_fd, spec.standby)
         start = ChildStart(self._settings, spec.name, os.getpid(), spec.task, *facts)
         writer.write(msgspec.json.encode(start) + b"\n")
@@ -305,26 +323,23 @@ class ChildProcess:
             self._send_notice(self._notice)
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None) as output:
+                async with asyncio.timeout(None) as timeout:
                     await run_all(
-                        self._read_logs(process),
+                        self._read_logs(output),
                         self._read_reports(reader),
-                        self._wait_for_exit(process, output),
+                        self._wait_for_exit(process.pid, timeout),
                     )
         finally:
             self._stdin_writer = None
             writer.close()
         _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - the process is dead
         self._peak_rss_bytes = usage.ru_maxrss * 1024
-        process.returncode = os.waitstatus_to_exitcode(status)
-        return process.returncode
+        return os.waitstatus_to_exitcode(status)
 
-    async def _wait_for_exit(
-        self, process: subprocess.Popen[bytes], output: asyncio.Timeout
-    ) -> None:
-        await wait_for_pid(process.pid)
+    async def _wait_for_exit(self, pid: int, timeout: asyncio.Timeout) -> None:
+        await wait_for_pid(pid)
         self.send_signal(signal.SIGKILL)  # kills processes that it left in its group
-        output.reschedule(asyncio.get_running_loop().time() + OUTPUT_GRACE_S)
+        timeout.reschedule(asyncio.get_running_loop().time() + OUTPUT_GRACE_S)
 
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
@@ -351,11 +366,11 @@ class ChildProcess:
             self._ready_at = now
             self.crash_loop_reason = ""
 
-    async def _read_logs(self, process: subprocess.Popen[bytes]) -> None:
+    async def _read_logs(self, output: IO[bytes]) -> None:
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+            lambda: asyncio.StreamReaderProtocol(reader), output
         )
         with contextlib.closing(transport):
             rest = b""

@@ -23,7 +23,13 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
-from dynamo.runtime.deployment import Deployment, ProcessRecord, new_instance_id
+from dynamo.runtime.deployment import (
+    ChildStatus,
+    Deployment,
+    ProcessRecord,
+    WaitingChild,
+    new_instance_id,
+)
 from dynamo.runtime.discovery import RepublishingDiscovery
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import planes_of
@@ -155,6 +161,24 @@ def describe_workers(
         kinds[kind] = replace(record, **{state: getattr(record, state) + 1})
     started = {kind: round(seconds, 2) for kind, seconds in start_s.items() if seconds}
     return SupervisorRecord(dict(desired), started, failing, kinds)
+
+
+def describe_children(
+    children: Sequence[ChildProcess],
+) -> tuple[dict[int, ChildStatus], dict[str, WaitingChild]]:
+    """Return which children hang and how often each was restarted, by pid, and which wait for
+    their restart, by name."""
+    status = {
+        child.pid: ChildStatus(child.hung, child.restarts)
+        for child in children
+        if child.pid and (child.hung or child.restarts)
+    }
+    waiting = {
+        child.spec.name: WaitingChild(child.spec.role, child.restarts, child.last_exit)
+        for child in children
+        if not child.pid and child.restarts and child.desired
+    }
+    return status, waiting
 
 
 class SupervisorDiscovery:

@@ -17,9 +17,7 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
 from dynamo.runtime.deployment import (
-    ChildStatus,
     Deployment,
-    WaitingChild,
     report_unsafe_roots,
 )
 from dynamo.runtime.health import PREPARATION_REASON
@@ -29,6 +27,7 @@ from dynamo.runtime.processes.child_logs import PrefixedLogWriter
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.control import ControlServer
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
+from dynamo.runtime.processes.fork_server import ForkServer
 from dynamo.runtime.processes.host_memory import HostMemory
 from dynamo.runtime.processes.model_loader import ModelLoader
 from dynamo.runtime.processes.parent_pipe import ChildReport
@@ -37,6 +36,7 @@ from dynamo.runtime.processes.process_record import (
     SUPERVISOR,
     ProcessRecordWriter,
     SupervisorDiscovery,
+    describe_children,
     describe_workers,
     process_key,
     supervisor_record,
@@ -109,6 +109,7 @@ class Supervisor:
         self._tasks = BackgroundTasks()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._shared_memory = SharedMemoryBroker(self._clock, self._record_child_status)
+        self._fork_server = ForkServer()
         self._discovery = SupervisorDiscovery(settings)
         self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
@@ -163,6 +164,7 @@ class Supervisor:
             await self._discovery.close()
             await self._record_writer.remove()
             self._shared_memory.close()
+            self._fork_server.close()
             await self._clock.offload(self._disk_space.close)
             await self._clock.offload(self._deployment.remove_if_unused)
         if self._preparation_error is not None:
@@ -301,6 +303,7 @@ class Supervisor:
             state_root=self._deployment.folder.parent,
             supervisor_id=self._record_writer.record.instance,
             shared_memory=self._shared_memory,
+            fork_server=self._fork_server,
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
@@ -366,16 +369,7 @@ class Supervisor:
     def _record_child_status(self) -> None:
         """Write which children hang or wait for their restart, how often each was restarted, and
         how much memory they share, for `dynamo ps`."""
-        status = {
-            child.pid: ChildStatus(child.hung, child.restarts)
-            for child in self.children
-            if child.pid and (child.hung or child.restarts)
-        }
-        waiting = {
-            child.spec.name: WaitingChild(child.spec.role, child.restarts, child.last_exit)
-            for child in self.children
-            if not child.pid and child.restarts and child.desired
-        }
+        status, waiting = describe_children(self.children)
         record = self._record_writer.record
         shared = self._shared_memory.size_bytes
         if (status, waiting, shared) != (record.children, record.waiting, record.shared_bytes):

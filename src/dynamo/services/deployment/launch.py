@@ -6,22 +6,24 @@ import asyncio
 import logging
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from dynamo.communication.addresses import is_loopback
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.settings.secret_files import remember_settings
 from dynamo.core.values import worker_role
 from dynamo.inference.engines.choice import log_choices
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child_spec import ChildSpec
-from dynamo.runtime.processes.parent_pipe import ParentPipe
+from dynamo.runtime.processes.parent_pipe import ChildStart, ParentPipe
 from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.served_models import ModelSources
@@ -49,7 +51,22 @@ SERVICE_BY_ROLE = {
     "planner": "dynamo.services.planning.planner:PlannerService",
 }
 
-
+PRELOADED_MODULES = {
+    "": (
+        "uvloop",
+        "dynamo.communication.discovery.file",
+        "dynamo.communication.events.tcp",
+        "dynamo.communication.requests.tcp",
+        "dynamo.communication.transfer.auto",
+    ),
+    "native": (
+        "dynamo.inference.torch.engine",
+        "dynamo.inference.native.numpy_backend",
+        "dynamo.inference.native.sampling",
+        "dynamo.inference.native.shared_weights",
+    ),
+}
+"""Modules that the fork server imports beside those of the service, for all engines and for one."""
 BASE_OPEN_FILES = 96
 """Files and sockets of a frontend without connections, and some connections of clients."""
 OPEN_FILES_PER_PROCESS = 4
@@ -86,6 +103,25 @@ def create_service(role: str) -> ProcessService:
     module, _, name = target.partition(":")
     service: ProcessService = getattr(import_module(module), name)()
     return service
+
+
+def become_child(role: str) -> None:
+    """Return in each process of this role that the supervisor orders from standard input. Each
+    finds imported what the role needs, and what decodes settings."""
+    from dynamo.runtime.processes.fork_server import become_worker
+
+    def prepare(engine: str) -> None:
+        with suppress(Exception):  # the process meets the error again and reports it
+            for module in PRELOADED_MODULES.get(engine, ()):
+                import_module(module)
+
+    with suppress(Exception):
+        create_service(role)
+        start = msgspec.json.encode(ChildStart(Settings(), role, supervisor=0))
+        msgspec.json.decode(start, type=ChildStart)
+        remember_settings(Settings())
+    prepare("")
+    become_worker(prepare)
 
 
 def run_child(role: str) -> int:

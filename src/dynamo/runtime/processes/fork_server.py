@@ -1,0 +1,159 @@
+"""The fork server: a process that has imported what workers need, and forks them.
+
+A fork takes milliseconds of CPU, the imports of a worker 0.3 s. The server has one thread and no
+event loop. The supervisor adopts the workers: the server's death ends none of them. Orders and
+answers travel over a socket pair, which is the server's standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from dynamo.core.host.parent_death_signal import adopt_orphans, set_parent_death_signal
+from dynamo.runtime.processes.child_spec import ChildSpec
+
+ARGV = (sys.executable, "-P", "-m", "dynamo", "_child", "worker", "--fork-server")
+SUPPORTED = sys.platform == "linux"
+"""Other systems have no processes that adopt those of others, and libraries that forbid forks."""
+MAX_MESSAGE_BYTES = 64 << 10
+ANSWER_TIMEOUT_S = 30.0
+"""A server that does not answer for this time is killed. The first answer waits for imports."""
+
+
+def forks(spec: ChildSpec) -> bool:
+    """Whether the fork server starts a process."""
+    return SUPPORTED and spec.role == "worker" and not spec.command
+
+
+class ForkOrder(msgspec.Struct, frozen=True):
+    """The order to fork a worker of an `engine`, with `environ` beside the server's variables. Its
+    standard input and output come with it, then other descriptors."""
+
+    engine: str
+    environ: dict[str, str] = {}
+
+
+class StartedProcess(msgspec.Struct, frozen=True):
+    """A process of our own, which the starter reaps. `fds` are the numbers that other descriptors
+    than standard input and output have there."""
+
+    pid: int
+    fds: tuple[int, ...] = ()
+
+
+class ForkServer:
+    """The supervisor's side. The server starts with the first order, and after its death."""
+
+    def __init__(self, argv: Sequence[str] = ARGV) -> None:
+        self._argv = argv
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket
+        self._lock = asyncio.Lock()
+
+    def _start(self) -> None:
+        """Start the server, if none runs. The main thread must call this: the server dies with the
+        thread that has started it."""
+        if self._process is not None:
+            return
+        self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with child_end:
+            self._process = subprocess.Popen(  # noqa: S603 - our own command
+                self._argv,
+                stdin=child_end.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    async def fork(
+        self, engine: str, environ: Mapping[str, str], fds: Sequence[int]
+    ) -> StartedProcess:
+        """Fork a worker, which becomes a child of this process. Raises `OSError`."""
+        different = {key: text for key, text in environ.items() if os.environ.get(key) != text}
+        order = msgspec.json.encode(ForkOrder(engine, different))
+        async with self._lock:
+            self._start()
+            adopt_orphans(True)
+            try:
+                socket.send_fds(self._socket, [order], fds)
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    answer = await asyncio.get_running_loop().sock_recv(
+                        self._socket, MAX_MESSAGE_BYTES
+                    )
+                return msgspec.json.decode(answer, type=StartedProcess)
+            except BaseException as error:
+                self.close()  # the next order must not get this answer
+                if isinstance(error, msgspec.DecodeError):
+                    raise ChildProcessError("the fork server ended") from error
+                raise
+            finally:
+                adopt_orphans(False)
+
+    def close(self) -> None:
+        """Kill the server. The workers that it has forked run on."""
+        if self._process is not None:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def become_worker(prepare: Callable[[str], None]) -> None:
+    """Serve orders from standard input until its end, which ends the process. `prepare(engine)`
+    imports what the engine needs. Returns in the forked processes alone, each of which has its own
+    standard input and output."""
+    set_parent_death_signal()
+    orders = socket.socket(fileno=os.dup(0))
+    while True:
+        data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            sys.exit(0)
+        order = msgspec.json.decode(data, type=ForkOrder)
+        prepare(order.engine)
+        gc.freeze()  # a collection in a worker would copy the pages of these objects
+        pid = _fork_twice()
+        if not pid:
+            orders.close()
+            os.environ.update(order.environ)
+            os.setsid()
+            for number, fd in enumerate((fds[0], fds[1], fds[1])):
+                os.dup2(fd, number)
+            os.close(fds[0])
+            os.close(fds[1])
+            return
+        for fd in fds:
+            os.close(fd)
+        orders.send(msgspec.json.encode(StartedProcess(pid, tuple(fds[2:]))))
+
+
+def _fork_twice() -> int:
+    """Fork a process whose parent ends at once, so that the supervisor adopts it. Returns its pid,
+    and 0 in it."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
+        if pid:
+            os.write(writer, b"%d" % pid)
+            os._exit(0)
+    os.close(writer)
+    if not between:
+        os.close(reader)
+        return 0
+    data = os.read(reader, 16)
+    os.close(reader)
+    os.waitpid(between, 0)
+    if not data:
+        raise ChildProcessError("the system starts no further process")
+    return int(data)
