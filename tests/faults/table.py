@@ -337,6 +337,7 @@ async def disk_full(cluster: Cluster) -> str:
     """Forbid all processes to make a file longer."""
     roles = ("supervisor", "frontend", "worker")
     pids = [record.pid for role in roles for record in cluster.processes(role)]
+    pids += children_of(pids[0])  # also what forks the replacement
     no_limit = resource.RLIM_INFINITY
 
     async def inject() -> None:

@@ -122,7 +122,10 @@ async def test_a_worker_leaves_while_it_sleeps_and_answers_the_same_afterwards(
         await engine.generate(make_request(PROMPT), CONTEXT, RecordingReply())
     assert await sleepy.order(level) == SleepAnswer(level, changed=False)
 
+    steps = engine.totals().steps
     assert (await sleepy.order(0)).changed
+    proved = engine.totals().steps > steps
+    assert proved == (level == 2), "at level 1 the weights have not left their place"
     assert await sleepy.keys() == served
     assert sleepy.runtime.health.reasons == {}
     again = await sleepy.answer(generate, make_request(PROMPT, max_tokens=5))

@@ -11,6 +11,7 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.inference.data_parallel import batched_engines
 from dynamo.inference.probe import answer_probe
 from dynamo.runtime.sleep import (
     SLEEP_ENDPOINT,
@@ -110,7 +111,8 @@ class SleepEndpoint:
         return runtime.clock.now() - began
 
     async def _wake_up(self) -> float:
-        """Take the memory again, prove that the engine answers, then serve."""
+        """Take the memory again, prove that the engine answers, then serve. Our engines keep the
+        weights where they are at level 1, so that there is nothing to prove."""
         runtime = self._runtime
         began = runtime.clock.now()
         await self._run_or_fail(self._start_again(), "wake up")
@@ -123,7 +125,8 @@ class SleepEndpoint:
 
     async def _start_again(self) -> None:
         await self._engine.wake_up()
-        await answer_probe(self._engine)
+        if self.level > 1 or not batched_engines(self._engine):
+            await answer_probe(self._engine)
         await self._prepare()
         for served in self._endpoints:
             if not self._runtime.stopping.cancelled:
