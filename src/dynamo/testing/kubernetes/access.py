@@ -1,4 +1,4 @@
-"""Who may do what: tokens of service accounts, roles and their bindings."""
+"""Rights: tokens of service accounts, roles and their bindings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RBAC = "rbac.authorization.k8s.io"
 
 
 class User(NamedTuple):
-    """Who makes a request."""
+    """The user of a request."""
 
     name: str
     groups: tuple[str, ...] = ()
 
 
 class Attributes(NamedTuple):
-    """What a request does. `resource` has the subresource behind a slash."""
+    """The action of a request. `resource` has the subresource behind a slash."""
 
     verb: str
     group: str
@@ -39,7 +39,7 @@ class Access:
         self._objects = objects
         self.tokens: dict[str, User] = {"admintoken": ADMINISTRATOR}
         self.refused: list[str] = []
-        """What was answered with a 403."""
+        """Messages of the answers 403."""
 
     def account_token(self, namespace: str, account: str) -> str:
         """Return a token of a service account."""

@@ -1,4 +1,4 @@
-"""What the API server knows of built-in kinds: first states, defaults, immutable fields."""
+"""Built-in kinds: first states, defaults, immutable fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API server says about itself: versions, groups, resources, OpenAPI, tables."""
+"""Documents of the API server about itself: versions, groups, resources, OpenAPI, tables."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "updat
 
 def groups(kinds: Iterable[Kind]) -> dict[str, list[str]]:
     """Return the versions of each group, the preferred one first."""
-    found: dict[str, list[str]] = {}
+    versions_by_group: dict[str, list[str]] = {}
     for kind in kinds:
-        versions = found.setdefault(kind.group, [])
+        versions = versions_by_group.setdefault(kind.group, [])
         versions += [version for version in kind.versions if version not in versions]
-    return found
+    return versions_by_group
 
 
 def group_list(kinds: Iterable[Kind]) -> Object:
@@ -41,7 +41,9 @@ def _group(group: str, versions: Sequence[str]) -> Object:
 def one_group(kinds: Iterable[Kind], group: str) -> Object | None:
     """Return the answer of `/apis/GROUP`, None for an unknown one."""
     versions = groups(kinds).get(group)
-    return versions and {"kind": "APIGroup", "apiVersion": "v1", **_group(group, versions)}
+    if not versions:
+        return None
+    return {"kind": "APIGroup", "apiVersion": "v1", **_group(group, versions)}
 
 
 def resource_list(kinds: Iterable[Kind], group: str, version: str) -> Object | None:

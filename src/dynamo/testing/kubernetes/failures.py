@@ -22,7 +22,7 @@ REASONS = {
 
 
 class Cause(NamedTuple):
-    """What is wrong with one field. `reason` is the one that Kubernetes has for it."""
+    """The fault of one field. `reason` is the one that Kubernetes has for it."""
 
     field: str
     reason: str

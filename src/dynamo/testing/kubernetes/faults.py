@@ -13,7 +13,7 @@ from dynamo.testing.kubernetes.kinds import Object
 
 @dataclass
 class Faults:
-    """What goes wrong with the next requests. Fields are set by a test at any time."""
+    """Faults of the next requests. Fields are set by a test at any time."""
 
     code: int = 0
     """Answer of all requests, such as 429, 500 or 401; 0: none."""
@@ -21,7 +21,7 @@ class Faults:
     """Answer of watches alone, such as 410."""
     retry_after_s: int = 0
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
-    """Requests wait while it is cleared. It is set at first."""
+    """Requests wait while this event is cleared."""
     lost_answers: int = 0
     """So many writes are done and not answered."""
     stale_lists: dict[str, list[Object]] = field(default_factory=dict)

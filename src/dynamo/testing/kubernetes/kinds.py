@@ -134,7 +134,7 @@ def kind_of_definition(definition: Object) -> Kind:
         key=lambda version: not version.get("storage"),
     )
     scale = next(
-        (found for v in versions if (found := v.get("subresources", {}).get("scale"))), None
+        (paths for v in versions if (paths := v.get("subresources", {}).get("scale"))), None
     )
     return Kind(
         spec["group"],

@@ -34,7 +34,7 @@ class Write(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a request is about: a kind in a version, an object, a subresource."""
+    """The target of a request: a kind in a version, an object, a subresource."""
 
     kind: Kind
     version: str
@@ -42,6 +42,7 @@ class Target(NamedTuple):
     subresource: str = ""
 
 
+DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 INTERNAL = Write(tracked=False)
 """Writes of the cluster's own controllers."""
 
@@ -61,15 +62,15 @@ class ClusterObjects:
 
     def target(self, kind: str, namespace: str, name: str, subresource: str = "") -> Target:
         """Return the target for a kind by its id, in the version that is stored."""
-        found = self.kinds[kind]
-        return Target(found, found.versions[0], (namespace, name), subresource)
+        item = self.kinds[kind]
+        return Target(item, item.versions[0], (namespace, name), subresource)
 
     def read(self, target: Target) -> Object:
         """Return an object in the version of the target."""
-        found = self.store.get(target.kind.id, target.key)
-        if found is None:
+        item = self.store.get(target.kind.id, target.key)
+        if item is None:
             raise not_found(target.kind.group, target.kind.plural, target.key[1])
-        return self.in_version(target, found)
+        return self.in_version(target, item)
 
     def in_version(self, target: Target, item: Object) -> Object:
         """Return an object under the `apiVersion` of the target."""
@@ -180,7 +181,7 @@ class ClusterObjects:
         wanted, present, selector = (
             get_path(item, path) if path else None for path in target.kind.scale
         )
-        kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+        shown = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
         status: Object = {"replicas": present or 0}
         if isinstance(selector, dict):
             labels = selector.get("matchLabels") or {}
@@ -193,7 +194,7 @@ class ClusterObjects:
         return {
             "kind": "Scale",
             "apiVersion": "autoscaling/v1",
-            "metadata": {k: v for k, v in item["metadata"].items() if k in kept},
+            "metadata": {k: v for k, v in item["metadata"].items() if k in shown},
             "spec": {"replicas": wanted or 0},
             "status": status,
         }
@@ -287,6 +288,8 @@ class ClusterObjects:
             causes = list(validate(schema, item, ""))
             if not causes:
                 causes = list(rules.check(schema, item, old, ""))
+        if not causes and kind.id == DEFINITIONS:
+            causes = list(_wrong_rules(item))
         if causes:
             raise invalid(kind.group, kind.name, item["metadata"].get("name", ""), causes)
         return item
@@ -344,6 +347,13 @@ def _wrong_name(name: str) -> Cause:
         "alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character"
     )
     return Cause("metadata.name", "FieldValueInvalid", text)
+
+
+def _wrong_rules(definition: Object) -> Iterable[Cause]:
+    for index, version in enumerate(definition["spec"]["versions"]):
+        path = f"spec.versions[{index}].schema.openAPIV3Schema"
+        schema = version.get("schema", {}).get("openAPIV3Schema", {})
+        yield from rules.check_definition(schema, path, root=True)
 
 
 def _without_version(item: Object) -> Object:

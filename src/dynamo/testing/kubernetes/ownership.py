@@ -27,8 +27,8 @@ def _below(schema: Object | None, name: str) -> Object | None:
     if schema is None or name == "metadata":
         return None
     extra = schema.get("additionalProperties")
-    found = schema.get("properties", {}).get(name)
-    return found or (extra if isinstance(extra, dict) else {})
+    by_path = schema.get("properties", {}).get(name)
+    return by_path or (extra if isinstance(extra, dict) else {})
 
 
 def _item_key(item: Any, keys: tuple[str, ...]) -> str:
@@ -50,21 +50,21 @@ def leaves(
     if path in _UNOWNED:
         return {}
     if isinstance(value, dict) and (schema or {}).get("x-kubernetes-map-type") != "atomic":
-        found: dict[Path, Any] = {} if value or not path else {path: value}
+        by_path: dict[Path, Any] = {} if value or not path else {path: value}
         for key, part in value.items():
-            found |= leaves(_below(schema, key), part, (*path, f"f:{key}"), key, name)
-        return found
+            by_path |= leaves(_below(schema, key), part, (*path, f"f:{key}"), key, name)
+        return by_path
     keys = list_keys(schema, name, owner) if isinstance(value, list) else None
     if keys is None:
         return {path: value}
-    found = {} if value else {path: value}
+    by_path = {} if value else {path: value}
     items = None if schema is None else schema.get("items", {})
     for item in value:
         below = (*path, _item_key(item, keys))
-        found[below] = None if keys else item
+        by_path[below] = None if keys else item
         if keys:
-            found |= leaves(items, item, below, "", name)
-    return found
+            by_path |= leaves(items, item, below, "", name)
+    return by_path
 
 
 def merge(schema: Object | None, live: Any, applied: Any, name: str = "", owner: str = "") -> Any:
@@ -93,15 +93,15 @@ def remove(
 ) -> Any:  # fmt: skip
     """Return a value without the paths, None if they leave it empty."""
     if isinstance(value, dict):
-        kept = {}
+        rest_of_map = {}
         for key, part in value.items():
             below = (*path, f"f:{key}")
             if below in paths:
                 continue
             rest = remove(_below(schema, key), part, paths, below, key, name)
             if rest is not None or part is None:
-                kept[key] = rest
-        return kept if kept or not value else None
+                rest_of_map[key] = rest
+        return rest_of_map if rest_of_map or not value else None
     keys = list_keys(schema, name, owner) if isinstance(value, list) else None
     if keys is None:
         return value
@@ -163,9 +163,9 @@ def write_owners(
     entries = []
     for owner, paths in owners.items():
         manager, operation, subresource, api_version = owner
-        if not (kept := paths & known):
+        if not (owned := paths & known):
             continue
-        fields = _write_fields(kept)
+        fields = _write_fields(owned)
         entry = {
             "manager": manager, "operation": operation, "apiVersion": api_version, "time": now,
             "fieldsType": "FieldsV1", "fieldsV1": fields,

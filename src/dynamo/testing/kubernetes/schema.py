@@ -56,20 +56,20 @@ def prune(schema: Object, value: Any, path: str, dropped: list[str], *, root: bo
     if schema.get("x-kubernetes-embedded-resource"):
         root = True
     keeps = schema.get("x-kubernetes-preserve-unknown-fields") or extra is True
-    kept = {}
+    pruned = {}
     for name, part in value.items():
         below = f"{path}.{name}" if path else name
         if root and name in ("apiVersion", "kind", "metadata"):
-            kept[name] = part
+            pruned[name] = part
         elif name in known:
-            kept[name] = prune(known[name], part, below, dropped)
+            pruned[name] = prune(known[name], part, below, dropped)
         elif isinstance(extra, dict):
-            kept[name] = prune(extra, part, below, dropped)
+            pruned[name] = prune(extra, part, below, dropped)
         elif keeps:
-            kept[name] = part
+            pruned[name] = part
         else:
             dropped.append(below)
-    return kept
+    return pruned
 
 
 def validate(schema: Object, value: Any, path: str) -> Iterator[Cause]:

@@ -17,8 +17,8 @@ def get_path(value: Any, path: str) -> Any:
     """Return the value at a path such as `.spec.replicas` or `.conditions[?(@.type=="A")].x`."""
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         if part.startswith("[?"):
-            found = re.match(r'\[\?\(@\.(\w+)==["\'](.*?)["\']\)', part)
-            key, wanted = found.groups() if found else ("", "")
+            condition = re.match(r'\[\?\(@\.(\w+)==["\'](.*?)["\']\)', part)
+            key, wanted = condition.groups() if condition else ("", "")
             value = next((item for item in value or () if item.get(key) == wanted), None)
         elif part.startswith("["):
             index = int(part[1:-1]) if part[1:-1].isdigit() else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -18,11 +17,10 @@ from dynamo.testing.kubernetes.access import Access, Attributes
 from dynamo.testing.kubernetes.failures import ApiFailure
 from dynamo.testing.kubernetes.faults import Faults
 from dynamo.testing.kubernetes.kinds import Kind, Object, kind_of_definition
-from dynamo.testing.kubernetes.objects import ClusterObjects, Target, Write
+from dynamo.testing.kubernetes.objects import DEFINITIONS, ClusterObjects, Target, Write
 from dynamo.testing.kubernetes.store import Change, ClusterStore
 from dynamo.testing.kubernetes.watches import JSON, Pages, Watch, selector_of
 
-DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 BOOKMARK_S = 60.0
 _LIMITS = HttpLimits(
     max_body_bytes=8 << 20, stream_backlog_bytes=64 << 20, idle_timeout_s=600.0,
@@ -122,7 +120,7 @@ class ApiServer:
             lost = await self.faults.before(request.method, request.path, query, response)
             if response.ended:
                 return
-            done = Exchange(self, request, query, response, user.name)
+            done = ObjectRequest(self, request, query, response, user.name)
             if request.path.startswith(("/api/", "/apis/")) and done.route():
                 self.access.check(user, done.attributes())
                 await done.run(_Lost() if lost else response)
@@ -134,28 +132,28 @@ class ApiServer:
     def _document(self, path: str) -> Object:
         kinds = list(self.objects.kinds.values())
         parts = path.strip("/").split("/")
-        found: Object | None = None
+        document: Object | None = None
         if parts[0] in ("readyz", "healthz", "livez"):
-            found = {}
+            document = {}
         elif parts == ["version"]:
-            found = documents.VERSION
+            document = documents.VERSION
         elif parts == ["api"]:
-            found = {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}
+            document = {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []}
         elif parts == ["apis"]:
-            found = documents.group_list(kinds)
+            document = documents.group_list(kinds)
         elif parts[0] == "api":
-            found = documents.resource_list(kinds, "", parts[1])
+            document = documents.resource_list(kinds, "", parts[1])
         elif parts[0] == "apis" and len(parts) == 2:
-            found = documents.one_group(kinds, parts[1])
+            document = documents.one_group(kinds, parts[1])
         elif parts[0] == "apis" and len(parts) == 3:
-            found = documents.resource_list(kinds, parts[1], parts[2])
+            document = documents.resource_list(kinds, parts[1], parts[2])
         elif parts == ["openapi", "v3"]:
-            found = documents.openapi_index(kinds)
+            document = documents.openapi_index(kinds)
         elif parts[:2] == ["openapi", "v3"]:
-            found = documents.openapi(kinds, parts[3] if len(parts) > 4 else "", parts[-1])
-        if found is None:
+            document = documents.openapi(kinds, parts[3] if len(parts) > 4 else "", parts[-1])
+        if document is None:
             raise ApiFailure(404, "the server could not find the requested resource")
-        return found
+        return document
 
     async def watch(self, watch: Watch) -> None:
         """Run a watch until it ends."""
@@ -170,8 +168,8 @@ class ApiServer:
         return self._pages.cut(items, self.store.version, query)
 
 
-class Exchange:
-    """One request for objects."""
+class ObjectRequest:
+    """A request for objects."""
 
     def __init__(
         self, server: ApiServer, request: Request, query: Mapping[str, str], response: Response,
@@ -241,7 +239,7 @@ class Exchange:
             done = self._objects.patch(target, form, body, write)
         status = 201 if method == "POST" or not existed else 200
         headers = [("warning", f'299 - "{_quoted(text)}"') for text in write.warnings or ()]
-        _send(response, status, self._shown([done], {}, one=True), headers)
+        _send(response, status, self._shown([done], {}, single=True), headers)
 
     async def _read(self, response: Any) -> None:
         target, query, name = self._target, dict(self._query), self._target.key[1]
@@ -250,7 +248,7 @@ class Exchange:
                 query["fieldSelector"] = f"metadata.name={name}"
             show: Callable[[Object], Any] = lambda item: item  # noqa: E731
             if self._wants_table():
-                show = lambda item: self._shown([item], {}, one=True)  # noqa: E731
+                show = lambda item: self._shown([item], {}, single=True)  # noqa: E731
             await self._server.watch(Watch(self._objects, target, query, response, show))
             return
         if name:
@@ -259,16 +257,16 @@ class Exchange:
                 item = self._objects.scale_of(target, item)
             elif target.subresource not in ("", "status"):
                 item = self._server.access.act(target, {}, self._user)
-            _send(response, 200, self._shown([item], {}, one=True))
+            _send(response, 200, self._shown([item], {}, single=True))
             return
         selects = selector_of(query)
-        found = [
+        items = [
             self._objects.in_version(target, item)
             for item in self._server.store.items(target.kind.id, target.key[0])
             if selects(item)
         ]
-        found = self._server.faults.stale(target.kind.id, found)
-        items, metadata = self._server.page(found, query)
+        items = self._server.faults.stale(target.kind.id, items)
+        items, metadata = self._server.page(items, query)
         _send(response, 200, self._shown(items, metadata))
 
     def _delete(self, response: Any, write: Write) -> None:
@@ -293,8 +291,8 @@ class Exchange:
         items = [item for item in items if selects(item)]
         for item in items:
             metadata = item["metadata"]
-            one = target._replace(key=(metadata.get("namespace", ""), metadata["name"]))
-            self._objects.delete(one, options, write)
+            single = target._replace(key=(metadata.get("namespace", ""), metadata["name"]))
+            self._objects.delete(single, options, write)
         _send(
             response, 200, self._shown(items, {"resourceVersion": str(self._server.store.version)})
         )
@@ -324,14 +322,14 @@ class Exchange:
         accept = self._request.header(b"accept") or ""
         return "as=Table" in accept.split(",")[0]
 
-    def _shown(self, items: list[Object], metadata: Object, *, one: bool = False) -> Object:
-        """Return one object or a list, as a table if the client wants one."""
+    def _shown(self, items: list[Object], metadata: Object, *, single: bool = False) -> Object:
+        """Return an object or a list, as a table if the client wants a table."""
         target = self._target
         kind: Kind = target.kind
         if self._wants_table() and self._request.method == "GET" and not target.subresource:
             now = self._objects.now()
             return documents.table(kind, target.version, items, metadata, now)
-        if one:
+        if single:
             return items[0]
         api_version = kind.api_version(target.version)
         listed = {"kind": f"{kind.name}List", "apiVersion": api_version}
@@ -370,12 +368,3 @@ def _send_http_error(error: DynamoError, request: Request, response: Response) -
     del request
     failure = ApiFailure(400 if error.code != "internal" else 500, error.message)
     _send_failure(response, failure)
-
-
-async def serve(port: int = 0) -> None:
-    """Serve an empty cluster until cancelled, and print its URL."""
-    server = ApiServer()
-    server.port = port
-    async with server:
-        print(server.url, flush=True)  # noqa: T201
-        await asyncio.Event().wait()

@@ -38,7 +38,7 @@ class ClusterStore:
         self._changes: deque[Change] = deque()
         self._kept_changes = kept_changes
         self.watchers: dict[str, set[OnChange]] = {}
-        """Callbacks by kind. Those of "" get all changes, and get them first."""
+        """Callbacks by kind. The callbacks of "" get all changes, before the others."""
 
     def get(self, kind: str, key: Key) -> Object | None:
         """Return an object."""

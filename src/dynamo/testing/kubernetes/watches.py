@@ -64,7 +64,7 @@ class Pages:
 
 
 class Watch:
-    """One watch stream. Events are written when the object changes, without a queue."""
+    """A watch stream. Events are written when the object changes, without a queue."""
 
     def __init__(
         self,

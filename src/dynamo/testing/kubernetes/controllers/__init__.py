@@ -1,0 +1,1 @@
+"""The controllers of the test cluster that deployments rely on."""
