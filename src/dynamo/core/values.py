@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import astuple, replace
 
 from dynamo.core.shared_payload import SharedPayload
+from dynamo.core.timing.worker_times import WorkerTimes
 
 FinishReason = Literal["stop", "length", "cancelled", "content_filter"]
 
@@ -196,12 +197,14 @@ class PromptTokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Started(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine began the request. `cached_tokens`: prompt tokens from its KV cache, 0 if it does
     not know them yet. `prefill`: the worker that the router chose for the prompt, if another one.
+    `times`: those until here, as far as the engine tells.
     """
 
     worker: str = ""
     cached_tokens: int = 0
     prompt_tokens: int = 0
     prefill: str = ""
+    times: WorkerTimes | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -212,6 +215,7 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     `cached_tokens`: reported here by an engine that did not know them for `Started`. `stop_string`:
     the text that ended an answer in text; `prompt_tokens`, `reasoning_tokens`: its counts.
     `prompt_logprobs`: those of the second prompt token and on, where the request wants them.
+    `times`: all times of the attempt, as far as the engine tells.
     """
 
     reason: FinishReason
@@ -223,6 +227,7 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     reasoning_tokens: int = 0
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
+    times: WorkerTimes | None = None
 
 
 BOTH_ROLES = ("prefill", "decode")

@@ -9,6 +9,7 @@ from functools import partial
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.worker_times import SequenceTimes
 from dynamo.core.values import GenerateRequest
 from dynamo.inference.kv_source import (
     Arrival,
@@ -129,13 +130,20 @@ class EngineArrivals:
     async def _fill_from_all(self, sequence: EngineSequence) -> None:
         for source in sequence.sources:
             counters = self.counters if source.counters is None else source.counters
-            await self._fill(source, SequenceArrival(self._engine, counters, sequence), counters)
+            arrival = SequenceArrival(self._engine, counters, sequence)
+            times = sequence.request_state.times
+            await self._fill(source, arrival, counters, times)
 
     async def _fill(
-        self, source: KvSource, arrival: SequenceArrival, counters: ArrivalCounters
+        self,
+        source: KvSource,
+        arrival: SequenceArrival,
+        counters: ArrivalCounters,
+        times: SequenceTimes,
     ) -> None:
         now = asyncio.get_running_loop().time
         started_s = now()
+        times.kv_began_s, times.kv_from = started_s, source.name
         try:
             await source.fill(arrival)
             if source.counters is None and arrival.request.kv_from and arrival.blocks_arrived:
@@ -148,3 +156,4 @@ class EngineArrivals:
             count_fallback(counters, error, request.request_id, worker)
         finally:
             counters.wait_s += now() - started_s
+            times.on_kv_ended(now())

@@ -14,6 +14,7 @@ from dynamo.core.errors import ModelNotFound, Unsupported, WorkerFailed
 from dynamo.core.features import GRAMMAR_FEATURES
 from dynamo.core.reply import LoraAdapters, Reply
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.timing.worker_times import SequenceTimes
 from dynamo.core.values import (
     EngineInfo,
     EngineTotals,
@@ -156,10 +157,14 @@ class BatchedEngine(EngineCore):
                 raise WorkerFailed(self.failure.message)
         if request.itl_slo_ms:
             self.token_gaps.target_s = request.itl_slo_ms * 1e-3
-        completion = asyncio.get_running_loop().create_future()
-        sequence.request_state = RequestState(reply, completion, context)
+        loop, scheduler = asyncio.get_running_loop(), self.scheduler
+        completion = loop.create_future()
+        ahead = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.arriving)
+        tokens = scheduler.prefill_tokens() if ahead else 0
+        times = SequenceTimes(loop.time(), ahead, tokens)
+        sequence.request_state = RequestState(reply, completion, context, times)
         self.replan()
-        self.scheduler.add(sequence)
+        scheduler.add(sequence)
         self._sequences[reply] = sequence
         if context.attempt:
             self._retried_requests.add(sequence)
@@ -256,6 +261,8 @@ class BatchedEngine(EngineCore):
     async def _run_steps(self) -> None:
         while True:
             plan = self.scheduler.schedule()
+            if self.scheduler.changes:
+                self.note_times()
             if self.scheduler.arriving.sequences:
                 self.arrivals.update()
             self.tiers.on_planned(plan)
@@ -286,7 +293,9 @@ class BatchedEngine(EngineCore):
             now = asyncio.get_running_loop().time
             began_s = now()
             result = await self.runner.step(plan)
-            self.timing_learner.observe(plan, now() - began_s)
+            ended_s = now()
+            self.timing_learner.observe(plan, ended_s - began_s)
+            self.step_gaps.on_steps(ended_s)
             return result
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})

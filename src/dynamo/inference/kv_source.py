@@ -53,11 +53,14 @@ def count_fallback(
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The first token of an answer, sampled by the worker that computed the prompt.
-    `cached_tokens`: prompt tokens that the prefix cache of that worker supplied."""
+    `cached_tokens`: prompt tokens that the prefix cache of that worker supplied. `queue_s` and
+    `prefill_s` are its times for the prompt, None from a worker that does not tell."""
 
     token: Annotated[int, msgspec.Meta(ge=0)]
     logprobs: TokenLogprobs | None = None
     cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 class Arrival(ABC):
@@ -108,10 +111,11 @@ class Arrival(ABC):
 
 class KvSource(ABC):
     """Supplies the KV of a prompt, or a part of it. `counters`: where its arrivals are counted;
-    None: among those of other workers. `bytes_per_s`: learnt rate; 0: unknown. `loads`: the blocks
-    of the sequence that come from tiers of this engine."""
+    None: among those of other workers. `name`: the tier, or "peer". `bytes_per_s`: learnt rate; 0:
+    unknown. `loads`: the blocks of the sequence that come from tiers of this engine."""
 
     counters: ArrivalCounters | None = None
+    name: str = "peer"
     bytes_per_s: float = 0.0
     loads: range = range(0)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from dynamo.core.context import Context
     from dynamo.core.reply import Reply
+    from dynamo.core.timing.worker_times import SequenceTimes, WorkerTimes
     from dynamo.core.values import FinishReason, GenerateRequest, PromptTokenLogprob
     from dynamo.inference.block import Block
     from dynamo.inference.kv_source import KvSource
@@ -213,6 +214,7 @@ class RequestState(msgspec.Struct, eq=False):
     reply: Reply
     completion: asyncio.Future[None]
     context: Context
+    times: SequenceTimes
     reply_begun: bool = False
 
     def complete(self, error: BaseException | None = None) -> None:
@@ -289,10 +291,12 @@ class EngineSequence:
         """Stop ids that must not be sampled now, because `min_tokens` is not reached."""
         return self.stop_ids if self.length < self.min_length else frozenset()
 
-    def make_finish(self, reason: FinishReason, stop_token: int | None = None) -> Finish:
+    def make_finish(
+        self, reason: FinishReason, stop_token: int | None, times: WorkerTimes
+    ) -> Finish:
         """Return the end of the answer."""
-        prompt_logprobs = tuple(self.prompt_logprobs)
-        return Finish(reason, self.output_tokens, stop_token, prompt_logprobs=prompt_logprobs)
+        logprobs = tuple(self.prompt_logprobs)
+        return Finish(reason, self.output_tokens, stop_token, prompt_logprobs=logprobs, times=times)
 
     def feed_grammar(self) -> bool:
         """Let the grammar read the new tokens of the answer, with those of earlier attempts.

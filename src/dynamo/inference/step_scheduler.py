@@ -1,5 +1,4 @@
 """Plans the steps of an engine: continuous batching with chunked prefill under a token budget.
-
 A plan takes the running sequences first, by priority and then in the order of admission. Waiting
 sequences are admitted while tokens, batch slots and blocks are left. If blocks run out, the last
 running sequence is preempted: its blocks are released and it is computed again later, starting with
@@ -12,8 +11,7 @@ the blocks from the prefix cache. So does one whose next block another one loads
 running sequence of a higher priority needs blocks, the last arriving one is preempted: its source
 is stopped, and the running sequence pauses until then.
 
-The scheduler uses no clock and no event loop, and reads no token ids. Source: vLLM's V1 scheduler,
-nano-vllm.
+The scheduler uses no clock and no loop, and reads no token ids. Source: vLLM's V1, nano-vllm.
 """
 
 from __future__ import annotations
@@ -62,6 +60,7 @@ class StepScheduler:
         self.arriving = ArrivalQueue(pool.block_tokens)
         self.tiers = EngineTiers()
         self.preemptions = 0
+        self.changes: list[EngineSequence] = []  # admitted or preempted, for the engine to clear
         self._block_tokens = pool.block_tokens
         self._looks_ahead = looks_ahead
         self._registers_at_schedule = hits_from == "scheduled"
@@ -70,8 +69,7 @@ class StepScheduler:
         self._to_load: set[EngineSequence] = set()
         self._arrivals = 0
         self._had_work = False
-        self._budget = 0
-        self._batch_changed = True
+        self._budget, self._batch_changed = 0, True
 
     def add(self, sequence: EngineSequence) -> None:
         """Queue a new sequence. Raises `InvalidRequest` for an empty one, and
@@ -319,6 +317,7 @@ class StepScheduler:
         sequence.blocks = hits + self.pool.allocate(need)
         sequence.registered_blocks = len(hits)
         sequence.computed_tokens = start = len(hits) * self._block_tokens
+        self.changes.append(sequence)
         if not sequence.admitted:
             sequence.admitted = True
             sequence.cached_tokens = start
@@ -384,6 +383,7 @@ class StepScheduler:
         self._release_blocks(sequence)
         self.preemptions += 1
         sequence.preemptions += 1
+        self.changes.append(sequence)
         sequence.computed_tokens = sequence.registered_blocks = 0
         insort(self.waiting, sequence, key=admission_order)
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.reply import Reply
 from dynamo.core.settings.schema import EngineSettings
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.mock.engine import make_mock_engine
@@ -48,12 +50,13 @@ class RecordingReply(Reply):
         self.ids: list[int] = []
         self.extras: list[Any] = []
         self.end: Finish | None = None
+        self.times: WorkerTimes | None = None
         self.first = asyncio.Event()
         self._limit = limit
 
     def begin(self, started: Started) -> None:
         assert self.started is None
-        self.started = started
+        self.started = replace(started, times=None)
 
     def tokens(self, ids: Any, logprobs: Any = None) -> bool:
         assert self.started is not None
@@ -66,7 +69,7 @@ class RecordingReply(Reply):
     def finish(self, end: Finish) -> None:
         assert self.started is not None
         assert self.end is None
-        self.end = end
+        self.end, self.times = replace(end, times=None), end.times
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any
 from dynamo.core.errors import Unsupported
 from dynamo.core.reply import Engine, KvEventListener, Reply
 from dynamo.core.timing.learner import TimingLearner
-from dynamo.core.values import EngineTotals, Finish, Started, TokenLogprobs
+from dynamo.core.timing.worker_times import StepGaps
+from dynamo.core.values import EngineTotals, Finish, FinishReason, Started, TokenLogprobs
 from dynamo.inference.engine_tiers import EngineTiers
 from dynamo.inference.fast_forward import RealTime
 from dynamo.inference.kv_source import FirstToken
@@ -31,6 +32,7 @@ class EngineCore(Engine):
         self.tiers = EngineTiers()
         self.counters = EngineTotals()
         self.token_gaps = TokenGaps()
+        self.step_gaps = StepGaps()
         self.timing_learner: TimingLearner = TimingLearner()
         self._time = time
         self._work_arrived = asyncio.Event()
@@ -54,6 +56,17 @@ class EngineCore(Engine):
         """Plan a step next, because the batch can change."""
         self._time.interrupt()
         self._work_arrived.set()
+
+    def note_times(self) -> None:
+        """Note which sequences a plan has taken up or preempted."""
+        changes, now = self.scheduler.changes, asyncio.get_running_loop().time()
+        for sequence in changes:
+            times = sequence.request_state.times
+            if sequence.blocks:
+                times.on_taken(now, sequence.length - sequence.computed_tokens)
+            else:
+                times.paused_s = now
+        changes.clear()
 
     def end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
         """End the request of a sequence, with `error` if there is one."""
@@ -79,6 +92,8 @@ class EngineCore(Engine):
         sequence and send it to the reply."""
         self.catch_up()
         sequence.cached_tokens = first.cached_tokens
+        times = sequence.request_state.times
+        times.peer_queue_s, times.peer_prefill_s = first.queue_s, first.prefill_s
         self.scheduler.append_first_token(sequence, first.token)
         self.token_gaps.on_first_token(sequence)
         try:
@@ -110,6 +125,7 @@ class EngineCore(Engine):
             if not sequence.request_state.reply.tokens(ids):
                 self.end_sequence(sequence)
         self.counters.steps += len(ends)
+        self.step_gaps.on_steps(float(ends[-1]), len(ends))
         self.counters.generated_tokens += len(ends) * len(running)
         if self.token_gaps.target_s:
             self.token_gaps.on_steps(ends.tolist(), len(running))
@@ -123,31 +139,40 @@ class EngineCore(Engine):
         output_tokens = sequence.length - sequence.prompt_tokens
         if output_tokens == 1:
             self.counters.cached_tokens += sequence.cached_tokens
-            begin_reply(sequence)
+            begin_reply(sequence, self.step_gaps.steps)
         grammar = sequence.grammar
         if grammar is not None and not sequence.feed_grammar():
             self.end_sequence(sequence, grammar.failure())
         elif token in sequence.stop_ids and sequence.length > sequence.min_length:
-            reply.finish(sequence.make_finish("stop", token))
+            self._finish(sequence, "stop", token)
             self.end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
             self.end_sequence(sequence)
         elif grammar is not None and grammar.finished and not sequence.prefill_only:
-            reply.finish(sequence.make_finish("stop"))
+            self._finish(sequence, "stop")
             self.end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
-            reply.finish(sequence.make_finish("length"))
+            self._finish(sequence, "length")
             self.end_sequence(sequence)
 
+    def _finish(
+        self, sequence: EngineSequence, reason: FinishReason, stop_token: int | None = None
+    ) -> None:
+        state = sequence.request_state
+        now = asyncio.get_running_loop().time()
+        times = state.times.finish(now, self.step_gaps, sequence.preemptions)
+        state.reply.finish(sequence.make_finish(reason, stop_token, times))
 
-def begin_reply(sequence: EngineSequence) -> None:
-    """Begin the reply of a sequence. A second call changes nothing."""
+
+def begin_reply(sequence: EngineSequence, step: int | None = None) -> None:
+    """Begin the reply of a sequence; a second call changes nothing. `step`: that of its first
+    token; None: it has none yet."""
     state = sequence.request_state
+    times = None if step is None else state.times.begin(asyncio.get_running_loop().time(), step)
     if not state.reply_begun:
         state.reply_begun = True
-        state.reply.begin(
-            Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
-        )
+        cached, prompt = sequence.cached_tokens, sequence.prompt_tokens
+        state.reply.begin(Started(cached_tokens=cached, prompt_tokens=prompt, times=times))
 
 
 class RetriedRequests(set[EngineSequence]):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.communication.transfer import MemoryRegion
 from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import Finish, Started
 from dynamo.inference.kv_source import FirstToken, PrefillSink
 from dynamo.inference.requests.engine_core import EngineCore
@@ -16,7 +17,7 @@ class PrefillCall(Reply):
     """A prompt that is computed for another worker. As the reply of its sequence it receives the
     first token; the sequence then leaves the batch and keeps its blocks until the call ends."""
 
-    __slots__ = ("_engine", "_region", "_reported_blocks", "_sink", "sequence")
+    __slots__ = ("_engine", "_region", "_reported_blocks", "_sink", "_times", "sequence")
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class PrefillCall(Reply):
         self._sink = sink
         self._reported_blocks = have_blocks
         self.sequence = sequence
+        self._times = WorkerTimes()
         sequence.prefill_only = True
         if not sequence.min_length > sequence.prompt_tokens:
             sequence.stop_ids = frozenset()  # the other worker ends the answer
@@ -46,7 +48,7 @@ class PrefillCall(Reply):
         self._report_up_to(self.sequence.computed_tokens // block_tokens)
 
     def begin(self, started: Started) -> None:
-        del started
+        self._times = started.times or self._times
 
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         sequence = self.sequence
@@ -54,7 +56,9 @@ class PrefillCall(Reply):
         sequence.max_length += 1  # the other worker ends the answer
         self._report_up_to(len(sequence.blocks))
         extra = None if logprobs is None else logprobs[0]
-        self._sink.on_first_token(FirstToken(ids[0], extra, sequence.cached_tokens))
+        times = self._times
+        first = FirstToken(ids[0], extra, sequence.cached_tokens, times.queue_s, times.prefill_s)
+        self._sink.on_first_token(first)
         return True
 
     def finish(self, end: Finish) -> None:

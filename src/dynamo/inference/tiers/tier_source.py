@@ -34,6 +34,7 @@ class TierSource(KvSource):
         self, counters: ArrivalCounters, sequence: EngineSequence, runs: Sequence[LoadRun]
     ) -> None:
         self.counters = counters
+        self.name = runs[0].tier.name
         self._sequence = sequence
         self._runs = runs
         self.loads = range(runs[0].first, runs[-1].first + runs[-1].blocks)
