@@ -40,7 +40,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.explain.recorder import RoutingRecorder
+from dynamo.scheduling.router.decision_metrics import DecisionMetrics
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Decision, Policy, PolicyInputs
@@ -127,9 +127,9 @@ class SimulatedFrontend:
         )
         ReplicaSync(clock, "me", ledger)
         self.loads.add_listener(placement.worker_states.on_load_report)
-        recorder = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))
+        metrics = DecisionMetrics(Registry(), waiting=lambda: len(placement))
         return WorkerRouter(
-            policy, self.send_to_worker, clock=clock, observers=(recorder,), ledger=ledger
+            policy, self.send_to_worker, clock=clock, observers=(metrics,), ledger=ledger
         )
 
     async def send_to_worker(

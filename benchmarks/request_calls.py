@@ -7,7 +7,7 @@
 A whole frontend runs (one output token, streamed) without sockets: the client's bytes go directly
 to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
 machine: calls of Python's functions, and with those of built-in ones. CPU is the minimum of 40
-rounds of 64 concurrent requests. A response is not stored. With `--record` the record of requests
+rounds of 64 concurrent requests. A response is not stored. Stories are published. With `--record` the record of requests
 is written, whose thread is not part of the CPU. The last lines in mode kv count the files of the
 source that a request passes, and those of its decision. A decision lasts from the entry of the
 router until the ledger has the chosen worker.
@@ -48,9 +48,11 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Finish, ProbeResult, Started
 from dynamo.runtime import DistributedRuntime
 from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.planning.record import RecordFiles, RequestRecorder
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.worker import WorkerService
+from dynamo.telemetry.story import StoryListener
 
 BUILT_IN = "built-in "
 SOURCE = str(Path(dynamo.__file__).parent)
@@ -260,6 +262,21 @@ async def measure(frontend: Frontend) -> float:
     return min(times)
 
 
+async def open_listeners(
+    runtime: DistributedRuntime, routing: ProcessRouting, stack: AsyncExitStack, record: str
+) -> list[StoryListener]:
+    """Publish the stories of requests, and record them below the folder `record` if it is set."""
+    publisher = StoryPublisher(runtime, routing.sample)
+    await publisher.start()
+    if not record:
+        return [publisher.add]
+    files = RecordFiles(lambda: Path(record) / "record", "b", RecordSettings(), runtime.clock)
+    recorder = RequestRecorder(files, runtime.clock, runtime.metrics)
+    recorder.start()
+    stack.push_async_callback(recorder.close)
+    return [publisher.add, recorder.add]
+
+
 async def main(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         state = stack.enter_context(tempfile.TemporaryDirectory())
@@ -272,15 +289,10 @@ async def main(arguments: argparse.Namespace) -> None:
         )
         gateway = Gateway()
         application = Application(settings.server, gateway, runtime.clock, runtime.metrics)
-        if arguments.record:
-            files = RecordFiles(
-                lambda: Path(state) / "record", "b", RecordSettings(), runtime.clock
-            )
-            recorder = RequestRecorder(files, runtime.clock, runtime.metrics)
-            recorder.start()
-            stack.push_async_callback(recorder.close)
-            application.generation.stories = Stories(recorder.add, runtime.clock.wall)
-        ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
+        routing = ProcessRouting(runtime)
+        listeners = await open_listeners(runtime, routing, stack, state if arguments.record else "")
+        application.generation.stories = Stories(listeners, runtime.clock.wall)
+        ModelWatcher(runtime, gateway, routing).start()
         while not runtime.health.healthy:
             await runtime.clock.sleep(0.05)
         limits = HttpLimits.from_settings(settings.server)

@@ -19,8 +19,9 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.attempt import Attempt
 from dynamo.scheduling.router.costs.predicted import PredictedCost
-from dynamo.scheduling.router.explain.recorder import RoutingRecorder
+from dynamo.scheduling.router.decision_metrics import DecisionMetrics
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
@@ -30,7 +31,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
+from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.replicas.sync import (
     FirstTokenEmitted,
@@ -43,12 +44,13 @@ from dynamo.scheduling.router.replicas.sync import (
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
+from dynamo.telemetry.story import Candidate
+from dynamo.testing.fakes import CollectedReply
 
 WORKERS = {
     f"w{n}": Instance(f"w{n}", "tcp://h:1", "dynamo", "worker", "generate") for n in range(8)
 }
 REQUEST = GenerateRequest("0123456789abcdef00000001", "m", b"", SamplingParams(), StopConditions())
-OUTCOME = Outcome(0.05, 0.5, 64, 128, 64)
 TABLE = tuple(
     Candidate(name, 3, 12.5, {"queue": 1.0, "prefill": 2.0, "harm": 3.0, "eviction": 4.0})
     for name in WORKERS
@@ -66,7 +68,7 @@ def main() -> None:
         prompts = [[random.getrandbits(63) for _ in range(blocks)] for _ in range(args.times)]
         print(f"{blocks} blocks per prompt, us of CPU per request")
         for name, work in (
-            ("recorder (explanation, counters, record, seen prefixes)", record),
+            ("an attempt (placed, counters, seen prefixes, facts)", record),
             ("replication to another router (routed, first token, ended)", replicate),
             ("query to a router process (both ends, no socket)", query),
             ("queue in the router, 1,000 waiting", queue_and_pop),
@@ -75,26 +77,30 @@ def main() -> None:
 
 
 def record(prompts: list[list[int]]) -> None:
-    """Record a decision and its outcome with `RoutingRecorder`."""
-    recorder = RoutingRecorder(SystemClock(), Registry())
-    worker = WORKERS["w1"]
+    """Count the blocks of a decision, and make the facts of its attempt."""
+    metrics, ledger, clock = DecisionMetrics(Registry()), Ledger(), SystemClock()
+    state = ledger.workers.at(WORKERS["w1"], None)
     for number, hashes in enumerate(prompts):
-        request = GenerateRequest(str(number), "m", b"", SamplingParams(), StopConditions())
+        prompt = Prompt(16 * len(hashes), hashes)
         decision = Decision(
-            worker,
+            WORKERS["w1"],
             "predicted",
             8,
-            TABLE,
+            lambda: TABLE,
             2,
             len(hashes),
             3,
             0.1,
             0.0,
             "exact",
-            prompt=Prompt(16 * len(hashes), hashes),
+            prompt=prompt,
         )
-        recorder.on_decision(request, decision)
-        recorder.on_outcome(request, decision, OUTCOME)
+        placed = ledger.place(f"{number}/0/0", state, prompt, new_tokens=prompt.tokens)
+        attempt = Attempt(CollectedReply(), placed, ledger, clock, decision=decision)
+        metrics.on_attempt_started(attempt)
+        ledger.end(placed, None)
+        metrics.on_attempt_ended(attempt)
+        attempt.facts(0.0)
 
 
 def replicate(prompts: list[list[int]]) -> None:

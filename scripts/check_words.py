@@ -33,7 +33,11 @@ VAGUE_NAMES = frozenset({"one", "found", "made", "told", "kept", "given", "said"
 REPEATED_CLASSES = {
     "DynamoError": "the server's base error and the client library's; users import both names"
 }
-LEFT_WORDS = {r"\bane[w]\b": "again", r"\bspare[d]\b": "left out", r"[\"']wh[y][\"']: ": "reason"}
+LEFT_WORDS = {
+    r"\bane[w]\b": "again",
+    r"\bspare[d]\b": "left out",
+    r"[\"']wh[y][\"']: (?!Command)": "reason",
+}
 """Patterns of words that are not used, each with the word for it. No pattern matches itself."""
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")

@@ -201,10 +201,11 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def runtime_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables with a state folder for this test session."""
+    """Environment variables with a state folder for this test session. Deployments have no observer
+    unless a test names one."""
     state = tmp_path_factory.mktemp("run")
     state.chmod(0o700)
-    return {"XDG_RUNTIME_DIR": str(state)}
+    return {"XDG_RUNTIME_DIR": str(state), "DYNAMO_OBSERVER__ENABLED": "false"}
 
 
 Start = Callable[..., Deployment]

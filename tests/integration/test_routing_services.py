@@ -19,10 +19,17 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.policies import remote
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT
 from dynamo.services.frontend import FrontendService
+from dynamo.services.observing import publisher
+from dynamo.services.observing.observer import ObserverService
 from dynamo.services.router import RouterService
 from dynamo.services.worker import WorkerService
 
-SERVICES = {"frontend": FrontendService, "router": RouterService, "worker": WorkerService}
+SERVICES = {
+    "frontend": FrontendService,
+    "router": RouterService,
+    "worker": WorkerService,
+    "observer": ObserverService,
+}
 WORDS = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models "
 
 
@@ -54,6 +61,7 @@ async def cluster(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(publisher, "INTERVAL_S", 0.02)
     base = Settings()
     services = Cluster(
         replace(
@@ -106,19 +114,27 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_any_frontend_explains_a_request(cluster: Cluster) -> None:
+async def explain(observer: DistributedRuntime, name: str) -> Any:
+    """Return the only decision for a request, once its story has come."""
+    while True:
+        status, _, body = await ask(observer.public_address, f"/router/explain/{name}")
+        if status == 200:
+            (decision,) = body["decisions"]
+            return decision
+
+
+async def test_the_observer_explains_the_requests_of_all_frontends(cluster: Cluster) -> None:
     for _ in range(2):
         await cluster.open("worker")
+    observer = await cluster.open("observer")
     first, second = await cluster.open("frontend"), await cluster.open("frontend")
     status, headers, answer = await ask(
         first.public_address, "/v1/chat/completions", chat(), name="mine"
     )
     assert status == 200
-    status, _, body = await ask(second.public_address, "/router/explain/mine")
-    (decision,) = body["decisions"]
-    assert status == 200
+    decision = await explain(observer, "mine")
     assert decision["worker"] == headers["x-dynamo-worker"]
-    assert decision["router"] == first.name
+    assert decision["router"] == first.instance_id
     assert len(decision["costs"]) == decision["candidates"] == 2
     assert set(decision["costs"][0]["terms"]) >= {"queue", "prefill"}
     outcome = decision["outcome"]
@@ -129,44 +145,49 @@ async def test_any_frontend_explains_a_request(cluster: Cluster) -> None:
     assert headers["x-dynamo-worker"] == decision["worker"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
-    _, _, report = await ask(first.public_address, "/router/report?seconds=60")
+    assert (await explain(observer, "again"))["router"] == second.instance_id
+    status, headers, _ = await ask(first.public_address, "/router/report?seconds=60")
+    assert status == 307
+    assert headers["location"] == f"{observer.public_address}/router/report?seconds=60"
+    _, _, report = await ask(observer.public_address, "/router/report?seconds=60")
     assert report["raw_data_summary"]["decisions"] == 2
     assert report["aggregated_metrics"]["cache_hit"]["reachable"] > 0.3
-    _, _, latest = await ask(first.public_address, "/router/explain")
+    _, _, latest = await ask(observer.public_address, "/router/explain")
     assert len(latest["decisions"]) == 2
-    status, headers, page = await ask(first.public_address, "/router/view")
+    status, headers, page = await ask(observer.public_address, "/router/view")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "Router view" in page
-    _, _, metrics = await ask(first.public_address, "/metrics")
+    _, _, metrics = await ask(observer.public_address, "/metrics")
     assert 'dynamo_router_alert_ratio{alert="routing_loss"} 0' in metrics
 
-    status, _, error = await ask(first.public_address, "/router/explain/unknown")
+    status, _, error = await ask(observer.public_address, "/router/explain/unknown")
     assert (status, error["error"]["code"]) == (404, "not_found")
-    status, _, error = await ask(first.public_address, "/router/report?seconds=x")
+    status, _, error = await ask(observer.public_address, "/router/report?seconds=x")
     assert (status, error["error"]["param"]) == (400, "seconds")
 
 
-async def test_a_mode_without_decisions_explains_nothing(cluster: Cluster) -> None:
+async def test_requests_notice_no_observer(cluster: Cluster) -> None:
     await cluster.open("worker")
     frontend = await cluster.open("frontend", mode="round_robin")
-    for path in ("/router/explain/x", "/router/report"):
-        status, _, error = await ask(frontend.public_address, path)
-        assert (status, error["error"]["hint"]) == (404, "start with --router-mode kv")
+    assert (await ask(frontend.public_address, "/v1/chat/completions", chat()))[0] == 200
+    status, _, error = await ask(frontend.public_address, "/router/report")
+    assert (status, "--no-observer" in error["error"]["hint"]) == (404, True)
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "adaptive"])
 async def test_every_mode_has_a_view(cluster: Cluster, mode: str) -> None:
     worker = await cluster.open("worker")
     frontend = await cluster.open("frontend", mode=mode)
+    observer = await cluster.open("observer")
     url, timeline = frontend.public_address, {}
     request = asyncio.ensure_future(
         ask(url, "/v1/chat/completions", chat(tokens=100_000, ignore_eos=True))
     )
     while not timeline.get("at"):
-        _, _, timeline = await ask(url, "/router/timeline")
-    status, _, page = await ask(url, "/router/view")
+        _, _, timeline = await ask(observer.public_address, "/router/timeline")
+    status, _, page = await ask(observer.public_address, "/router/view")
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert (status, data["report"] is None) == (200, mode != "adaptive")
+    assert status == 200
     assert list(data["timeline"]["workers"]) == [worker.instance_id]
     request.cancel()
 
@@ -180,11 +201,11 @@ async def test_an_unknown_selector_fails_at_the_start(cluster: Cluster, role: st
 async def test_the_adaptive_mode_explains_capacities(cluster: Cluster) -> None:
     for _ in range(2):
         await cluster.open("worker")
+    observer = await cluster.open("observer")
     frontend = await cluster.open("frontend", mode="adaptive")
     for _ in range(3):
         assert (await ask(frontend.public_address, "/v1/chat/completions", chat(), "a"))[0] == 200
-    _, _, body = await ask(frontend.public_address, "/router/explain/a")
-    (decision,) = body["decisions"]
+    decision = await explain(observer, "a")
     assert decision["mode"] == "adaptive"
     assert set(decision["costs"][0]["terms"]) == {"base", "available", "effective"}
 
@@ -194,6 +215,7 @@ async def test_a_separate_router_decides_and_is_replaceable(
 ) -> None:
     for _ in range(2):
         await cluster.open("worker")
+    observer = await cluster.open("observer")
     router = await cluster.open("router", replicas=1)
     frontend = await cluster.open("frontend", replicas=1)
     await until(lambda: router.health.healthy)
@@ -206,9 +228,10 @@ async def test_a_separate_router_decides_and_is_replaceable(
     _, _, health = await ask(url, "/health")
     assert health["routers"] == {"tiny": {router.instance_id: "answers"}}
     assert health["routing"] == {"tiny": {headers["x-dynamo-worker"]: "exact"}}
-    _, _, body = await ask(router.public_address, "/router/explain/first")
-    (decision,) = body["decisions"]
-    assert (decision["router"], decision["mode"]) == (router.name, "predicted")
+    await explain(observer, "first")
+    await until(lambda: len(observer.service._observer._choices) == 1)  # type: ignore[attr-defined]
+    decision = await explain(observer, "first")
+    assert (decision["router"], decision["mode"]) == (router.instance_id, "predicted")
     assert decision["worker"] == headers["x-dynamo-worker"]
     assert len(decision["costs"]) == 2
     assert decision["outcome"]["output_tokens"] == 3
@@ -220,8 +243,7 @@ async def test_a_separate_router_decides_and_is_replaceable(
     await router.shutdown(0)
     cluster.opened.remove(router)
     status, _, _ = await ask(url, "/v1/chat/completions", chat(), "alone")
-    _, _, body = await ask(url, "/router/explain/alone")
-    assert (status, body["decisions"][0]["mode"]) == (200, "least_loaded")
+    assert (status, (await explain(observer, "alone"))["mode"]) == (200, "least_loaded")
     _, _, health = await ask(url, "/health")
     assert (health["routing"], health["routers"]) == ({}, {})
 
@@ -236,8 +258,8 @@ async def test_a_separate_router_decides_and_is_replaceable(
     long_request.cancel()
     await until(lambda: not any(worker.active for worker in workers))
     await ask(url, "/v1/chat/completions", chat(), "back")
-    _, _, body = await ask(url, "/router/explain/back")
-    assert body["decisions"][0]["router"] == new_router.name
+    await until(lambda: len(observer.service._observer._choices) == 2)  # type: ignore[attr-defined]
+    assert (await explain(observer, "back"))["router"] == new_router.instance_id
 
 
 async def test_a_separate_router_excludes_incompatible_workers(cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from dynamo.application.access import ApiKeys, CallerLimits, Cors, make_header_check
@@ -25,7 +26,6 @@ from dynamo.application.messages.handler import MessagesHandler
 from dynamo.application.responses.handler import ResponsesHandler
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.routes import Route
-from dynamo.application.routing import RoutingHandler, RoutingSource
 from dynamo.application.status import MetricsSource, ModelsHandler, StatusHandler
 from dynamo.application.tokenization import TokenizationHandler
 from dynamo.communication.http import LARGE_BODY_BYTES, Request, Response, WebAccess
@@ -37,7 +37,8 @@ from dynamo.telemetry.metrics import Registry
 
 
 class RouterApplication:
-    """The HTTP application of a router's own process on `host`: /router/..., /health and /metrics.
+    """The HTTP application of a router's or observer's process on `host`: its `routes`, /health and
+    /metrics.
 
     `reasons` returns why the process is unhealthy, by name; `facts` returns more fields of /health.
     """
@@ -46,7 +47,7 @@ class RouterApplication:
         self,
         server: ServerSettings,
         host: str,
-        source: RoutingSource,
+        routes: Mapping[str, Mapping[str, Route]],
         clock: Clock,
         registry: Registry,
         *,
@@ -56,7 +57,7 @@ class RouterApplication:
         self._request_ids = RequestIds()
         keys = ApiKeys(server.api_keys)
         self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
-        pages = keys.protect_routes(RoutingHandler(source).routes())
+        pages = keys.protect_routes(routes)
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
         self._routes = FrontPage({**pages, **status.routes()}, page_path=ROUTER_VIEW).table
 
@@ -69,7 +70,7 @@ class RouterApplication:
             exchange.send_error(error)
         except Exception:
             log.exception("request failed", extra={"fields": {"request_id": exchange.request_id}})
-            exchange.send_error(InternalError("internal error", hint="see the router's log"))
+            exchange.send_error(InternalError("internal error", hint="see the log"))
 
     def on_error(self, error: DynamoError, request: Request, response: Response) -> None:
         """Answer a request that failed before `handle`."""
@@ -95,8 +96,8 @@ class Application:
     `check_headers`.
 
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
-    (workers, planes). `metrics_source` knows the metrics of the other processes, and `routing`
-    answers /router/...; None leaves out what they answer.
+    (workers, planes). `metrics_source` knows the metrics of the other processes; None leaves out
+    what it answers. `pages`: further routes that need a key, as those of the observer.
     `share_cache` is `engine.share_cache`. Without a `response_store`, responses are kept in memory.
     """
 
@@ -110,7 +111,7 @@ class Application:
         reasons: Callable[[], Mapping[str, str]] = dict,
         facts: Callable[[], Mapping[str, Any]] = dict,
         metrics_source: MetricsSource | None = None,
-        routing: RoutingSource | None = None,
+        pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
         share_cache: bool = False,
         response_store: ResponseStore | None = None,
         adapter_orders: OrderSender | None = None,
@@ -146,8 +147,8 @@ class Application:
             facts=self._health_facts,
             metrics_source=metrics_source,
         )
-        adapters = AdaptersHandler(adapter_orders).routes()
-        protected = self._authenticated_routes(server, routing, response_store, adapters)
+        further = {**AdaptersHandler(adapter_orders).routes(), **pages}
+        protected = self._authenticated_routes(server, response_store, further)
         table = {**protected, **status.routes()}
         self._routes = FrontPage(table, needs_key=self._keys.required).table
 
@@ -163,7 +164,6 @@ class Application:
     def _authenticated_routes(
         self,
         server: ServerSettings,
-        routing: RoutingSource | None,
         response_store: ResponseStore | None,
         further: Mapping[str, Mapping[str, Route]],
     ) -> dict[str, dict[str, Route]]:
@@ -184,7 +184,6 @@ class Application:
         }
         self._generation_paths = frozenset(generation)
         embeddings = EmbeddingHandler(self._gateway, self.generation)
-        pages = RoutingHandler(routing).routes() if routing is not None else {}
         return self._keys.protect_routes(
             {
                 **generation,
@@ -198,7 +197,6 @@ class Application:
                 "/detokenize": {"POST": tokens.detokenize},
                 "/tokenizer_info": {"GET": tokens.describe},
                 **further,
-                **pages,
             }
         )
 
@@ -219,7 +217,7 @@ class Application:
         """Answer one request."""
         exchange = self._open_exchange(request, response)
         request_id.set(exchange.request_id)
-        started = self._clock.now()
+        exchange.started_s = started = self._clock.now()
         status = CLIENT_CLOSED_REQUEST
         try:
             if request.method == "OPTIONS":
@@ -266,7 +264,8 @@ class Application:
             async with generation.open_context(exchange, error.model) as context:
                 started, timeout_s = self._clock.now(), context.timeout_s or 0.0
                 await stack.enter_async_context(load(error.model, timeout_s))
-                left_s = max(timeout_s - (self._clock.now() - started), MIN_TIMEOUT_S)
+                exchange.load_s = self._clock.now() - started
+                left_s = max(timeout_s - exchange.load_s, MIN_TIMEOUT_S)
             request.headers = {**request.headers, TIMEOUT_HEADER: b"%.3f" % left_s}
             request.body, body = body, b""
             await route(exchange)
@@ -298,6 +297,9 @@ class Application:
         path = exchange.request.path
         if exchange.model or (path in self._generation_paths and status >= FIRST_ERROR_STATUS):
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
+            stories = self.generation.stories
+            if stories is not None and not exchange.has_story and status >= FIRST_ERROR_STATUS:
+                stories.tell_failure(exchange, self._clock.now())
         if self._log_requests:
             fields: dict[str, Any] = {
                 "method": exchange.request.method,

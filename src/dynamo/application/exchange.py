@@ -75,6 +75,8 @@ class Exchange:
     `output` takes the events of a stream, by default the response. `headers` are sent with every
     answer. `client_request_id` is the id that the client sees. `error_format` writes errors.
     `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
+    `started_s`: the request was there, in seconds of the process's clock. `load_s`: it waited for
+    its model to be loaded. `has_story`: a story was opened for it.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Exchange:
         self.streaming = False
         self.error_status = 0
         self.error_code = ""
+        self.started_s = self.load_s = 0.0
+        self.has_story = False
 
     def use_error_format(self, error_format: ErrorFormat) -> None:
         """Write errors as the clients of another API expect them."""

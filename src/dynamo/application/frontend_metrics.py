@@ -122,9 +122,19 @@ class TokenTiming:
     `timestamps` holds, for each choice, the last recorded time and the times after it. The fast
     path appends to them without `on_text`, from the second text on, and calls `flush` when a list
     has MAX_PENDING_TIMESTAMPS entries. `recorded_texts` counts the texts that are recorded.
+    `first_s`: when the first text of all choices was written. `longest_gap_s`: the longest recorded
+    interval.
     """
 
-    __slots__ = ("_metrics", "_started", "now", "recorded_texts", "timestamps")
+    __slots__ = (
+        "_metrics",
+        "_started",
+        "first_s",
+        "longest_gap_s",
+        "now",
+        "recorded_texts",
+        "timestamps",
+    )
 
     def __init__(
         self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
@@ -134,13 +144,16 @@ class TokenTiming:
         self.now = now
         self.timestamps: list[list[float]] = list(map(list, [()] * choices))
         self.recorded_texts = 0
+        self.first_s: float | None = None
+        self.longest_gap_s = 0.0
 
     def on_text(self, choice: int) -> None:
         """Note that text of `choice` is written now."""
         now, timestamps = self.now(), self.timestamps[choice]
         if not timestamps:
             self.recorded_texts += 1
-            if not any(self.timestamps):
+            if self.first_s is None:
+                self.first_s = now
                 self._metrics.time_to_first_token.observe(now - self._started)
         timestamps.append(now)
         if len(timestamps) >= MAX_PENDING_TIMESTAMPS:
@@ -150,7 +163,8 @@ class TokenTiming:
         """Record all intervals that are not recorded yet."""
         for timestamps in self.timestamps:
             if len(timestamps) > 1:
-                intervals = map(sub, timestamps[1:], timestamps)
+                intervals = [*map(sub, timestamps[1:], timestamps)]
+                self.longest_gap_s = max(self.longest_gap_s, *intervals)
                 self._metrics.inter_token_latency.observe_all(intervals)
                 self.recorded_texts += len(timestamps) - 1
                 del timestamps[:-1]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 import msgspec
 
@@ -44,80 +44,90 @@ HTML_CONTENT_TYPE = "text/html; charset=utf-8"
 
 
 class RoutingSource(Protocol):
-    """The source of routing data: `services.routing_queries.RoutingQueries`."""
+    """The source of routing data: `operations.observer.DeploymentObserver`."""
 
-    @property
-    def records_decisions(self) -> bool: ...
     async def explain(self, request_id: str) -> Sequence[Any]: ...
     async def report(self, seconds: float | None = None) -> Any: ...
     async def timeline(self, since: float = 0.0, seconds: float | None = None) -> Any: ...
 
 
+ROUTING_PATHS = (
+    EXPLAIN_PREFIX,
+    "/router/explain",
+    "/router/report",
+    "/router/timeline",
+    "/router/view",
+)
+
+
 class RoutingHandler:
-    """Answers /router/...: samples of workers in every router mode, and decisions and reports in
-    those that record them."""
+    """Answers /router/...: samples of workers, decisions and reports."""
 
     def __init__(self, source: RoutingSource) -> None:
         self._source = source
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        return {
-            "/router/explain/": {"GET": self.explain},
-            "/router/explain": {"GET": self.recent},
-            "/router/report": {"GET": self.report},
-            "/router/timeline": {"GET": self.timeline},
-            "/router/view": {"GET": self.view},
-        }
+        routes = (self.explain, self.recent, self.report, self.timeline, self.view)
+        return {path: {"GET": route} for path, route in zip(ROUTING_PATHS, routes, strict=True)}
 
     async def explain(self, exchange: Exchange) -> None:
         """GET /router/explain/{request_id}: every decision for a request."""
-        self._require_decisions()
         name = exchange.request.path.removeprefix(EXPLAIN_PREFIX)
         decisions = await self._source.explain(name)
         if not decisions:
             raise NotFound(
                 f"no decision is recorded for request {name[:100]!r}",
-                hint="use the answer's x-request-id; the last thousand requests are recorded",
+                hint="use the answer's x-request-id; the last 2,000 requests are kept",
             )
         exchange.send_value({"request_id": name, "decisions": decisions})
 
     async def recent(self, exchange: Exchange) -> None:
         """GET /router/explain: the decisions for the last requests."""
-        self._require_decisions()
         exchange.send_value({"decisions": await self._source.explain("")})
 
     async def report(self, exchange: Exchange) -> None:
         """GET /router/report?seconds=N: a report on the last N seconds, or on all records."""
-        self._require_decisions()
-        seconds = _query_number(exchange, "seconds")
+        seconds = query_number(exchange, "seconds")
         exchange.send_value(await self._source.report(seconds))
 
     async def timeline(self, exchange: Exchange) -> None:
         """GET /router/timeline: series of all workers, of the last 15 minutes, after the Unix time
         `since`, or of the last `seconds`."""
-        since = _query_number(exchange, "since") or 0.0
-        seconds = _query_number(exchange, "seconds")
+        since = query_number(exchange, "since") or 0.0
+        seconds = query_number(exchange, "seconds")
         exchange.send_value(await self._source.timeline(since, seconds))
 
     async def view(self, exchange: Exchange) -> None:
-        """GET /router/view: timeline and report, if there is one, as a page that updates itself."""
+        """GET /router/view: timeline and report as a page that updates itself."""
         timeline = await self._source.timeline()
-        recorded = self._source.records_decisions
-        report = await self._source.report(VIEW_REPORT_S) if recorded else None
+        report = await self._source.report(VIEW_REPORT_S)
         data = msgspec.json.encode({"timeline": timeline, "report": report})
         body = render_page(data, live=True)
         exchange.send(HTML_CONTENT_TYPE, body)
 
-    def _require_decisions(self) -> None:
-        if not self._source.records_decisions:
-            raise NotFound(
-                "this router mode does not look at workers, so no decisions are recorded",
-                hint="start with --router-mode kv",
-            )
+
+class RoutingRedirect:
+    """Sends clients of /router/... and of the observer's other routes to the observer. `locate`
+    returns its URL, or raises `NotFound`."""
+
+    def __init__(self, locate: Callable[[], Awaitable[str]]) -> None:
+        self._locate = locate
+
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        """Return the routes by path and method."""
+        return {path: {"GET": self.redirect} for path in ROUTING_PATHS}
+
+    async def redirect(self, exchange: Exchange) -> None:
+        """GET /router/...: 307 to the same path of the observer."""
+        request = exchange.request
+        query = f"?{request.query}" if request.query else ""
+        url = f"{await self._locate()}{quote(request.path)}{query}"
+        exchange.response.send(307, (("location", url), *exchange.headers), b"")
 
 
-def _query_number(exchange: Exchange, name: str) -> float | None:
+def query_number(exchange: Exchange, name: str) -> float | None:
+    """Return a number of the query, None without it. Raises `InvalidRequest`."""
     values = parse_qs(exchange.request.query).get(name)
     if not values:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser, check_writable, write_file
-from dynamo.core.errors import ConfigError, NotFound
+from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dynamo.operations.router_client import RouterClient
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def add_router_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--deployment` and `--api-key`."""
-    parser.add_argument("--url", help="URL of a frontend or router (default: the deployment here)")
+    parser.add_argument(
+        "--url",
+        help="URL of an observer, or of a frontend, which names its observer "
+        "(default: the deployment here)",
+    )
     parser.add_argument("--deployment", metavar="NAME", help=DEPLOYMENT_HELP)
     parser.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
 
@@ -28,7 +32,7 @@ def make_router_client(args: argparse.Namespace) -> RouterClient:
     from dynamo.cli.stop import find_server_url
     from dynamo.operations.router_client import RouterClient
 
-    url = _parse_url(args.url) if args.url else find_server_url(args.deployment)
+    url = _parse_url(args.url) if args.url else find_server_url(args.deployment, ("observer",))
     return RouterClient(url, args.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
@@ -57,9 +61,7 @@ def parser() -> Parser:
     parser = Parser(
         "dynamo router",
         "view: cache and load of every worker over time, as a page or a picture.\n"
-        "report: reachable and achieved cache hits, latencies, balance and advice.\n"
-        "Decisions are recorded in the modes kv and adaptive. In others there is no report, and "
-        "the view has load and cache alone.",
+        "report: reachable and achieved cache hits, latencies, balance and advice.",
         EXAMPLES,
         usage="{view,report} [FLAGS]",
     )
@@ -98,12 +100,9 @@ def _write_view(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(timeline).decode())
         return 0
-    try:
-        report = client.report(args.seconds)
-    except NotFound:  # this router mode records no decisions
-        report = None
+    report = client.report(args.seconds)
     if args.picture:
-        draw_timeline(timeline, args.picture, decisions=report is not None)
+        draw_timeline(timeline, args.picture)
         print(f"wrote {args.picture}")
     if args.html or not args.picture:
         path = args.html or DEFAULT_HTML_FILE

@@ -81,9 +81,9 @@ def select_deployments(
     return chosen
 
 
-def find_server_url(name_or_port: str | None) -> str:
+def find_server_url(name_or_port: str | None, roles: Sequence[str] = ("frontend", "router")) -> str:
     """Return the URL of the HTTP port of a deployment of this user on this host: the one of this
-    name or port, or the only one. Raises `ConfigError` and `NotFound`."""
+    name or port, or the only one. `roles`: whose port. Raises `ConfigError` and `NotFound`."""
     from dynamo.runtime.deployment import live_deployments
 
     running = live_deployments()
@@ -91,8 +91,11 @@ def find_server_url(name_or_port: str | None) -> str:
         raise NotFound("no deployment is running", hint="start one, or give the URL of a server")
     (deployment,) = select_deployments(running, name_or_port)
     for process in deployment.live_processes():
-        if process.role in {"frontend", "router"} and process.address.startswith("http"):
+        if process.role in roles and process.address.startswith("http"):
             return process.address
+    if "observer" in roles:
+        hint = "start it without --no-observer; --url names an observer elsewhere"
+        raise NotFound(f"{deployment.id} has no observer", hint=hint)
     raise NotFound(f"{deployment.id} has no HTTP port", hint="give the URL of a server")
 
 

@@ -1,10 +1,10 @@
-"""HTTP client of a deployment's routing API (/router)."""
+"""HTTP client of a deployment's observer."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import dynamo_client
 from dynamo.core.errors import DynamoError, InvalidRequest, ModelNotReady, NotFound, Unauthorized
@@ -23,8 +23,8 @@ ERROR_BY_STATUS: dict[int, type[DynamoError]] = {
 
 
 class RouterClient:
-    """Client of the HTTP port of a frontend or a router process. Every method blocks and raises
-    `DynamoError` if the server cannot be reached or answers with an error."""
+    """Client of the HTTP port of an observer, or of a process that redirects to it. Every method
+    blocks and raises `DynamoError` if no server can be reached or it answers with an error."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -45,6 +45,20 @@ class RouterClient:
         """Fetch the series of every worker of the last `seconds`, at most 15 minutes."""
         query = "" if seconds is None else f"?seconds={seconds:g}"
         return self._get_json(f"/router/timeline{query}", "workers")
+
+    def find_stories(self, name: str) -> list[dict[str, Any]]:
+        """Fetch the stories of a request id or trace id, the newest first. Raises `NotFound`."""
+        path = f"/requests/{quote(name, safe='')}"
+        return self._get_json(path, "requests")["requests"]  # type: ignore[no-any-return]
+
+    def list_stories(self, **wanted: Any) -> list[dict[str, Any]]:
+        """Fetch the newest stories that are `slow` (seconds), `failed` or of a `worker`."""
+        path = f"/requests?{urlencode(wanted)}"
+        return self._get_json(path, "requests")["requests"]  # type: ignore[no-any-return]
+
+    def group_causes(self, seconds: float) -> list[dict[str, Any]]:
+        """Fetch what made the requests of the last `seconds` late."""
+        return self._get_json(f"/causes?seconds={seconds:g}", "causes")["causes"]  # type: ignore[no-any-return]
 
     def _get_json(self, path: str, part: str) -> dict[str, Any]:
         """Fetch the JSON object at `path`, which must have the key `part`."""

@@ -31,17 +31,13 @@ PANELS: Sequence[tuple[str, str, Callable[[WorkerFields, float], float]]] = (
 """Title, unit and measure of each panel. A measure gets the seconds since the sample before."""
 
 
-def draw_timeline(
-    timeline: Mapping[str, Any], path: str, title: str = "", *, decisions: bool = True
-) -> None:
+def draw_timeline(timeline: Mapping[str, Any], path: str, title: str = "") -> None:
     """Draw the answer of /router/timeline into a PNG file. Raises `Unsupported` without matplotlib.
-    Without recorded `decisions` the last panel is left out. Blocks."""
+    Blocks."""
     check_matplotlib("write the page (--html FILE), or run: ")
     times = [at - timeline["at"][0] for at in timeline["at"]]
     figure, panels = make_panels()
-    panels[-1].set_visible(decisions)
-    shown = PANELS if decisions else PANELS[:-1]
-    for panel, (panel_title, unit, measure) in zip(panels, shown, strict=decisions):
+    for panel, (panel_title, unit, measure) in zip(panels, PANELS, strict=True):
         series = _series_by_worker(timeline, times, measure)
         if len(series) > MAX_LINES:
             _plot_heatmap(figure, panel, times, series, unit)

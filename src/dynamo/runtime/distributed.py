@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from importlib import import_module
@@ -101,6 +102,7 @@ class DistributedRuntime:
         self.rng = Random()
         self.tasks = BackgroundTasks()
         self.metrics = Registry()
+        self.loop_pauses: deque[tuple[float, float]] = deque(maxlen=64)
         self.health = ProcessHealth()
         self.lifecycle = Lifecycle(self.name)
         self.stopping = stopping or CancellationToken()

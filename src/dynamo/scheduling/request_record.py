@@ -10,10 +10,10 @@ import msgspec
 
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.workers.worker import engine_info
+from dynamo.telemetry.story import EndedStory, Story
 
 if TYPE_CHECKING:
     from dynamo.scheduling.workers.placed_request import PlacedRequest
-    from dynamo.telemetry.story import Story
 
 SALT_BYTES = 32
 HASH_BYTES = 5
@@ -56,39 +56,21 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     end: str = ""
 
 
-RequestFacts = tuple[
-    float, float, float, float | None, float | None, int, int, int, int,
-    str, bytes, int, str, str, int, str, Sequence[int], Instance | None,
-]  # fmt: skip
-"""The part of a story that is taken on the event loop, in the order of `RecordMaker.make`."""
+RequestFacts = tuple[EndedStory, bytes, Sequence[int], Instance | None]
+"""The facts that become a record: a story, the client's session, the hashes of the first prompt,
+and the instance that has named the size of its blocks."""
 
 
 def request_facts(story: Story) -> RequestFacts:
-    """Return the facts of a story that has ended. The story and its attempts can go then."""
-    attempts: Sequence[PlacedRequest] = story.attempts
-    answers, get = story.choices * story.prompts, story.headers.get
+    """Return the facts of a story that has ended. Its attempts can go then."""
+    assert story.ended is not None  # noqa: S101 - stories are told at their end
+    get = story.headers.get
     session = get(b"x-session-id") or get(b"session_id") or get(b"x-claude-code-session-id", b"")
-    placed_s = first_s = instance = None
-    worker = prompt_worker = ""
-    prompt_tokens, hashes = story.prompt_tokens // story.prompts, NO_HASHES
-    if attempts:
-        first, last = attempts[0], attempts[-1]
-        placed_s, first_s = first.placed_s, first.first_token_s
-        if first_s is None and last is not first:
-            tokens_s = (each.first_token_s for each in attempts)
-            first_s = next((each for each in tokens_s if each is not None), None)
-        worker, prompt_worker = (last.decode_worker or last.worker).name, last.prompt_worker.name
-        if first.hashes:
-            hashes, instance = first.hashes, first.worker.instance
-        if story.prompts == 1:
-            prompt_tokens = first.prompt_tokens
-    return (
-        story.wall_s, story.began_s, story.ended_s, placed_s, first_s, prompt_tokens,
-        story.output_tokens // answers, answers, story.cached_tokens // story.prompts,
-        story.model, session, story.priority, worker,
-        prompt_worker if prompt_worker != worker else "",
-        max(0, len(attempts) - answers), story.end, hashes, instance,
-    )  # fmt: skip
+    if story.attempts:
+        placed: PlacedRequest = story.attempts[0].placed
+        if placed.hashes:
+            return story.ended, session, placed.hashes, placed.worker.instance
+    return story.ended, session, NO_HASHES, None
 
 
 class RecordMaker:
@@ -101,30 +83,36 @@ class RecordMaker:
 
     def make(self, facts: RequestFacts) -> RequestRecord:
         """Return a record."""
-        (
-            wall_s, began_s, ended_s, placed_s, first_s, prompt_tokens, output_tokens, answers,
-            cached_tokens, model, session, priority, worker, prefill_worker, moves, end, hashes,
-            instance,
-        ) = facts  # fmt: skip
+        story, session, hashes, instance = facts
         block_tokens, hash_ids = self._blocks(hashes, instance) if hashes else (0, hashes)
+        attempts, answers = story.attempts, story.choices * story.prompts
+        prompt_tokens, worker, prefill_worker = story.prompt_tokens // story.prompts, "", ""
+        placed_us: int | None = None
+        if attempts:
+            worker, prefill_worker = attempts[-1].worker, attempts[-1].prefill_worker
+            placed_us = attempts[0].placed_us
+            if story.prompts == 1:
+                prompt_tokens = attempts[0].prompt_tokens
+        firsts = (attempt.first_us for attempt in attempts)
+        first_us = next((each for each in firsts if each is not None), None)
         return RequestRecord(
-            int(wall_s * 1e4) / 10,
+            int(story.wall_s * 1e4) / 10,
             prompt_tokens,
-            output_tokens,
-            model,
+            story.output_tokens // answers,
+            story.model,
             hash_ids,
             block_tokens,
             f"{_salted(self._salt, session, SESSION_BYTES):x}" if session else "",
-            priority,
+            story.priority,
             answers,
-            cached_tokens,
-            None if placed_s is None else int((placed_s - began_s) * 1e6) / 1e3,
-            None if first_s is None else int((first_s - began_s) * 1e6) / 1e3,
-            int((ended_s - began_s) * 1e6) / 1e3,
+            story.cached_tokens // story.prompts,
+            None if placed_us is None else placed_us / 1e3,
+            None if first_us is None else first_us / 1e3,
+            story.ended_us / 1e3,
             worker,
             prefill_worker,
-            moves,
-            end,
+            max(0, len(attempts) - answers),
+            story.end,
         )
 
     def _blocks(

@@ -12,6 +12,7 @@ from dynamo.application.generation.stories import Stories
 from dynamo.application.large_bodies import default_body_bytes
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
 from dynamo.application.responses.store import ResponseStore
+from dynamo.application.routing import RoutingRedirect
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.settings import Settings
@@ -22,12 +23,14 @@ from dynamo.services.adapters import AdapterOrders
 from dynamo.services.desired_models import STATES
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.observing.observer_urls import find_observer_url
+from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
 from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
-from dynamo.services.routing_queries import RoutingQueries
 from dynamo.services.service_models import ServiceModelWatcher
 from dynamo.services.shared_metrics import SharedPortMetrics
+from dynamo.telemetry.story import StoryListener
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +47,9 @@ class FrontendService:
         self._runtime = runtime
         gateway = Gateway()
         self._routing = routing = ProcessRouting(runtime)
-        queries = RoutingQueries(runtime, routing)
         self._model_watcher = ModelWatcher(runtime, gateway, routing)
         server = runtime.settings.server
-        application = self._open_application(gateway, queries)
+        application = self._open_application(gateway)
         http = HttpServer(
             application.handle,
             HttpLimits.from_settings(server),
@@ -70,7 +72,8 @@ class FrontendService:
         runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
-        await queries.start()
+        if self._publisher is not None:
+            await self._publisher.start()
         self._declare_metrics()
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
 
@@ -117,7 +120,7 @@ class FrontendService:
             merge="max",
         )
 
-    def _open_application(self, gateway: Gateway, queries: RoutingQueries) -> Application:
+    def _open_application(self, gateway: Gateway) -> Application:
         runtime = self._runtime
         orders = AdapterOrders(runtime, gateway)
         runtime.execute_order = orders.execute
@@ -129,15 +132,22 @@ class FrontendService:
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,
             metrics_source=SharedPortMetrics(runtime),
-            routing=queries,
+            pages=RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
             share_cache=runtime.settings.engine.share_cache,
             response_store=_response_store(runtime),
             adapter_orders=orders if runtime.settings.engine.lora_updates else None,
         )
         self._recorder = _request_recorder(runtime)
+        self._publisher: StoryPublisher | None = None
+        listeners: list[StoryListener] = []
         if self._recorder is not None:
             self._recorder.start()
-            application.generation.stories = Stories(self._recorder.add, runtime.clock.wall)
+            listeners.append(self._recorder.add)
+        if runtime.settings.observer.enabled:
+            self._publisher = StoryPublisher(runtime, self._routing.sample)
+            listeners.append(self._publisher.add)
+        if listeners:
+            application.generation.stories = Stories(listeners, runtime.clock.wall)
 
         def apply_settings(settings: Settings) -> None:
             application.update_settings(settings.server, settings.router.ttft_slo)
@@ -150,6 +160,8 @@ class FrontendService:
         await run_all(http.stop(drain_s), application.close(drain_s))
         if self._recorder is not None:
             await self._recorder.close()
+        if self._publisher is not None:
+            await self._publisher.close()
 
     @staticmethod
     def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:

@@ -236,8 +236,8 @@ async def _open_dispatch(pipeline: ModelPipeline) -> None:
 
 async def _open_router(pipeline: ModelPipeline) -> None:
     routing = pipeline.routing
-    records = routing.records_decisions
-    pipeline.observers = [routing.recorder_of(pipeline.model)] if records else []
+    counts = routing.counts_decisions
+    pipeline.observers = [routing.decision_metrics_of(pipeline.model)] if counts else []
     await open_router(pipeline)
     operators = [
         getattr(pipeline, name) if name in OPERATORS.builtin else await _open_own(pipeline, name)

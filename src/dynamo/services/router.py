@@ -1,4 +1,4 @@
-"""The router process: chooses workers for the requests of frontends, and explains its choices.
+"""The router process: chooses workers for the requests of frontends, and tells its choices.
 
 Tokens never pass through this process. The frontends publish which requests they send and how those
 end.
@@ -11,10 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from dynamo.application.app import RouterApplication
 from dynamo.application.gateway import MODELS_HEALTH_KEY
+from dynamo.application.routing import RoutingRedirect
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import ResponseWriter
@@ -34,8 +33,9 @@ from dynamo.services import components
 from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
 from dynamo.services.model_uses import close_removed_model
+from dynamo.services.observing.observer_urls import find_observer_url
+from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.routing import ProcessRouting
-from dynamo.services.routing_queries import RoutingQueries
 from dynamo.telemetry.metrics import Counter
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,12 @@ class RouterService:
         self._models: dict[str, ModelPipeline] = {}
         self._decisions: dict[str, Counter] = {}
         runtime.health.set_unhealthy(MODELS_HEALTH_KEY, "no worker has announced a model yet")
-        queries = RoutingQueries(runtime, self._routing)
-        await queries.start()
-        await self._serve_http(queries)
+        self._publisher: StoryPublisher | None = None
+        if runtime.settings.observer.enabled:
+            self._publisher = StoryPublisher(runtime, self._routing.sample)
+            await self._publisher.start()
+            runtime.add_shutdown_hook(lambda _: self._close_publisher())
+        await self._serve_http()
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)
         desired = self._routing.desired_models()
@@ -72,12 +75,12 @@ class RouterService:
         runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
         runtime.tasks.start(self._release_expired(), "unused choices")
 
-    async def _serve_http(self, queries: RoutingQueries) -> None:
+    async def _serve_http(self) -> None:
         runtime, settings = self._runtime, self._runtime.settings
         application = RouterApplication(
             settings.server,
             settings.router.host,
-            queries,
+            RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
             runtime.clock,
             runtime.metrics,
             reasons=lambda: runtime.health.reasons,
@@ -96,6 +99,10 @@ class RouterService:
         runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
         log.info("router listens", extra={"fields": {"url": runtime.public_address}})
 
+    async def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.close()
+
     async def _handle_choose(self, payload: bytes, out: ResponseWriter) -> None:
         """Answer QUERY_ACCEPTED at once and the decision later."""
         out.send(QUERY_ACCEPTED)
@@ -111,8 +118,8 @@ class RouterService:
             )
         request = request_from_query(query, out.context.request_id)
         decision = await model.policy.choose(request, out.context, frozenset(query.excluded))
-        decided = replace(decision, placement=None, prompt=None)
-        self._routing.observer.decision_log.add(request, decided)
+        if self._publisher is not None:
+            self._publisher.add_choice(request, decision)
         self._decisions[query.model].inc()
         out.send(encode_reply(decision))
 

@@ -1,46 +1,252 @@
-"""The story of a request: what its stages note while it passes.
+"""The story of a request: what its stages note while it passes, and the form in which it is sent.
 
-The handler of a route opens a story and passes it to a listener at the request's end. Stages in
-between find it by `current_story`, and append what they know already. Listeners read a story off
-the event loop, so that a stage never formats anything.
+The handler of a route opens a story and passes it to listeners at the request's end. Stages in
+between find it by `current_story`, and write down moments that they pass anyway. All else is made
+from the story off the serving loops: the record of requests, explanations, `dynamo why`.
+
+A sent story has times in microseconds since the request was there, so that clocks of hosts need not
+agree. Values that nobody knows are None, never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 
+from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.core.values import GenerateRequest
+
+FINGERPRINT_BYTES = 1024
+"""The first so many bytes of a prompt's ids tell it from others: 256 tokens."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
+    name, in the policy's unit (milliseconds for predicted times). `decode_worker`: the worker that
+    would answer if `worker` computed the prompt for another one. `tier_blocks`: how many of
+    `overlap_blocks` it would load, by memory tier."""
+
+    worker: str
+    overlap_blocks: int
+    cost: float
+    terms: dict[str, float]
+    decode_worker: str = ""
+    tier_blocks: dict[str, int] = {}
+
+
+class AttemptFacts(msgspec.Struct, array_like=True, gc=False):
+    """An attempt of a choice: its decision and what became of it.
+
+    `choosing_us`: the router had the request. `placed_us`: the worker was chosen. `first_us`: its
+    first token came. `resumed`: tokens of the answer that earlier attempts sent. `error`: an error
+    code, "" for success or a reader that had enough; `reason`: its message. `load`: requests at the
+    worker before this one, as the router knew them. `seen_blocks`: those of the prompt that this
+    process had seen. `costs`: the best candidates, () where they were not kept.
+    """
+
+    choice: int
+    worker: str
+    prefill_worker: str
+    mode: str
+    view: str
+    candidates: int
+    choosing_us: int
+    placed_us: int
+    first_us: int | None
+    ended_us: int
+    error: str
+    reason: str
+    resumed: int
+    load: int
+    queue_length: int
+    prompt_tokens: int
+    prompt_blocks: int
+    overlap_blocks: int
+    best_overlap_blocks: int
+    seen_blocks: int | None
+    cached_tokens: int
+    output_tokens: int
+    waited_us: int
+    predicted_us: int | None
+    harm_weight: float | None
+    itl_slo_ms: float
+    times: WorkerTimes | None
+    costs: Any = ()
+
+    def cost_table(self) -> list[Candidate]:
+        """Return the candidates, best first."""
+        costs = self.costs() if callable(self.costs) else self.costs
+        return msgspec.convert(costs, list[Candidate], from_attributes=True)
+
+
+class EndedStory(msgspec.Struct, array_like=True, gc=False):
+    """A story as it is sent. `client_id`: the id that the client sees. `read_us`: the body was
+    read. `admitting_us`: the prompt was encoded; None: it never was. `waited_for`: what the request
+    waited for before that or in admission, behind `ahead` others. `gap_us`: the longest pause
+    between two texts. `stalled_us`: the client did not read. `prompt_mark`, `salt_mark`: equal for
+    equal beginnings of prompts, and for equal salts and adapters."""
+
+    request_id: str
+    client_id: str
+    trace: str
+    path: str
+    model: str
+    end: str
+    wall_s: float
+    read_us: int
+    limit_us: int
+    admitting_us: int | None
+    first_us: int | None
+    ended_us: int
+    gap_us: int
+    stalled_us: int
+    waited_for: str
+    ahead: int
+    priority: int
+    choices: int
+    prompts: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    prompt_mark: int
+    salt_mark: int
+    attempts: Sequence[AttemptFacts] = ()
+
+
+class StoryAttempt(Protocol):
+    """An attempt of a request at a worker: `scheduling.router.attempt.Attempt`."""
+
+    placed: Any
+
+    def facts(self, began_s: float) -> AttemptFacts:
+        """Return the facts of an attempt that has ended."""
+
 
 class Story(msgspec.Struct):
-    """The facts of an HTTP request that generates text. Times with `_s` are seconds of the
+    """The facts of an HTTP request, while it is served. Times with `_s` are seconds of the
     process's clock, `wall_s` is the arrival since 1970.
 
-    `headers` are the client's. `attempts` are the ledger's entries in the order in which they were
-    made, one for each attempt of each choice. Token counts are sums over `prompts` and their
-    `choices`. `end` is "" for a whole answer, else an error code or "cancelled".
+    `headers` are the client's. `attempts` are in the order in which they were made, one for each
+    attempt of each choice. Token counts are sums over `prompts` and their `choices`. `limit_s` was
+    waited for a place of the model. `end` is "" for a whole answer, else an error code or
+    "cancelled". `ended`: set at the end, for listeners.
     """
 
     request_id: str
+    client_id: str
+    path: str
     model: str
     wall_s: float
     began_s: float
+    read_s: float
     headers: Mapping[bytes, bytes]
     priority: int
     choices: int
     prompts: int
-    attempts: list[Any] = []
+    attempts: list[StoryAttempt] = []
+    limit_s: float = 0.0
+    admitting_s: float | None = None
+    waited_for: str = ""
+    ahead: int = 0
+    prompt_mark: int = 0
+    salt_mark: int = 0
+    first_s: float | None = None
     ended_s: float = 0.0
+    gap_s: float = 0.0
+    stalled_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     end: str = ""
+    ended: EndedStory | None = None
 
+    def on_admission(self, now: float, request: GenerateRequest) -> None:
+        """Note the first prompt that is encoded, and will be sent."""
+        self.admitting_s = now
+        self.prompt_mark = crc32(request.token_ids[:FINGERPRINT_BYTES])
+        if request.salt or request.adapter:
+            self.salt_mark = crc32(f"{request.salt}\0{request.adapter}".encode())
+
+    def close(self) -> EndedStory:
+        """Return the story as it is sent. The attempts can go then."""
+        began_s, admitting_s, first_s = self.began_s, self.admitting_s, self.first_s
+        attempts = []
+        for attempt in self.attempts:  # a comprehension is a call in CPython 3.11
+            attempts.append(attempt.facts(began_s))  # noqa: PERF401
+        parent = self.headers.get(b"traceparent")
+        self.ended = ended = EndedStory(
+            self.request_id,
+            self.client_id,
+            "" if parent is None else parent[3:35].decode("latin-1"),
+            self.path,
+            self.model,
+            self.end,
+            self.wall_s,
+            int((self.read_s - began_s) * 1e6),
+            int(self.limit_s * 1e6),
+            None if admitting_s is None else int((admitting_s - began_s) * 1e6),
+            None if first_s is None else int((first_s - began_s) * 1e6),
+            int((self.ended_s - began_s) * 1e6),
+            int(self.gap_s * 1e6),
+            int(self.stalled_s * 1e6),
+            self.waited_for,
+            self.ahead,
+            self.priority,
+            self.choices,
+            self.prompts,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.prompt_mark,
+            self.salt_mark,
+            attempts,
+        )
+        return ended
+
+
+class ProcessSample(msgspec.Struct, array_like=True):
+    """The knowledge of a process that routes, at one time. `waiting`: requests held in the router.
+    `sent`: its requests by worker. `views`: how the cache of each worker is known."""
+
+    waiting: int = 0
+    sent: dict[str, int] = {}
+    views: dict[str, str] = {}
+
+
+class RouterChoice(msgspec.Struct, array_like=True):
+    """A choice of a router process, which joins the story of a frontend. `attempt`: its facts so
+    far."""
+
+    request_id: str
+    wall_s: float
+    attempt: AttemptFacts
+
+
+class StoryBatch(msgspec.Struct, array_like=True):
+    """The event that a process publishes once a second. `dropped`: stories of good requests that
+    were left out because there were too many. `pauses`: those of its event loop, (Unix time of the
+    end, seconds). `planes`: why planes are away."""
+
+    process: str
+    wall_s: float
+    stories: list[EndedStory] = []
+    choices: list[RouterChoice] = []
+    dropped: int = 0
+    pauses: list[tuple[float, float]] = []
+    planes: dict[str, str] = {}
+    sample: ProcessSample | None = None
+
+
+STORIES_SUBJECT = "stories"
+encode_batch = msgspec.msgpack.Encoder().encode
+decode_batch = msgspec.msgpack.Decoder(StoryBatch).decode
 
 StoryListener = Callable[[Story], None]
 """Receives each story at its end. Runs on the event loop and must be short."""
 
 current_story: ContextVar[Story | None] = ContextVar("current_story", default=None)
-"""The story of the request that the current task handles; None where no story is recorded."""
+"""The story of the request that the current task handles; None where no story is told."""

@@ -16,7 +16,7 @@ BODY = {"model": "spoken", "messages": [{"role": "user", "content": "one two thr
 
 def listen(site: Any) -> list[Story]:
     stories: list[Story] = []
-    site.application.generation.stories = Stories(stories.append, lambda: 1_700_000_000.0)
+    site.application.generation.stories = Stories([stories.append], lambda: 1_700_000_000.0)
     return stories
 
 
@@ -36,7 +36,7 @@ async def test_a_whole_answer_has_its_tokens(site: Any, connect: Any, path: str)
     assert (story.end, story.model) == ("", "words")
     assert (story.prompt_tokens, story.cached_tokens, story.output_tokens) == (3, 1, 3)
     assert story.ended_s >= story.began_s
-    assert story.wall_s == 1_700_000_000.0
+    assert story.wall_s == pytest.approx(1_700_000_000.0 - (story.read_s - story.began_s))
 
 
 async def test_the_choices_of_all_prompts_are_one_story(site: Any, connect: Any) -> None:
@@ -75,6 +75,21 @@ async def test_a_rejection_and_a_client_that_left_are_recorded(
     while len(stories) < 2:
         await asyncio.sleep(0)
     assert stories[1].end == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [({**BODY, "model": "unknown"}, "model_not_found"), ({"model": "words"}, "invalid_request")],
+)
+async def test_a_request_that_no_worker_saw_has_a_story(
+    site: Any, connect: Any, body: Any, code: str
+) -> None:
+    stories = listen(site)
+    async with connect(site.port) as client:
+        client.ask("POST", CHAT, body)
+        assert (await client.answer()).status >= 400
+    (story,) = stories
+    assert (story.end, story.path, story.output_tokens) == (code, CHAT, 0)
 
 
 async def test_requests_of_a_connection_have_stories_of_their_own(site: Any, connect: Any) -> None:

@@ -82,7 +82,9 @@ class AdaptiveHarness:
 
     async def route(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
         decision = await self.policy.choose(request(tokens), context, frozenset())
-        attempt = self.router._start_attempt(decision, request(tokens), context, CollectedReply())
+        attempt = self.router._start_attempt(
+            decision, request(tokens), context, CollectedReply(), 0.0
+        )
         assert decision.instance.id == attempt.placed.worker.name
         return attempt.placed
 

@@ -39,25 +39,26 @@ from dynamo.core.values import (
 from dynamo.inference.load_publisher import encode_load
 from dynamo.inference.mock.engine import make_mock_engine_info
 from dynamo.library import kv_router
+from dynamo.operations.observer.explanations import describe_decision
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router import (
     Decision,
     KvRouter,
     Observer,
-    Outcome,
     SchedulingRequest,
     WorkerScore,
     WorkerSelector,
     WorkerStatus,
 )
+from dynamo.scheduling.router.attempt import Attempt
 from dynamo.scheduling.router.costs.interface import REGRET_WINDOW
-from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import open_policy
 from dynamo.scheduling.router.policies import kv
 from dynamo.scheduling.router.policy import PolicyInputs
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.telemetry.story import AttemptFacts
 
 ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))
@@ -86,13 +87,13 @@ class RecordingReply(Reply):
 class RecordingObserver(Observer):
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
-        self.outcomes: list[Outcome] = []
+        self.attempts: list[AttemptFacts] = []
 
-    def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
-        self.decisions.append(decision)
+    def on_attempt_started(self, attempt: Attempt) -> None:
+        self.decisions += filter(None, [attempt.decision])
 
-    def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+    def on_attempt_ended(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt.facts(0.0))
 
 
 async def serve(
@@ -143,11 +144,10 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(open_runtime: 
     send = send_through(client, policy, ledger=policy.solver.ledger, observers=[observer])
     await send(REQUEST, CONTEXT, reply := RecordingReply())
     assert (reply.worker, reply.ids) == (holder, [1, 2, 3])
-    (decision,), (outcome,) = observer.decisions, observer.outcomes
+    (decision,), (outcome,) = observer.decisions, observer.attempts
     assert (decision.overlap_blocks, decision.prompt_blocks, decision.view) == (10, 10, "exact")
     assert (outcome.cached_tokens, outcome.prompt_tokens, outcome.output_tokens) == (16, 160, 3)
-    assert not outcome.error
-    assert outcome.ttft_s is not None
+    assert (outcome.error, outcome.first_us is None) == ("", False)
     assert not policy.solver.worker_states[holder].active
     await policy.close()
 
@@ -163,7 +163,7 @@ async def test_no_overlap_is_expected_without_a_prefix_cache(open_runtime: Open)
     assert [(decision.overlap_blocks, decision.view) for decision in observer.decisions] == [
         (0, NO_PREFIX_CACHE)
     ] * 2
-    assert "no prefix cache" in describe_decision(observer.decisions[1])
+    assert "no prefix cache" in describe_decision(observer.attempts[1])
     assert policy.solver.view.get_mode(name) == NO_PREFIX_CACHE
     await policy.close()
 

@@ -120,11 +120,13 @@ def test_an_outcome_counts_the_token_that_ended_the_answer() -> None:
         ledger.counts_tokens = True
         worker = ledger.workers.at(Instance("w", "", "", "", ""), None)
         placed = ledger.place("r/0/0", worker, Prompt(5, ()), new_tokens=5)
-        attempt = Attempt(RecordingReply(), placed, ledger, SystemClock())
+        decision = Decision(worker.instance, "kv", 1)
+        attempt = Attempt(RecordingReply(), placed, ledger, SystemClock(), decision=decision)
         attempt.begin(Started())
         attempt.tokens((1, 2))
         attempt.finish(end)
-        assert attempt.outcome("").output_tokens == tokens
+        ledger.end(placed, None)
+        assert attempt.facts(0.0).output_tokens == tokens
 
 
 async def test_a_gone_worker_is_retried_elsewhere(open_runtime: Open) -> None:

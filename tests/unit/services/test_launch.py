@@ -16,6 +16,7 @@ def test_one_frontend_and_one_worker_by_default() -> None:
     assert [(spec.role, spec.name, spec.stop_order) for spec in specs] == [
         ("frontend", "frontend", 0),
         ("worker", "worker", 1),
+        ("observer", "observer", 2),
     ]
     assert specs[0].argv[1:] == ("-P", "-m", "dynamo", "_child", "frontend")
 
@@ -28,6 +29,7 @@ def test_router_processes_stop_between_frontends_and_workers() -> None:
         ("router", "router-1", 1),
         ("router", "router-2", 1),
         ("worker", "worker", 2),
+        ("observer", "observer", 3),
     ]
     assert [replica_index(name) for name in ("router", "Router-1", "router-2")] == [0, 0, 1]
 
@@ -45,7 +47,14 @@ def test_replicas_are_numbered() -> None:
         "worker-1",
         "worker-2",
         "worker-3",
+        "observer",
     ]
+
+
+def test_a_deployment_may_have_no_observer() -> None:
+    settings = Settings()
+    settings = replace(settings, observer=replace(settings.observer, enabled=False))
+    assert [spec.name for spec in deployment_specs(settings)] == ["frontend", "worker"]
 
 
 def test_an_unknown_role_names_the_nearest() -> None:

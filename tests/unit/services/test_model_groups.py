@@ -171,8 +171,8 @@ def test_frontends_get_no_devices() -> None:
 
     specs = deployment_specs(load({}, text).settings)
 
-    assert [spec.role for spec in specs] == ["frontend", "frontend", "worker"]
-    assert specs[-1].settings.engine.device_ids == (3,)
+    assert [spec.role for spec in specs] == ["frontend", "frontend", "worker", "observer"]
+    assert specs[2].settings.engine.device_ids == (3,)
 
 
 def test_a_group_has_its_own_transfer_and_cache() -> None:
@@ -221,6 +221,7 @@ def test_processes_of_several_models_are_named_after_them() -> None:
         ("org-small-prefill-worker-1", "org/small"),
         ("org-small-prefill-worker-2", "org/small"),
         ("org-small-decode-worker", "org/small"),
+        ("observer", ""),
     ]
 
 
@@ -242,6 +243,7 @@ def test_one_model_in_a_list_is_named_like_several() -> None:
     assert [spec.name for spec in deployment_specs(load({}, text).settings)] == [
         "frontend",
         "qwen-worker",
+        "observer",
     ]
 
 
@@ -315,7 +317,7 @@ def test_the_processes_of_the_files_for_one_model_keep_their_names() -> None:
         file.stem: [spec.name for spec in deployment_specs(load({}, file.read_text()).settings)]
         for file in CONFIGS.glob("*.yaml")
     }
-    assert names == PROCESSES
+    assert names == {name: [*processes, "observer"] for name, processes in PROCESSES.items()}
 
 
 def test_settings_of_models_on_demand_that_say_nothing_are_refused() -> None:

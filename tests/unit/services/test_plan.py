@@ -77,6 +77,8 @@ def plan_of(
     def load(extra: Mapping[str, SourcedValue]) -> LoadedSettings:
         return resolve_settings({**values, **extra}, {}, document)
 
+    values.setdefault("observer.enabled", SourcedValue(False, "test"))
+
     rest, options = split_service_options(words)
     assert rest == []
     return plan_deployment(root, load({}), load, options, only=only)
@@ -387,3 +389,8 @@ def test_each_mode_of_the_page_is_a_graph_with_a_configuration(
     assert sum(n for process, n in counts.items() if process.endswith("Worker")) == MODES[name]
     assert ("Router" in counts) == name.endswith("_router")
     assert ("PrefillWorker" in counts) == name.startswith("disagg")
+
+
+def test_a_graph_that_serves_models_has_an_observer() -> None:
+    assert shape(plan_of(Front, observer__enabled=True))[-1] == ("observer", "Observer", 1)
+    assert not plan_of(Engines, only=True, observer__enabled=True).with_role("observer")

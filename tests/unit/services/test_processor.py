@@ -12,7 +12,6 @@ from dynamo.application.gateway import ServedModel
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.scheduling.router.explain.decision_log import http_request_id
 from dynamo.services.processor import ProcessorEndpoints
 
 
@@ -39,4 +38,4 @@ async def test_calls_under_one_request_id_have_ids_of_their_own() -> None:
 
     ids = [context.request_id for context in processor.contexts]
     assert len(set(ids)) == 2
-    assert {http_request_id(own_id, "mine") for own_id in ids} == {"mine"}
+    assert all(own_id.startswith("mine") for own_id in ids)

@@ -16,20 +16,32 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.settings.schema import RecordSettings
 from dynamo.operations.bench.traces import TraceRow
 from dynamo.scheduling.request_record import RecordMaker, RequestRecord, request_facts
+from dynamo.scheduling.router.attempt import Attempt
+from dynamo.scheduling.router.policy import Decision
+from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.services.planning.record import RecordFiles, RequestRecorder
 from dynamo.telemetry import Registry
 from dynamo.telemetry.story import Story
+from dynamo.testing.fakes import CollectedReply
 
 SALT = b"s" * 32
 
 
 def make_story(**fields: Any) -> Story:
-    story = Story("r", "m", 1_700_000_000.5, 10.0, {b"x-session-id": b"Alice"}, 2, 1, 1)
+    headers = {b"x-session-id": b"Alice"}
+    story = Story("r", "r", "/v1/chat", "m", 1_700_000_000.5, 10.0, 10.0, headers, 2, 1, 1)
     story.prompt_tokens, story.output_tokens, story.ended_s = 200, 7, 11.5
     for name, value in fields.items():
         setattr(story, name, value)
+    story.close()
     return story
+
+
+def attempt(placed: PlacedRequest) -> Attempt:
+    decision = Decision(placed.worker.instance, "kv", 1)
+    return Attempt(CollectedReply(), placed, Ledger(), SystemClock(), decision=decision)
 
 
 def make_record(story: Story, salt: bytes) -> RequestRecord:
@@ -39,7 +51,7 @@ def make_record(story: Story, salt: bytes) -> RequestRecord:
 def test_a_moved_request_has_its_last_worker_and_its_first_token() -> None:
     cluster = FakeCluster(2)
     cluster.now = 10.25
-    states, story = cluster.worker_states, make_story()
+    states = cluster.worker_states
     hashes = range(1, 13)
     first = cluster.ledger.place("r/0/0", states["a"], Prompt(200, hashes), new_tokens=200)
     cluster.now = 10.5
@@ -47,8 +59,8 @@ def test_a_moved_request_has_its_last_worker_and_its_first_token() -> None:
     cluster.end(first)
     cluster.now = 10.75
     again = cluster.ledger.place("r/0/16", states["b"], Prompt(203, hashes), new_tokens=203)
-    story.attempts = [first, again]
-    record = make_record(story, SALT)
+    cluster.end(again)
+    record = make_record(make_story(attempts=[attempt(first), attempt(again)]), SALT)
     assert (record.worker, record.moves, record.prefill_worker) == ("b", 1, "")
     assert (record.input_length, record.output_length, record.priority) == (200, 7, 2)
     assert (record.queue_ms, record.ttft_ms, record.e2e_ms) == (250.0, 500.0, 1500.0)
@@ -66,7 +78,7 @@ def test_equal_prompts_have_equal_hashes_only_under_the_same_salt() -> None:
     def record(salt: bytes, hashes: list[int]) -> RequestRecord:
         place, worker = cluster.ledger.place, cluster.worker_states["a"]
         placed = place("r/0/0", worker, Prompt(200, hashes), new_tokens=200)
-        return make_record(make_story(attempts=[placed]), salt)
+        return make_record(make_story(attempts=[attempt(placed)]), salt)
 
     prompt, branch = list(range(8)), [0, 1, 2, 3, 9, 9, 9, 9]
     own, same, other = record(SALT, prompt), record(SALT, prompt), record(b"t" * 32, prompt)

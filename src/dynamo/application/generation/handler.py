@@ -198,8 +198,6 @@ class GenerationHandler:
         deadlines, limit = self.deadlines, self.concurrency[exchange.model]
         metrics = self._metrics.for_model(exchange.model)
         usage_counter, started = UsageCounter(options.n), self._clock.now()
-        if self.stories is not None:
-            self.stories.begin(exchange, started, options.priority, options.n, prompts)
         timing = TokenTiming(metrics, self._clock.now, started, options.n * prompts)
         reply_type: type[HttpReply] = StreamReply if exchange.streaming else UnaryReply
         if options.count_tokens:
@@ -207,10 +205,15 @@ class GenerationHandler:
         reply = reply_type(exchange, writer, usage_counter, timing, prompts)
         reply.hold_s = self._hold_s
         deadline = deadlines.start(started, exchange.request.headers)
+        story = None
+        if self.stories is not None:
+            story = self.stories.begin(exchange, started, options.priority, options.n, prompts)
         try:
             if not limit.try_acquire():
                 reply.accepted = True
                 await limit.acquire()
+                if story is not None:
+                    story.limit_s, story.waited_for = self._clock.now() - started, "limit"
             try:
                 if exchange.request.is_large:
                     await exchange.request.pause()
@@ -232,7 +235,7 @@ class GenerationHandler:
             ended, missing = self._clock.now(), reply.remaining_choices
             tokens = _record_metrics(metrics, usage_counter, timing, missing, ended - started)
             if self.stories is not None:
-                self.stories.end(usage_counter, tokens, missing, ended)
+                self.stories.end(usage_counter, timing, tokens, missing, ended)
 
     @asynccontextmanager
     async def open_context(self, exchange: Exchange, model: str) -> AsyncIterator[Context]:

@@ -1,52 +1,77 @@
-"""Opens and ends the story of each request that generates text."""
+"""Opens and ends the story of each request."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dynamo.application.exchange import Exchange
+from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.items import UsageCounter
 from dynamo.core.errors import CANCELLED, error_code
 from dynamo.telemetry.story import Story, StoryListener, current_story
 
 
 class Stories:
-    """Tells `listener` the story of each request. `wall` returns the time since 1970."""
+    """Tells `listeners` the story of each request. `wall` returns the time since 1970."""
 
-    def __init__(self, listener: StoryListener, wall: Callable[[], float]) -> None:
-        self._listener = listener
+    def __init__(self, listeners: Sequence[StoryListener], wall: Callable[[], float]) -> None:
+        self._listeners = listeners
         self._wall = wall
 
     def begin(
-        self, exchange: Exchange, now: float, priority: int, choices: int, prompts: int
-    ) -> None:
+        self, exchange: Exchange, now: float, priority: int = 0, choices: int = 1, prompts: int = 1
+    ) -> Story:
         """Open the story of a request with so many choices of each prompt."""
-        current_story.set(
-            Story(
-                exchange.request_id,
-                exchange.model,
-                self._wall(),
-                now,
-                exchange.request.headers,
-                priority,
-                choices,
-                prompts,
-            )
+        request, began_s = exchange.request, exchange.started_s or now
+        exchange.has_story = True
+        story = Story(
+            exchange.request_id,
+            exchange.client_request_id,
+            request.path,
+            exchange.model,
+            self._wall() - (now - began_s),
+            began_s,
+            now,
+            request.headers,
+            priority,
+            choices,
+            prompts,
         )
+        if exchange.load_s:
+            story.limit_s, story.waited_for = exchange.load_s, "model"
+        current_story.set(story)
+        return story
 
-    def end(self, usage: UsageCounter, tokens: int, missing: int, now: float) -> None:
+    def end(
+        self, usage: UsageCounter, timing: TokenTiming, tokens: int, missing: int, now: float
+    ) -> None:
         """Pass the story on. `missing`: choices that did not end. Call while the error of the
         request, if there is one, is handled."""
         story = current_story.get()
         if story is None:
             return
-        current_story.set(None)
-        story.ended_s, story.output_tokens = now, tokens
+        story.output_tokens = tokens
+        story.first_s, story.gap_s = timing.first_s, timing.longest_gap_s
         story.prompt_tokens, story.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        if missing:
+            story.end = CANCELLED
+        self.tell(story, now)
+
+    def tell(self, story: Story, now: float) -> None:
+        """Pass on a story that ends now."""
+        current_story.set(None)
+        story.ended_s = now
         error = sys.exc_info()[1]
         if error is not None:
             story.end = error_code(error)
-        elif missing:
-            story.end = CANCELLED
-        self._listener(story)
+        story.close()
+        for listener in self._listeners:
+            listener(story)
+        story.attempts.clear()
+
+    def tell_failure(self, exchange: Exchange, now: float) -> None:
+        """Tell a request that failed before it had a story."""
+        story = self.begin(exchange, now)
+        story.end = exchange.error_code
+        self.tell(story, now)

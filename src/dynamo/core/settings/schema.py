@@ -17,7 +17,7 @@ from dynamo.core.settings.schema_cluster import (
 )
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
-from dynamo.core.settings.schema_planner import PlannerSettings, TunerSettings
+from dynamo.core.settings.schema_planner import ObserverSettings, PlannerSettings, TunerSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
 SECTION_ALIASES = {
@@ -328,6 +328,7 @@ class Settings(SettingsSection, frozen=True):
     record: RecordSettings = RecordSettings()
     planner: PlannerSettings = PlannerSettings()
     tuner: TunerSettings = TunerSettings()
+    observer: ObserverSettings = ObserverSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()

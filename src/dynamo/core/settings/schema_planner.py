@@ -1,4 +1,4 @@
-"""The sections of the planner, which changes the number of workers, and of the tuner."""
+"""The sections of the planner, which changes the number of workers, the tuner and the observer."""
 
 from __future__ import annotations
 
@@ -95,3 +95,15 @@ class TunerSettings(SettingsSection, frozen=True):
         unit="seconds",
         ge=1,
     )
+
+
+class ObserverSettings(SettingsSection, frozen=True):
+    """The process that keeps what became of requests, for `dynamo why`, `explain` and `router`."""
+
+    enabled: bool = setting(
+        True,
+        "run the observer, to which frontends send the story of each request",
+        flag="--observer",
+    )
+    host: str = setting("127.0.0.1", "address of the observer's HTTP port")
+    port: int = setting(0, "the observer's HTTP port; 0: any free port", ge=0, le=65535)

@@ -203,7 +203,7 @@ class ProcessRunner:
             runtime.report = self._send_report
         runtime.publish_state = self._publish_state
         await self._status.start()
-        loop_lag = LoopLagMonitor(runtime.metrics)
+        loop_lag = LoopLagMonitor(runtime.metrics, runtime.loop_pauses)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
         runtime.tasks.start(self._report_start(), "start report")
         try:

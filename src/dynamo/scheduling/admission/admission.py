@@ -1,5 +1,4 @@
 """The admission operator: accept a request that can meet its limits, and queue it for a slot.
-
 Workers get no more requests than they have slots. A queued request can therefore still go to the
 worker that becomes free first, in every mode of the router.
 """
@@ -30,6 +29,7 @@ from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.telemetry import Registry
+from dynamo.telemetry.story import current_story
 
 MAX_CHECKED_TTFT_S = 30.0
 """Prefill times are not compared with limits above this."""
@@ -126,6 +126,8 @@ class Admission(Operator):
     ) -> None:
         """Send the request once it has a slot. Raises `Overloaded` with `retry_after_s` when the
         request is rejected."""
+        if (story := current_story.get()) is not None:
+            story.on_admission(self._clock.now(), request)
         key = f"{request.request_id}/{request.choice}"
         queued = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
         if queued is None or queued.slot_ready is None:
@@ -226,7 +228,7 @@ class Admission(Operator):
     def _enqueue(self, queued: QueuedRequest, prompt_tokens: int) -> None:
         now = queued.arrived_s
         queued.set_order_key(prompt_tokens)
-        ahead = self._queue.count_ahead(queued) + len(self._dispatching)
+        ahead = queued.ahead = self._queue.count_ahead(queued) + len(self._dispatching)
         max_tokens, excluded = queued.request.stops.max_tokens, queued.excluded_workers
         wait_s = self.capacity.predict_wait_s(ahead, max_tokens, excluded)
         if self.capacity.has_foreign_requests:
@@ -248,6 +250,7 @@ class Admission(Operator):
         except Overloaded:
             self._rejection_counter.labels("queue_full").inc()
             raise
+        queued.note_wait(current_story.get())
         queued.slot_ready = asyncio.get_running_loop().create_future()
         queued.cancel_timer = self._clock.call_at(shed_at_s, lambda: self._shed_overdue(queued))
         self._waiting_gauge.inc()
@@ -282,11 +285,11 @@ class Admission(Operator):
 
     def _retry_after_s(self, over_s: float, max_tokens: int) -> float:
         """Return the delay before a rejected client should retry. Successive delays grow at the
-        rate at which slots become free, so that clients do not all return at once."""
+        rate at which slots become free: clients do not all return at once."""
         now = self._clock.now()
         next_s = self._last_retry_at_s + self.capacity.predict_gap_s(max_tokens)
-        self._last_retry_at_s = min(max(now + over_s, next_s), now + MAX_RETRY_AFTER_S)
-        return self._last_retry_at_s - now
+        self._last_retry_at_s = at_s = min(max(now + over_s, next_s), now + MAX_RETRY_AFTER_S)
+        return at_s - now
 
     async def _wait_for_slot(self, queued: QueuedRequest, slot_ready: asyncio.Future[None]) -> None:
         try:
@@ -342,10 +345,8 @@ class Admission(Operator):
                 queued.slot_ready.set_result(None)
 
     def _has_free_slot(self, queued: QueuedRequest) -> bool:
-        """Whether a suitable worker has a slot that no dispatching request takes.
-
-        A dispatching request counts by its chance to take a slot of a suitable worker.
-        """
+        """Whether a suitable worker has a slot that no dispatching request takes. A dispatching
+        request counts by its chance to take a slot of a suitable worker."""
         free, excluded = self.capacity.free_slots, queued.excluded_workers
         if not excluded or not free:
             return free > len(self._dispatching)

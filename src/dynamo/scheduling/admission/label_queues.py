@@ -15,6 +15,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.features import find_excluded_workers
 from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
+from dynamo.telemetry.story import Story
 
 DispatchKey = str
 """The key of one choice from admission to its first attempt: request id/choice. The keys of its
@@ -26,7 +27,8 @@ class QueuedRequest:
 
     Its first token is due `ttft_limit_s` after `arrived_s`. `slot_ready` is set while the request
     is in the queue; its result is set at dequeue. `cancel_timer` cancels the queue's time limit.
-    `awaits_start`: there was no worker at its arrival, and a supervisor is expected to start one.
+    `ahead`: requests before it at its arrival. `awaits_start`: there was no worker at its arrival,
+    and a supervisor is expected to start one.
     """
 
     def __init__(
@@ -47,8 +49,15 @@ class QueuedRequest:
         self.predicted_prefill_s = 0.0
         self.predicted_first_token_s: float | None = None
         self.awaits_start = False
+        self.ahead = 0
         self.slot_ready: asyncio.Future[None] | None = None
         self.cancel_timer: Callable[[], None] | None = None
+
+    def note_wait(self, story: Story | None) -> None:
+        """Tell the story of the request what it waits for."""
+        if story is not None:
+            story.waited_for = "start" if self.awaits_start else "slot"
+            story.ahead = self.ahead
 
     def set_order_key(self, prompt_tokens: int) -> None:
         """Set the key of the queue's order for a prompt of this length."""

@@ -3,20 +3,14 @@
 from typing import TYPE_CHECKING
 
 from dynamo.core.public_names import load_on_use
+from dynamo.scheduling.router.attempt import Observer
 from dynamo.scheduling.router.collector.collector import PerformanceReport
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     Capacity,
     LoadBalancingError,
     LoadPredictionModel,
 )
-from dynamo.scheduling.router.policy import (
-    BasicPolicy,
-    Candidate,
-    Decision,
-    Observer,
-    Outcome,
-    Policy,
-)
+from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy
 from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
@@ -25,6 +19,7 @@ from dynamo.scheduling.router.selectors import (
     WorkerScore,
     WorkerSelector,
 )
+from dynamo.telemetry.story import Candidate
 
 if TYPE_CHECKING:
     from dynamo.library.adaptive_balancer import AdaptiveLoadBalancer, WorkerAssignment
@@ -57,7 +52,6 @@ __all__ = [
     "LoadBalancingError",
     "LoadPredictionModel",
     "Observer",
-    "Outcome",
     "PerformanceReport",
     "PerformanceRequirements",
     "Policy",

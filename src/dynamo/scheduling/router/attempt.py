@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -10,16 +11,22 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
+from dynamo.core.errors import error_code
 from dynamo.core.fast_path import SendToken
 from dynamo.core.kv_events import worker_name
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.text import TextPart
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import Finish, Started
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.policy import Outcome
+from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.workers import NO_RANKS, WorkerStates, data_parallel_ranks
+from dynamo.telemetry.story import AttemptFacts
+
+MAX_REASON = 200
+"""So much of an error's message is kept for the story of its request."""
 
 
 class RankBalancer:
@@ -54,7 +61,11 @@ class RankBalancer:
 
 class Attempt(Reply):
     """Forward one attempt's reply, and enter its first token in the ledger. Where the ledger
-    counts tokens, they are counted in the reply's token log; without a log, by each call."""
+    counts tokens, they are counted in the reply's token log; without a log, by each call.
+
+    `choice`, `resumed`: those of the request. `choosing_s`: the router had the request. `error`:
+    the code of the error that ended the attempt, for the `reason`. `seen_blocks`: the blocks of the
+    prompt that this process has seen, where somebody counts them. `times`: those of the worker."""
 
     __slots__ = (
         "_clock",
@@ -64,14 +75,34 @@ class Attempt(Reply):
         "_reply",
         "_tokens",
         "cached_tokens",
+        "choice",
+        "choosing_s",
+        "decision",
         "ended_by_token",
+        "error",
         "placed",
+        "reason",
+        "resumed",
+        "seen_blocks",
+        "times",
     )
 
     def __init__(
-        self, reply: Reply, placed: PlacedRequest, ledger: Ledger, clock: Clock, prefill: str = ""
+        self,
+        reply: Reply,
+        placed: PlacedRequest,
+        ledger: Ledger,
+        clock: Clock,
+        prefill: str = "",
+        decision: Decision | None = None,
     ) -> None:
         """`prefill`: the instance that computes the prompt, if another one."""
+        self.decision = decision
+        self.choice = self.resumed = 0
+        self.choosing_s = placed.placed_s
+        self.error = self.reason = ""
+        self.seen_blocks: int | None = None
+        self.times: WorkerTimes | None = None
         self._reply = reply
         self._prefill = prefill
         self._tokens = reply.tokens
@@ -89,6 +120,7 @@ class Attempt(Reply):
 
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
+        self.times = started.times
         if self._prefill:
             started = replace(started, prefill=self._prefill)
         for notify in self._ledger.on_started:
@@ -121,20 +153,68 @@ class Attempt(Reply):
         self.ended_by_token = end.stop_token is not None
         if end.cached_tokens is not None:
             self.cached_tokens = end.cached_tokens
+        if end.times is not None:
+            self.times = end.times
         self.placed.output_tokens = end.completion_tokens
         self._reply.finish(end)
 
-    def outcome(self, error: str) -> Outcome:
-        """Return the result so far. `error` is an error code, "" on success. The token that ended
-        the answer counts as an output token."""
-        placed = self.placed
-        placed_s, first_s = placed.placed_s, placed.first_token_s
-        return Outcome(
-            ttft_s=None if first_s is None else first_s - placed_s,
-            duration_s=self._clock.now() - placed_s,
-            cached_tokens=self.cached_tokens,
-            prompt_tokens=placed.prompt_tokens,
-            output_tokens=placed.emitted + self.ended_by_token,
-            error=error,
-            load=placed.load,
+    def end(self, error: BaseException | None, observers: Sequence[Observer]) -> None:
+        """Enter the end of the attempt in the ledger, and tell it to `observers`."""
+        if error is not None:
+            self.error = error_code(error)
+            self.reason = str(error)[:MAX_REASON]
+        self._ledger.end(self.placed, error)
+        for observer in observers:
+            observer.on_attempt_ended(self)
+
+    def facts(self, began_s: float) -> AttemptFacts:
+        """Return the facts of an attempt that has ended."""
+        placed, decision = self.placed, self.decision
+        worker, prompt_worker = (placed.decode_worker or placed.worker).name, ""
+        if placed.prompt_worker is not placed.worker or placed.decode_worker is not None:
+            prompt_worker = placed.prompt_worker.name
+        first_s = placed.first_token_s
+        assert decision is not None  # noqa: S101 - the router has set it
+        predicted_s = decision.predicted_ttft_s
+        return AttemptFacts(
+            self.choice,
+            worker,
+            prompt_worker if prompt_worker != worker else "",
+            decision.mode,
+            decision.view,
+            decision.candidates,
+            int((self.choosing_s - began_s) * 1e6),
+            int((placed.placed_s - began_s) * 1e6),
+            None if first_s is None else int((first_s - began_s) * 1e6),
+            int((placed.ended_s - began_s) * 1e6),
+            self.error,
+            self.reason,
+            self.resumed,
+            placed.load,
+            decision.queue_length,
+            placed.prompt_tokens,
+            decision.prompt_blocks,
+            decision.overlap_blocks,
+            decision.best_overlap_blocks,
+            self.seen_blocks,
+            self.cached_tokens,
+            placed.output_tokens or placed.emitted + self.ended_by_token,
+            int(decision.waited_s * 1e6),
+            None if predicted_s is None else int(predicted_s * 1e6),
+            decision.harm_weight,
+            decision.itl_slo_ms,
+            self.times,
+            decision.cost_table,
         )
+
+
+class Observer(ABC):
+    """Receives every attempt, with its decision. Calls run on the event loop and must be short."""
+
+    @abstractmethod
+    def on_attempt_started(self, attempt: Attempt) -> None:
+        """Called after the choice, before the request is sent to the worker."""
+
+    @abstractmethod
+    def on_attempt_ended(self, attempt: Attempt) -> None:
+        """Called when the request has left that worker."""

@@ -25,25 +25,12 @@ from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt, PromptReader
 from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.telemetry.story import Candidate
 
 
 def no_workers_error(client: Client) -> NoWorkers:
     """Return the error that no worker can be chosen, with the reason."""
     return client.no_workers_error("worker", "this model")
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
-    name, in the policy's unit (milliseconds for predicted times). `decode_worker`: the worker that
-    would answer if `worker` computed the prompt for another one. `tier_blocks`: how many of
-    `overlap_blocks` it would load, by memory tier."""
-
-    worker: str
-    overlap_blocks: int
-    cost: float
-    terms: dict[str, float]
-    decode_worker: str = ""
-    tier_blocks: dict[str, int] = {}
 
 
 CandidateTable = Callable[[], Sequence[Candidate]]
@@ -91,32 +78,6 @@ class Decision(msgspec.Struct, frozen=True):
     def prefill_worker(self) -> str:
         """The name of the worker that computes the prompt; "" if it is the same one."""
         return "" if self.prefill is None else worker_name(self.prefill.id, self.prefill_rank)
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """The result of a decision. `ttft_s` counts from the router and is None without a token;
-    `error` is an error code, "" after success or a client that read enough. `load`: requests at the
-    instance before this one."""
-
-    ttft_s: float | None
-    duration_s: float
-    cached_tokens: int
-    prompt_tokens: int
-    output_tokens: int
-    error: str = ""
-    load: int = 0
-
-
-class Observer(ABC):
-    """Receives every decision and its outcome. Calls run on the event loop and must be short."""
-
-    @abstractmethod
-    def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
-        """Called after the choice, before the request is sent to the worker."""
-
-    @abstractmethod
-    def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        """Called when the request has left that worker."""
 
 
 class PolicyInputs(msgspec.Struct, frozen=True):

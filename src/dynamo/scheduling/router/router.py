@@ -10,16 +10,16 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, Unsupported, error_code
+from dynamo.core.errors import InstanceGone, Unsupported
 from dynamo.core.features import required_features
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.attempt import Attempt, RankBalancer
+from dynamo.scheduling.router.attempt import Attempt, Observer, RankBalancer
 from dynamo.scheduling.router.features import FeatureFilter
-from dynamo.scheduling.router.policy import Decision, Observer, Policy, no_workers_error
+from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.workers import NO_RANKS, data_parallel_ranks
@@ -94,6 +94,7 @@ class WorkerRouter:
             tried |= self._workers_unable_for(request, context)
         last = len(tried) + MAX_ATTEMPTS
         while True:
+            choosing_s = self._clock.now()
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
             if self._has_ranks and (decision.rank is None or decision.prefill is not None):
@@ -106,7 +107,7 @@ class WorkerRouter:
                 sent = replace(sent, itl_slo_ms=decision.itl_slo_ms)
             if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
-            attempt = self._start_attempt(decision, sent, context, reply)
+            attempt = self._start_attempt(decision, sent, context, reply, choosing_s)
             error: BaseException | None = None
             try:
                 return await self._onward(decision.instance, sent, context, attempt)
@@ -121,7 +122,7 @@ class WorkerRouter:
                 error = failure
                 raise
             finally:
-                self._end_attempt(decision, sent, attempt, error)
+                attempt.end(error, self._observers)
                 del error  # its traceback refers to this frame
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
@@ -168,7 +169,12 @@ class WorkerRouter:
         return replace(decision, prefill_rank=choose(prefill, tried))
 
     def _start_attempt(
-        self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
+        self,
+        decision: Decision,
+        request: GenerateRequest,
+        context: Context,
+        reply: Reply,
+        choosing_s: float,
     ) -> Attempt:
         """Enter the attempt, notify story and observers, and wrap `reply` in an Attempt."""
         prefill = decision.prefill
@@ -184,25 +190,16 @@ class WorkerRouter:
                 new_tokens=decision.new_tokens or prompt.tokens,
                 max_tokens=request.stops.max_tokens,
             )
+        name = "" if prefill is None else prefill.id
+        attempt = Attempt(reply, placed, self.ledger, self._clock, name, decision)
+        attempt.choice, attempt.resumed = request.choice, request.resumed
+        attempt.choosing_s = choosing_s
         if (story := current_story.get()) is not None:
-            story.attempts.append(placed)
+            story.attempts.append(attempt)
         for observer in self._observers:
-            observer.on_decision(request, decision)
+            observer.on_attempt_started(attempt)
         if prefill is None:
-            return Attempt(reply, placed, self.ledger, self._clock)
+            return attempt
         if self._prefill_client is not None and self._prefill_client.on_instance_busy is not None:
             self._prefill_client.on_instance_busy()
-        return Attempt(reply, placed, self.ledger, self._clock, prefill.id)
-
-    def _end_attempt(
-        self,
-        decision: Decision,
-        request: GenerateRequest,
-        attempt: Attempt,
-        error: BaseException | None,
-    ) -> None:
-        self.ledger.end(attempt.placed, error)
-        if self._observers:
-            outcome = attempt.outcome("" if error is None else error_code(error))
-            for observer in self._observers:
-                observer.on_outcome(request, decision, outcome)
+        return attempt

@@ -187,6 +187,7 @@ class Ledger:
             return
         placed.open = False
         worker, target, now = placed.worker, placed.decode_worker, self._clock.now()
+        placed.ended_s = now
         if placed.peer:
             del self.peers[placed.peer][placed.key.removeprefix(f"{placed.peer}/")]
         else:  # as in `claim`, without a call

@@ -31,6 +31,7 @@ class PlacedRequest:
         "_token_log",
         "counted",
         "decode_worker",
+        "ended_s",
         "excess_ms",
         "expected_first_token_s",
         "first_token_s",
@@ -77,7 +78,7 @@ class PlacedRequest:
         self.max_tokens = max_tokens
         self.load = self.output_tokens = 0
         self.load_ms = self.excess_ms = self.kv_tokens = 0.0
-        self.placed_s = self.expected_first_token_s = now
+        self.placed_s = self.ended_s = self.expected_first_token_s = now
         self.first_token_s: float | None = None
         self.predicted_first_token_s: float | None = None
         self.prefill_ms_at_first_token = 0.0

@@ -48,6 +48,7 @@ SERVICE_BY_ROLE = {
     "processor": "dynamo.services.processor:ProcessorService",
     "router": "dynamo.services.router:RouterService",
     "worker": "dynamo.services.worker:WorkerService",
+    "observer": "dynamo.services.observing.observer:ObserverService",
     "planner": "dynamo.services.planning.planner:PlannerService",
 }
 
@@ -139,7 +140,7 @@ def run_child(role: str) -> int:
 
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
-    """Return the processes in stop order: frontends, router processes, workers. Raises
+    """Return the processes in stop order: frontends, routers, workers, the observer. Raises
     `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
     shared = shared_settings(settings)
     groups = [
@@ -147,6 +148,7 @@ def deployment_specs(settings: Settings) -> list[ChildSpec]:
         ReplicaGroup("frontend", "frontend", settings.server.http_workers, shared),
         ReplicaGroup("router", "router", settings.router.replicas, shared),
         *answering_groups(settings),
+        ReplicaGroup("observer", "observer", int(settings.observer.enabled), shared),
     ]
     return group_specs(groups)
 

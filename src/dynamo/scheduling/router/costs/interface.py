@@ -8,10 +8,11 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Self
 
 from dynamo.core.settings.schema_router import RouterSettings
-from dynamo.scheduling.router.policy import Candidate, CandidateTable
+from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.telemetry.story import Candidate
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays

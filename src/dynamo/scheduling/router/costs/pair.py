@@ -39,11 +39,12 @@ from dynamo.scheduling.router.costs.predicted import (
     predicted_terms,
 )
 from dynamo.scheduling.router.harm_steering import START_WEIGHT, HarmSteering
-from dynamo.scheduling.router.policy import Candidate, CandidateTable
+from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.telemetry.story import Candidate
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, Indices, WorkerArrays

@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo.scheduling.router.costs.interface import TABLE_ROWS, Cost, CostMatrix, best_indices
-from dynamo.scheduling.router.policy import Candidate, CandidateTable
+from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.router.queue import PendingRequest
 from dynamo.scheduling.router.tier_loads import load_delay_ms
 from dynamo.scheduling.workers.worker import WorkerState
+from dynamo.telemetry.story import Candidate
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.worker_arrays import Floats, WorkerArrays

@@ -16,10 +16,11 @@ from dynamo.scheduling.router.policies.adaptive_balancer import (
     LoadBalancingError,
     WorkerMetrics,
 )
-from dynamo.scheduling.router.policy import Candidate, Decision, Policy, no_workers_error
+from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.worker import DEFAULT_MAX_SEQUENCES, WorkerState
+from dynamo.telemetry.story import Candidate
 
 ADAPTIVE = "adaptive"
 DEFAULT_CAPACITY_TOKENS = 65_536.0

@@ -1,27 +1,22 @@
-"""Samples of every worker's cache and load over time, as far as the router knows them.
-
-The samples of all processes of a deployment are merged into one series for each worker.
-"""
+"""Samples of every worker's cache and load over time, one series for each worker."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from itertools import chain, groupby
-from operator import add
+from itertools import chain
 
 import msgspec
 
 from dynamo.core.values import Load
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
-from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 
 SAMPLE_INTERVAL_S = 1.0
 KEPT_S = 900.0
 RECENT_S = 15.0
 """All samples of the last seconds are kept. Older ones are kept at multiples of a step."""
 STEPS_S = (1, 5, 10, 30, 60, 300)
-"""Steps between older samples. Each divides the next, so that processes keep the same times."""
+"""Steps between older samples. Each divides the next."""
 MAX_WORKER_SAMPLES = 24_000
 """Samples times workers. A larger fleet has fewer old samples: 512 workers have one in 30 s."""
 
@@ -73,8 +68,9 @@ class TimelineSample(msgspec.Struct, frozen=True):
 class RoutingTimeline:
     """Keeps samples of the last `KEPT_S` seconds, the older ones at larger steps."""
 
-    def __init__(self, recorder: RoutingRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, routed: Counter[str]) -> None:
+        """`routed`: how often each worker was chosen so far."""
+        self._routed = routed
         self._samples: list[TimelineSample] = []
         """Samples in which `routed` counts all requests since the worker joined."""
 
@@ -93,7 +89,7 @@ class RoutingTimeline:
         distinct = set(workers)
         names = sorted(distinct)
         reports = [loads.get(name, _NO_LOAD) for name in names]
-        routed = self._recorder.routed_requests
+        routed = self._routed
         columns = [
             [VIEWS.index(views.get(name, "")) for name in names],
             *([getattr(load, column) for load in reports] for column in LOAD_COLUMNS),
@@ -103,7 +99,8 @@ class RoutingTimeline:
         sample = TimelineSample.of_columns(at, waiting, names, columns)
         if self._samples and self._samples[-1].workers == sample.workers:
             sample = msgspec.structs.replace(sample, workers=self._samples[-1].workers)
-        self._recorder.retain_workers(distinct)
+        for name in [name for name in routed if name not in distinct]:
+            del routed[name]
         self._thin_out(at, len(names))
         self._samples.append(sample)
 
@@ -179,30 +176,8 @@ class DeploymentTimeline(msgspec.Struct, frozen=True):
     workers: dict[str, WorkerSeries]
 
 
-def merge_samples(samples: Sequence[TimelineSample]) -> list[TimelineSample]:
-    """Merge the samples of each time: the largest values of load reports, the least precise view,
-    and the sum of the requests that the processes sent and routed."""
-    ordered = sorted(samples, key=lambda sample: sample.at)
-    groups = groupby(ordered, key=lambda sample: sample.at)
-    return [reduce(_merge_pair, group) for _, group in groups]
-
-
-def _merge_pair(first: TimelineSample, second: TimelineSample) -> TimelineSample:
-    names = first.names()
-    if first.workers != second.workers:
-        names = sorted({*names, *second.names()})
-    pairs = zip(_align(first, names, 0), _align(second, names, 0), strict=True)
-    loads = COLUMN_COUNT - len(COUNT_COLUMNS)
-    columns = [
-        [*map(max if position < loads else add, *pair)] for position, pair in enumerate(pairs)
-    ]
-    return TimelineSample.of_columns(first.at, first.waiting + second.waiting, names, columns)
-
-
-def _align(
-    sample: TimelineSample, names: Sequence[str], absent: int | None
-) -> Iterator[Sequence[int | None]]:
-    """Yield the columns for the workers `names`. Workers that the sample lacks have `absent`."""
+def _align(sample: TimelineSample, names: Sequence[str]) -> Iterator[Sequence[int | None]]:
+    """Yield the columns for the workers `names`. Workers that the sample lacks have None."""
     workers, columns = sample.names(), sample.columns()
     if workers == names:
         yield from columns
@@ -210,13 +185,13 @@ def _align(
     position = {name: index for index, name in enumerate(workers)}
     order = [position.get(name, -1) for name in names]
     for column in columns:
-        yield [absent if index < 0 else column[index] for index in order]
+        yield [None if index < 0 else column[index] for index in order]
 
 
 def series_by_worker(samples: Sequence[TimelineSample]) -> DeploymentTimeline:
     """Return the samples, which are in order of time, as one series for each worker."""
     names = sorted({*chain.from_iterable(sample.names() for sample in samples)})
-    tables = [_align(sample, names, None) for sample in samples]
+    tables = [_align(sample, names) for sample in samples]
     series = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
     return DeploymentTimeline(
         [sample.at for sample in samples],

@@ -1,4 +1,4 @@
-"""The recorder: counters, prefix history; and the router messages."""
+"""Metrics of decisions, the history of prefixes, and the router messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.explain.recorder import PrefixHistory, RoutingRecorder
+from dynamo.scheduling.router.attempt import Attempt
+from dynamo.scheduling.router.decision_metrics import DecisionMetrics, PrefixHistory
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
@@ -19,9 +20,11 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.policy import Decision, Outcome
+from dynamo.scheduling.router.policy import Decision
+from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.prompt import Prompt
 from dynamo.telemetry import Registry
+from dynamo.testing.fakes import CollectedReply
 
 
 def request(name: str = "r") -> GenerateRequest:
@@ -42,34 +45,32 @@ def counters(registry: Registry) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
+def attempt(decision: Decision, cached_tokens: int = 0) -> Attempt:
+    ledger = Ledger()
+    worker = ledger.workers.at(decision.instance, None)
+    placed = ledger.place("r/0/0", worker, Prompt(128, ()), new_tokens=128)
+    ledger.first_token(placed)
+    started = Attempt(CollectedReply(), placed, ledger, SystemClock(), decision=decision)
+    started.cached_tokens = cached_tokens
+    return started
+
+
 def test_seen_reachable_and_hit_blocks_are_counted() -> None:
     registry = Registry()
-    recorder = RoutingRecorder(SystemClock(), registry)
+    metrics = DecisionMetrics(registry)
     hashes = list(range(100, 108))
-    first = decision(hashes)
-    recorder.on_decision(request(), first)
-    recorder.on_outcome(request(), first, Outcome(0.1, 0.2, 0, 128, 5))
-    second = decision(hashes, "w2", overlap_blocks=2, best_overlap_blocks=6)
-    recorder.on_decision(request("s"), second)
-    recorder.on_outcome(request("s"), second, Outcome(0.1, 0.2, 32, 128, 5))
+    first = attempt(decision(hashes))
+    second = attempt(decision(hashes, "w2", overlap_blocks=2, best_overlap_blocks=6), 32)
+    for each in (first, second):
+        metrics.on_attempt_started(each)
+        metrics.on_attempt_ended(each)
     values = counters(registry)
     assert values["dynamo_router_prompt_blocks_total"] == 16
     assert values["dynamo_router_seen_blocks_total"] == 8
     assert values["dynamo_router_reachable_blocks_total"] == 6
     assert values["dynamo_router_hit_blocks_total"] == 2
     assert values["dynamo_router_cached_tokens_total"] == 32
-    cache = recorder.collector.report().aggregated_metrics["cache_hit"]
-    assert (cache["seen"], cache["reachable"], cache["hit"]) == (0.5, 0.375, 0.125)
-    assert recorder.decision_log.find("s")[0].outcome is not None
-
-
-def test_cancelled_requests_and_draining_workers_are_no_failures() -> None:
-    recorder = RoutingRecorder(SystemClock(), Registry())
-    for number, error in enumerate(("", "cancelled", "worker_leaving", "worker_failed")):
-        decided = decision([])
-        recorder.on_decision(request(str(number)), decided)
-        recorder.on_outcome(request(str(number)), decided, Outcome(None, 0.2, 0, 128, 0, error))
-    assert recorder.collector.report().raw_data_summary["failed"] == 1
+    assert (first.seen_blocks, second.seen_blocks) == (0, 8)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=20), st.integers(1, 4))

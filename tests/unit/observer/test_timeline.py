@@ -1,32 +1,21 @@
-"""The timeline: what samples hold, how they thin out, how processes are merged, and their size."""
+"""The timeline: what samples hold, how they thin out, and their size."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from dynamo.core.clock import SystemClock
 from dynamo.core.values import Load
-from dynamo.scheduling.router.explain.recorder import RoutingRecorder
-from dynamo.scheduling.router.explain.timeline import (
-    RoutingTimeline,
-    TimelineSample,
-    merge_samples,
-    series_by_worker,
-)
-from dynamo.telemetry import Registry
+from dynamo.operations.observer.timeline import RoutingTimeline, series_by_worker
 
 WORKERS = [f"{number:016x}" for number in range(512)]
 QUARTER_HOUR_S = 900
 MEMORY_BOUND_BYTES = 8_000_000
 JSON_BOUND_BYTES = 1_000_000
-
-
-def new_recorder() -> RoutingRecorder:
-    return RoutingRecorder(SystemClock(), Registry())
 
 
 def busy_loads(second: int) -> dict[str, Load]:
@@ -49,19 +38,19 @@ def times(timeline: RoutingTimeline) -> list[float]:
 
 
 def test_a_quarter_of_an_hour_of_512_busy_workers_is_small() -> None:
-    recorder = new_recorder()
-    timeline = RoutingTimeline(recorder)
+    routed: Counter[str] = Counter()
+    timeline = RoutingTimeline(routed)
     loads = [busy_loads(second) for second in range(7)]
     views = dict.fromkeys(WORKERS, "exact")
     tracemalloc.start()
     for second in range(QUARTER_HOUR_S):
         for position, name in enumerate(WORKERS):
-            recorder.routed_requests[name] += second % 7 + position % 5
+            routed[name] += second % 7 + position % 5
         at = 10_000.0 + second
         timeline.record(at, WORKERS, loads[second % 7], {}, views=views, waiting=3)
     own_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
-    answer = msgspec.json.encode(series_by_worker(merge_samples(timeline.samples_since())))
+    answer = msgspec.json.encode(series_by_worker(timeline.samples_since()))
     answering_bytes = tracemalloc.get_traced_memory()[1] - own_bytes
     tracemalloc.stop()
     assert own_bytes < MEMORY_BOUND_BYTES / 4
@@ -74,7 +63,7 @@ def test_a_quarter_of_an_hour_of_512_busy_workers_is_small() -> None:
 
 
 def test_samples_thin_out_only_if_the_fleet_is_large() -> None:
-    small, large = RoutingTimeline(new_recorder()), RoutingTimeline(new_recorder())
+    small, large = RoutingTimeline(Counter()), RoutingTimeline(Counter())
     for second in range(QUARTER_HOUR_S + 100):
         at = 10_000.0 + second
         small.record(at, WORKERS[:26], {}, {}, views={}, waiting=0)
@@ -85,7 +74,7 @@ def test_samples_thin_out_only_if_the_fleet_is_large() -> None:
 
 
 def test_a_very_large_fleet_keeps_the_last_samples() -> None:
-    timeline = RoutingTimeline(new_recorder())
+    timeline = RoutingTimeline(Counter())
     fleet = [str(number) for number in range(20_000)]
     for at in (1.0, 2.0, 3.0):
         timeline.record(at, fleet, {}, {}, views={}, waiting=0)
@@ -93,7 +82,7 @@ def test_a_very_large_fleet_keeps_the_last_samples() -> None:
 
 
 def test_a_clock_that_is_set_back_leaves_the_samples_in_order() -> None:
-    timeline = RoutingTimeline(new_recorder())
+    timeline = RoutingTimeline(Counter())
     for at in (10.0, 11.0, 12.0, 11.0, 12.0):
         timeline.record(at, ["w"], {}, {}, views={}, waiting=0)
     assert times(timeline) == [10.0, 11.0, 12.0]
@@ -101,17 +90,17 @@ def test_a_clock_that_is_set_back_leaves_the_samples_in_order() -> None:
 
 def record_of_two_workers() -> RoutingTimeline:
     """A timeline of w1, which has 3 requests a second, and w2, which joins in second 2."""
-    recorder = new_recorder()
-    timeline = RoutingTimeline(recorder)
+    routed: Counter[str] = Counter()
+    timeline = RoutingTimeline(routed)
     for at in (1.0, 2.0, 3.0):
-        recorder.routed_requests["w1"] += 3
+        routed["w1"] += 3
         loads = {"w1": Load(running=int(at), total_blocks=10, cached_blocks=7)}
         names = ["w1"] if at == 1.0 else ["w2", "w1"]
         if at == 3.0:
-            recorder.routed_requests["w2"] += 1
+            routed["w2"] += 1
         timeline.record(at, names, loads, {"w1": int(at)}, views={"w1": "exact"}, waiting=int(at))
     timeline.record(4.0, ["w2"], {}, {}, views={}, waiting=0)
-    assert list(recorder.routed_requests) == ["w2"]
+    assert list(routed) == ["w2"]
     return timeline
 
 
@@ -141,27 +130,3 @@ def test_later_samples_count_requests_since_the_sample_before() -> None:
     assert series.workers["w1"].routed == (3, None)
     assert series.workers["w2"].running == 0
     assert series_by_worker([]).workers == {}
-
-
-def sample(at: float, *workers: tuple[str, list[int]]) -> TimelineSample:
-    names = [name for name, _ in workers]
-    return TimelineSample.of_columns(
-        at, 1, names, [*zip(*(row for _, row in workers), strict=True)]
-    )
-
-
-def test_samples_of_one_time_are_merged() -> None:
-    router = sample(10.0, ("w1", [1, 50, 20, 100, 2, 3, 4, 0, 0]))
-    frontend = sample(
-        10.0, ("w1", [0, 0, 0, 0, 0, 0, 0, 3, 2]), ("w2", [2, 0, 0, 0, 1, 0, 0, 5, 0])
-    )
-    later = sample(11.0, ("w1", [1, 51, 20, 100, 2, 3, 4, 1, 0]))
-    first, second = merge_samples([later, frontend, router])
-    assert second is later
-    assert (first.at, first.waiting, first.names()) == (10.0, 2, ["w1", "w2"])
-    w1, w2 = zip(*first.columns(), strict=True)
-    assert w1 == (1, 50, 20, 100, 2, 3, 4, 3, 2)
-    assert w2 == (2, 0, 0, 0, 1, 0, 0, 5, 0)
-    merged = series_by_worker([first, second]).workers
-    assert (merged["w1"].view, merged["w2"].view) == ("exact", "stale")
-    assert merged["w2"].sent == (5, None)

@@ -1,0 +1,55 @@
+"""The routes of an observer: the stories of requests, and why they took long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.routes import Route
+from dynamo.application.routing import query_number
+
+STORIES_PREFIX = "/requests/"
+
+
+class StorySource(Protocol):
+    """The source of stories: `operations.observer.DeploymentObserver`."""
+
+    def find(self, name: str) -> Sequence[Any]: ...
+    def list_stories(self, slow: float, *, failed: bool, worker: str) -> Sequence[Any]: ...
+    def group_causes(self, seconds: float) -> Sequence[Any]: ...
+
+
+class ObserverHandler:
+    """Answers /requests and /causes."""
+
+    def __init__(self, source: StorySource) -> None:
+        self._source = source
+
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        """Return the routes by path and method."""
+        return {
+            STORIES_PREFIX: {"GET": self.find},
+            "/requests": {"GET": self.list_stories},
+            "/causes": {"GET": self.causes},
+        }
+
+    async def find(self, exchange: Exchange) -> None:
+        """GET /requests/{id}: the stories of a request id or trace id, the newest first."""
+        name = exchange.request.path.removeprefix(STORIES_PREFIX)
+        exchange.send_value({"requests": self._source.find(name)})
+
+    async def list_stories(self, exchange: Exchange) -> None:
+        """GET /requests?slow=SECONDS&failed=1&worker=NAME: the newest stories that match."""
+        query = parse_qs(exchange.request.query)
+        slow = query_number(exchange, "slow") or 0.0
+        worker, failed = query.get("worker", [""])[-1], query.get("failed", ["0"])[-1] != "0"
+        stories = self._source.list_stories(slow, failed=failed, worker=worker)
+        exchange.send_value({"requests": stories})
+
+    async def causes(self, exchange: Exchange) -> None:
+        """GET /causes?seconds=N: what made the requests of the last N seconds late."""
+        seconds = query_number(exchange, "seconds")
+        causes = self._source.group_causes(3600.0 if seconds is None else seconds)
+        exchange.send_value({"causes": causes})

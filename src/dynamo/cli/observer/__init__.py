@@ -1,0 +1,1 @@
+"""Commands that read from a deployment's observer."""

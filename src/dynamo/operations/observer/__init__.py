@@ -1,0 +1,1 @@
+"""The observer of a deployment: stages, causes, explanations and history of its requests."""

@@ -1,0 +1,323 @@
+"""The observer of a deployment: keeps the stories of its requests and answers questions on them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.errors import NotFound
+from dynamo.core.kv_events import split_worker_name
+from dynamo.core.values import Load
+from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
+from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
+from dynamo.operations.observer.stories import KeptStory, StoryStore
+from dynamo.operations.observer.timeline import (
+    VIEWS,
+    DeploymentTimeline,
+    RoutingTimeline,
+    series_by_worker,
+)
+from dynamo.operations.observer.verdict import (
+    Cause,
+    RequestVerdict,
+    Surroundings,
+    TypicalTimes,
+    explain_misses,
+    judge,
+)
+from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
+from dynamo.telemetry.story import EndedStory, ProcessSample, RouterChoice, StoryBatch
+
+MAX_RECENT_REQUESTS = 50
+MAX_LISTED = 200
+MAX_MARKS, WORKERS_PER_MARK = 20_000, 8
+MAX_CHOICES = 5_000
+MAX_PAUSES = 1_000
+SAMPLE_KEPT_S = 5.0
+"""The sample of a process that says nothing for so long does not count."""
+HOUR_S = 3_600.0
+
+
+class ShownStage(msgspec.Struct, frozen=True):
+    """A stage of a request: `seconds` from `at`, of attempt `attempt` at `worker`."""
+
+    stage: str
+    at: float
+    seconds: float
+    attempt: int | None = None
+    worker: str = ""
+
+
+class ShownAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt of the choice that ended last; `times` are the worker's (`WorkerTimes`), with its
+    names. None: nobody knows."""
+
+    worker: str
+    prefill_worker: str = ""
+    at: float
+    first_token: float | None
+    seconds: float
+    error: str = ""
+    reason: str = ""
+    resumed_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    predicted_ttft: float | None = None
+    times: dict[str, Any] = {}
+
+
+class ShownStory(msgspec.Struct, frozen=True, kw_only=True):
+    """A story for people and programs; times in seconds. `missed`: why the rest of the prompt was
+    not cached."""
+
+    request_id: str
+    client_id: str
+    trace_id: str
+    path: str
+    model: str
+    process: str
+    at: float
+    seconds: float
+    ttft: float | None
+    longest_gap: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    missed: str
+    end: str
+    verdict: str
+    causes: Sequence[Cause]
+    stages: Sequence[ShownStage]
+    attempts: Sequence[ShownAttempt]
+
+
+class CauseGroup(msgspec.Struct, frozen=True):
+    """The requests with the same first cause: how many, what it cost in all, and the worst one."""
+
+    cause: str
+    requests: int
+    seconds: float
+    workers: dict[str, int]
+    worst: ShownStory
+
+
+class DeploymentObserver:
+    """Receives the batches of all processes. Nothing here may raise for a batch's content."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.stories = StoryStore()
+        self.collector = DecisionCollector(wall=clock.wall)
+        self._routed: Counter[str] = Counter()
+        self._timeline = RoutingTimeline(self._routed)
+        self._typical = TypicalTimes()
+        self._known = Surroundings()
+        self._marks: OrderedDict[tuple[str, int], deque[tuple[int, str, float]]] = OrderedDict()
+        self._known.marks = self._marks
+        self._choices: OrderedDict[tuple[str, int, str], tuple[str, RouterChoice]] = OrderedDict()
+        self._samples: dict[str, tuple[float, ProcessSample]] = {}
+        self.received = self.dropped = 0
+
+    def on_batch(self, batch: StoryBatch) -> None:
+        """Take over what a process has published."""
+        self.received += len(batch.stories)
+        self.dropped += batch.dropped
+        for choice in batch.choices:
+            key = (choice.request_id, choice.attempt.choice, choice.attempt.worker)
+            self._choices[key] = (batch.process, choice)
+            if len(self._choices) > MAX_CHOICES:
+                self._choices.popitem(last=False)
+        if batch.pauses:
+            pauses = self._known.pauses.setdefault(batch.process, deque(maxlen=MAX_PAUSES))
+            pauses.extend(batch.pauses)
+        for why in batch.planes.values():
+            self._known.planes.append((batch.wall_s - 1.0, batch.wall_s, batch.process, why))
+        if batch.sample is not None:
+            self._samples[batch.process] = (self._clock.now(), batch.sample)
+        for story in batch.stories:
+            self._add_story(KeptStory(story, batch.process))
+
+    def on_process_gone(self, process: str) -> None:
+        """Forget the sample of a process that has ended."""
+        self._samples.pop(process, None)
+
+    def _add_story(self, entry: KeptStory) -> None:
+        story = entry.story
+        self.stories.add(entry)
+        self._typical.add(story)
+        for attempt in story.attempts:
+            self._routed[attempt.worker] += 1
+        for decided in self._decided(entry):
+            self.collector.record(decided.routing_record())
+        if story.attempts and story.prompt_mark:
+            key = story.model, story.prompt_mark
+            entries = self._marks.setdefault(key, deque(maxlen=WORKERS_PER_MARK))
+            entries.append((story.salt_mark, story.attempts[0].worker, story.wall_s))
+            self._marks.move_to_end(key)
+            if len(self._marks) > MAX_MARKS:
+                self._marks.popitem(last=False)
+
+    def _decided(self, entry: KeptStory) -> list[DecidedAttempt]:
+        """Return the attempts of a story. Where a router process has chosen, it tells the costs."""
+        story, decided = entry.story, []
+        for facts in story.attempts:
+            router, attempt = entry.process, facts
+            chosen = self._choices.get((story.request_id, facts.choice, facts.worker))
+            if chosen is not None and not facts.costs:
+                router, choice = chosen
+                attempt = replace(facts, costs=choice.attempt.costs)
+            decided.append(
+                DecidedAttempt(story.request_id, story.model, story.wall_s, router, attempt)
+            )
+        return decided
+
+    def sample(self, loads: dict[str, Load]) -> None:
+        """Add a sample of all workers. `loads`: their last reports."""
+        oldest_s = self._clock.now() - SAMPLE_KEPT_S
+        samples = [each for at_s, each in self._samples.values() if at_s >= oldest_s]
+        sent: Counter[str] = Counter()
+        views: dict[str, str] = {}
+        for each in samples:
+            sent.update(each.sent)
+            for name, view in each.views.items():
+                instance, _ = split_worker_name(name)
+                views[instance] = max(views.get(instance, view), view, key=VIEWS.index)
+        workers = sorted({*loads, *sent})
+        self.collector.workers = len(workers)
+        waiting = sum(each.waiting for each in samples)
+        at = float(round(self._clock.wall()))
+        self._timeline.record(at, workers, loads, sent, views=views, waiting=waiting)
+
+    async def explain(self, request_id: str) -> list[Explanation]:
+        """Return the decisions for a request, oldest first; "" stands for the latest requests."""
+        if not request_id:
+            latest = self.stories.all()[:MAX_RECENT_REQUESTS]
+            return [each.explain() for entry in latest for each in self._decided(entry)]
+        stories = self.stories.find(request_id)[:1]
+        return [each.explain() for entry in stories for each in self._decided(entry)]
+
+    async def report(self, seconds: float | None = None) -> PerformanceReport:
+        """Return a report on the last `seconds`, or on all records."""
+        return await self._clock.offload(self.collector.report, seconds)
+
+    async def timeline(
+        self, since: float = 0.0, seconds: float | None = None
+    ) -> DeploymentTimeline:
+        """Return the samples of all workers after a Unix time, or of the last `seconds`."""
+        after = since if seconds is None else max(since, self._clock.wall() - seconds)
+        timeline = self._timeline
+        return await self._clock.offload(lambda: series_by_worker(timeline.samples_since(after)))
+
+    def find(self, name: str) -> list[ShownStory]:
+        """Return the stories of a request id, the client's or ours, or of a trace. Raises
+        `NotFound`."""
+        stories = self.stories.find(name)
+        if not stories:
+            raise NotFound(
+                f"no story of request {name[:100]!r} is kept",
+                hint="use the answer's x-request-id; the last 2,000 requests are kept, and those "
+                "that failed, moved or were slow longer",
+            )
+        return [self._show(entry) for entry in stories]
+
+    def list_stories(
+        self, slow: float = 0.0, *, failed: bool = False, worker: str = ""
+    ) -> list[ShownStory]:
+        """Return the newest stories: those of at least `slow` seconds, those that `failed`, those
+        that were at `worker`, by its id or name."""
+
+        def is_wanted(entry: KeptStory) -> bool:
+            story = entry.story
+            if story.ended_us < slow * 1e6 or (failed and not story.end):
+                return False
+            attempts = story.attempts
+            names = (name for each in attempts for name in (each.worker, each.prefill_worker))
+            return not worker or any(
+                name == worker or name.startswith(f"{worker}-") for name in names
+            )
+
+        return [self._show(entry) for entry in self.stories.select(is_wanted)[:MAX_LISTED]]
+
+    def group_causes(self, seconds: float = HOUR_S) -> list[CauseGroup]:
+        """Return the late and failed requests of the last `seconds`, grouped by cause, the most
+        expensive group first."""
+        since = self._clock.wall() - seconds
+        groups: dict[str, list[tuple[RequestVerdict, KeptStory]]] = {}
+        for entry in self.stories.select(lambda entry: entry.story.wall_s >= since):
+            verdict = self._judge(entry)
+            if verdict.cause:
+                groups.setdefault(verdict.cause, []).append((verdict, entry))
+        shown = [self._group(cause, members) for cause, members in groups.items()]
+        return sorted(shown, key=lambda group: (-group.seconds, -group.requests))
+
+    def _group(self, cause: str, members: Sequence[tuple[RequestVerdict, KeptStory]]) -> CauseGroup:
+        workers = Counter(verdict.causes[0].worker for verdict, _ in members)
+        del workers[""]
+        _, worst = max(members, key=lambda member: member[0].causes[0].us)
+        seconds = sum(verdict.causes[0].us for verdict, _ in members) / 1e6
+        return CauseGroup(
+            cause, len(members), seconds, dict(workers.most_common()), self._show(worst)
+        )
+
+    def _judge(self, entry: KeptStory) -> RequestVerdict:
+        attempts = [decided.facts for decided in self._decided(entry)]
+        story = replace(entry.story, attempts=attempts)
+        return judge(story, entry.process, self._typical, self._known)
+
+    def _show(self, entry: KeptStory) -> ShownStory:
+        story, verdict = entry.story, self._judge(entry)
+        missed = explain_misses(story, self._known.marks)
+        attempts = slowest_attempts(story)
+        return ShownStory(
+            request_id=story.request_id,
+            client_id=story.client_id,
+            trace_id=story.trace,
+            path=story.path,
+            model=story.model,
+            process=entry.process,
+            at=story.wall_s,
+            seconds=story.ended_us / 1e6,
+            ttft=_seconds(story.first_us),
+            longest_gap=story.gap_us / 1e6,
+            prompt_tokens=story.prompt_tokens,
+            cached_tokens=story.cached_tokens,
+            output_tokens=story.output_tokens,
+            missed="" if missed is None else f"{missed[0]}: {missed[1]}",
+            end=story.end,
+            verdict=verdict.text,
+            causes=verdict.causes,
+            stages=[_show_stage(stage, story) for stage in find_stages(story)],
+            attempts=[
+                ShownAttempt(
+                    worker=each.worker,
+                    prefill_worker=each.prefill_worker,
+                    at=each.placed_us / 1e6,
+                    first_token=_seconds(each.first_us),
+                    seconds=(each.ended_us - each.placed_us) / 1e6,
+                    error=each.error,
+                    reason=each.reason,
+                    resumed_tokens=each.resumed,
+                    cached_tokens=each.cached_tokens,
+                    prompt_tokens=each.prompt_tokens,
+                    predicted_ttft=_seconds(each.predicted_us),
+                    times={} if each.times is None else asdict(each.times),
+                )
+                for each in attempts
+            ],
+        )
+
+
+def _seconds(us: int | None) -> float | None:
+    return None if us is None else us / 1e6
+
+
+def _show_stage(stage: StageTime, story: EndedStory) -> ShownStage:
+    worker = ""
+    if stage.attempt is not None and stage.name not in ("place", "deliver"):
+        worker = slowest_attempts(story)[stage.attempt].worker
+    return ShownStage(stage.name, stage.began_us / 1e6, stage.us / 1e6, stage.attempt, worker)

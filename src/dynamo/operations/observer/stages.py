@@ -1,0 +1,114 @@
+"""The stages of a story, which sum up to the whole request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.telemetry.story import AttemptFacts, EndedStory
+
+UNKNOWN = "worker"
+"""The stage between a choice and the first token where an engine does not tell its times."""
+STAGES = (
+    "read", "tokenise", "admit", "place", "send", "queue", "prefill", "transfer", UNKNOWN,
+    "decode", "deliver",
+)  # fmt: skip
+
+
+class StageTime(NamedTuple):
+    """A stage of a request, from `began_us` for `us`. `attempt`: the number of the attempt, of
+    those that `slowest_attempts` returns; None outside of attempts."""
+
+    name: str
+    began_us: int
+    us: int
+    attempt: int | None = None
+
+
+def slowest_attempts(story: EndedStory) -> Sequence[AttemptFacts]:
+    """Return the attempts of the choice that ended last, in order."""
+    if not story.attempts:
+        return ()
+    choice = max(story.attempts, key=lambda attempt: attempt.ended_us).choice
+    return [attempt for attempt in story.attempts if attempt.choice == choice]
+
+
+def find_stages(story: EndedStory) -> list[StageTime]:
+    """Return the stages in order. Their times sum up to `ended_us`."""
+    spans: list[tuple[str, int, int | None]] = []
+    limit_us, loaded = story.limit_us, story.waited_for == "model"
+    if loaded:
+        spans.append(("admit", limit_us, None))
+    spans.append(("read", story.read_us - (limit_us if loaded else 0), None))
+    attempts = slowest_attempts(story)
+    if limit_us and not loaded:
+        spans.append(("admit", limit_us, None))
+    passed_us = sum(us for _, us, _ in spans)
+    if story.admitting_us is not None:
+        spans.append(("tokenise", story.admitting_us - passed_us, None))
+        passed_us = story.admitting_us
+    for number, attempt in enumerate(attempts):
+        if not number:
+            spans.append(("admit", attempt.choosing_us - passed_us, None))
+            passed_us = attempt.choosing_us
+        last = number == len(attempts) - 1
+        until_us = story.ended_us if last else attempt.ended_us
+        for name, us in _worker_spans(attempt, passed_us, until_us):
+            spans.append((name, us, number))
+        passed_us = until_us
+    if not attempts:
+        rest = "read" if story.admitting_us is None and not story.prompt_tokens else "admit"
+        spans.append((rest, story.ended_us - passed_us, None))
+    return list(_put_in_order(spans, story.ended_us))
+
+
+def _worker_spans(attempt: AttemptFacts, from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
+    yield "place", attempt.placed_us - from_us
+    times, first_us = attempt.times or WorkerTimes(), attempt.first_us
+    began_us = attempt.ended_us if first_us is None else first_us
+    span_us = began_us - attempt.placed_us
+    if times.prefill_s is None:
+        yield (UNKNOWN if first_us is not None or attempt.error else "send"), span_us
+    else:
+        queue_us, prefill_us, transfer_us = _prompt_times(times)
+        yield "send", span_us - queue_us - prefill_us - transfer_us
+        yield "queue", queue_us
+        yield "transfer", transfer_us
+        yield "prefill", prefill_us
+    if first_us is not None:
+        decode_us = attempt.ended_us - first_us
+        if times.decode_s is not None:
+            decode_us = min(decode_us, int(times.decode_s * 1e6))
+        yield "decode", decode_us
+        began_us = first_us + decode_us
+    yield "deliver", until_us - began_us
+
+
+def _prompt_times(times: WorkerTimes) -> tuple[int, int, int]:
+    """Return the microseconds of queue, prefill and transfer, with those of a prefill worker."""
+    queue_s, prefill_s, kv_s = times.queue_s or 0.0, times.prefill_s or 0.0, times.kv_s or 0.0
+    peer_s = min(kv_s, (times.peer_queue_s or 0.0) + (times.peer_prefill_s or 0.0))
+    peer_queue_s = min(peer_s, times.peer_queue_s or 0.0)
+    return (
+        round((queue_s + peer_queue_s) * 1e6),
+        round((prefill_s + peer_s - peer_queue_s) * 1e6),
+        round((kv_s - peer_s) * 1e6),
+    )
+
+
+def _put_in_order(
+    spans: Sequence[tuple[str, int, int | None]], total_us: int
+) -> Iterator[StageTime]:
+    """Yield the stages that took time. A stage that is shorter than the clocks can tell takes
+    its time from the next one, so that the sum stays."""
+    at_us = owed_us = 0
+    for name, span_us, attempt in spans:
+        owed_us += span_us
+        us = min(max(owed_us, 0), total_us - at_us)
+        owed_us = min(owed_us, 0)
+        if us:
+            yield StageTime(name, at_us, us, attempt)
+        at_us += us
+    if at_us < total_us:
+        yield StageTime("deliver", at_us, total_us - at_us)

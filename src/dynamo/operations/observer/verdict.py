@@ -1,0 +1,363 @@
+"""The verdict on a request: which stage took longer than usual, and because of what."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from dynamo.core.errors import InstanceGone, WorkerDraining
+from dynamo.operations.observer.stages import (
+    STAGES,
+    UNKNOWN,
+    StageTime,
+    find_stages,
+    slowest_attempts,
+)
+from dynamo.telemetry.story import AttemptFacts, EndedStory
+
+MIN_LATE_US = 100_000
+"""A stage that took less than this beyond what is usual made no request late."""
+LATE_RATIO = 1.5
+TYPICAL_STORIES = 128
+MIN_TYPICAL = 8
+LONG_PROMPT_TOKENS = 2_048
+"""So many tokens a request on average: long prompts are ahead, not many requests."""
+PAUSE_SHARE = 0.5
+SILENT_TEXTS = ("did not answer", "silent", "no answer", "unresponsive", "frozen", "stalled")
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Why a request took longer, or failed. `name`: a word for groups. `us`: what it cost."""
+
+    name: str
+    us: int
+    text: str
+    stage: str = ""
+    worker: str = ""
+
+
+class RequestVerdict(msgspec.Struct, frozen=True):
+    """The causes of a request's lateness or end, the most expensive first, as one sentence."""
+
+    text: str
+    causes: Sequence[Cause] = ()
+
+    @property
+    def cause(self) -> str:
+        """The name of the first cause; "" for a request like others."""
+        return self.causes[0].name if self.causes else ""
+
+
+class Surroundings(msgspec.Struct):
+    """Facts from around the time of a request. `pauses`: those of event loops by process, (end
+    as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
+    salts by the mark of a prompt's beginning: (salt mark, worker, Unix time)."""
+
+    pauses: dict[str, deque[tuple[float, float]]] = {}
+    planes: deque[tuple[float, float, str, str]] = deque(maxlen=256)
+    marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
+
+
+class TypicalTimes:
+    """The usual time of each stage of a model: the median of recent requests. The time of a prefill
+    is by prompt token, the time of decode by token of the answer."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[tuple[str, str], deque[float]] = defaultdict(
+            lambda: deque(maxlen=TYPICAL_STORIES)
+        )
+
+    def add(self, story: EndedStory) -> None:
+        """Learn from a request that ended well."""
+        if story.end or len(story.attempts) > story.choices * story.prompts:
+            return
+        sums: defaultdict[str, int] = defaultdict(int)
+        for stage in find_stages(story):
+            sums[stage.name] += stage.us
+        for name in STAGES:
+            self._times[story.model, name].append(sums[name] / _units(story, name))
+
+    def usual_us(self, story: EndedStory, stage: str) -> float:
+        """Return the usual time of a stage for a request of this size; 0 where none is known."""
+        times = self._times.get((story.model, stage))
+        if times is None or len(times) < MIN_TYPICAL:
+            return 0.0
+        return median(times) * _units(story, stage)
+
+
+def _units(story: EndedStory, stage: str) -> int:
+    if stage == "decode":
+        return max(1, story.output_tokens // max(1, story.choices * story.prompts))
+    if stage == "prefill":
+        return max(1, story.prompt_tokens - story.cached_tokens)
+    return 1
+
+
+def judge(
+    story: EndedStory, router: str, typical: TypicalTimes, known: Surroundings
+) -> RequestVerdict:
+    """Return the verdict. `router`: the process that served the request."""
+    judging = _Judging(story, router, typical, known)
+    causes = sorted(judging.find_causes(), key=lambda cause: -cause.us)
+    total_s = story.ended_us / 1e6
+    if not causes:
+        if story.end:
+            return RequestVerdict(
+                f"ended with {story.end} after {total_s:.3g} s", (_end_cause(story),)
+            )
+        return RequestVerdict(f"nothing took longer than usual: {total_s:.3g} s")
+    shown = "; ".join(f"{_of(cause, total_s)} {cause.text}" for cause in causes[:3])
+    if story.end:
+        shown += f"; ended with {story.end}"
+        causes.append(_end_cause(story))
+    return RequestVerdict(shown, tuple(causes))
+
+
+def _of(cause: Cause, total_s: float) -> str:
+    return f"{cause.us / 1e6:.2g} of {total_s:.2g} s" if cause.us else "0 s"
+
+
+def _end_cause(story: EndedStory) -> Cause:
+    worker = story.attempts[-1].worker if story.attempts else ""
+    return Cause(f"ended: {story.end}", 0, "", "", worker)
+
+
+class _Judging:
+    """The causes of one request."""
+
+    def __init__(
+        self, story: EndedStory, router: str, typical: TypicalTimes, known: Surroundings
+    ) -> None:
+        self._story, self._router = story, router
+        self._typical, self._known = typical, known
+        self._attempts = slowest_attempts(story)
+        self._rules: Mapping[str, Callable[[StageTime, int], Cause | None]] = {
+            "admit": self._admission,
+            "place": self._placement,
+            "queue": self._queue,
+            "transfer": self._transfer,
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "deliver": self._delivery,
+        }
+
+    def find_causes(self) -> Iterator[Cause]:
+        """Yield what cost time beyond the usual. Time that a cause explains counts once."""
+        lost = [number for number, each in enumerate(self._attempts[:-1]) if each.error]
+        last = self._attempts[-1] if self._attempts else None
+        if last is not None and last.error and last.error != "cancelled":
+            lost.append(len(self._attempts) - 1)
+        for number in lost:
+            yield self._lost_attempt(number)
+        sums: dict[str, StageTime] = {}
+        for stage in find_stages(self._story):
+            if stage.attempt in lost or (stage.name == "place" and stage.attempt and lost):
+                continue
+            before = sums.get(stage.name, stage._replace(us=0))
+            sums[stage.name] = stage._replace(us=stage.us + before.us, began_us=before.began_us)
+        for stage in sums.values():
+            usual_us = self._typical.usual_us(self._story, stage.name)
+            late_us = int(stage.us - usual_us)
+            if late_us >= MIN_LATE_US and stage.us >= usual_us * LATE_RATIO:
+                yield self._explain(stage, late_us)
+
+    def _explain(self, stage: StageTime, late_us: int) -> Cause:
+        paused = self._pause(stage, late_us)
+        if paused is not None:
+            return paused
+        rule = self._rules.get(stage.name)
+        cause = rule(stage, late_us) if rule is not None else None
+        return cause or self._away_plane(stage, late_us) or self._unexplained(stage, late_us)
+
+    def _lost_attempt(self, number: int) -> Cause:
+        attempt = self._attempts[number]
+        following = self._attempts[number + 1 : number + 2]
+        until_us = following[0].placed_us if following else self._story.ended_us
+        # Tokens came until the worker failed: only the time after the last one is lost.
+        began_us = attempt.placed_us
+        if attempt.first_us is not None:
+            began_us = max(began_us, until_us - max(self._story.gap_us, 0))
+        worker, reason = attempt.worker, attempt.reason or attempt.error
+        moved = f", and it went on at {following[0].worker}" if following else ""
+        at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
+        if attempt.error == WorkerDraining.code:
+            name = "drained worker"
+        elif any(text in reason for text in SILENT_TEXTS):
+            name = "frozen worker"
+        elif attempt.error in ("worker_failed", InstanceGone.code):
+            name = "lost worker"
+        else:
+            name = f"error {attempt.error}"
+        text = f"were lost with {worker}{at}: {reason}{moved}"
+        return Cause(name, until_us - began_us, text, "place", worker)
+
+    def _pause(self, stage: StageTime, late_us: int) -> Cause | None:
+        began_s = self._story.wall_s + stage.began_us / 1e6
+        ended_s = began_s + stage.us / 1e6
+        process = self._router
+        worker = self._worker(stage)
+        for name in dict.fromkeys((process, worker)):
+            paused_s = sum(
+                max(0.0, min(ended_s, at_s) - max(began_s, at_s - seconds))
+                for at_s, seconds in self._known.pauses.get(name, ())
+            )
+            if paused_s * 1e6 >= late_us * PAUSE_SHARE:
+                text = f"the event loop of {name} stood still in stage {stage.name}"
+                return Cause("stalled loop", late_us, text, stage.name, name)
+        return None
+
+    def _away_plane(self, stage: StageTime, late_us: int) -> Cause | None:
+        began_s = self._story.wall_s + stage.began_us / 1e6
+        ended_s = began_s + stage.us / 1e6
+        for since_s, until_s, process, why in self._known.planes:
+            if since_s < ended_s and until_s > began_s and process == self._router:
+                text = f"in stage {stage.name} while a plane was away: {why}"
+                return Cause("plane away", late_us, text, stage.name)
+        return None
+
+    def _unexplained(self, stage: StageTime, late_us: int) -> Cause:
+        worker = self._worker(stage)
+        at = f" at {worker}" if worker else ""
+        text = f"in stage {stage.name}{at}, unexplained"
+        if stage.name == UNKNOWN:
+            text = f"until the first token{at}, whose engine does not tell its times"
+        return Cause(f"unexplained: {stage.name}", late_us, text, stage.name, worker)
+
+    def _admission(self, stage: StageTime, late_us: int) -> Cause | None:
+        story = self._story
+        ahead = f", behind {story.ahead} requests" if story.ahead else ""
+        texts = {
+            "model": "waited for the model to be loaded",
+            "limit": "waited for server.max_concurrent_requests",
+            "start": "waited for a worker to start",
+            "slot": f"waited for a free slot at a worker{ahead}",
+        }
+        text = texts.get(story.waited_for)
+        if text is None:
+            return None
+        name = {"model": "model load", "start": "worker start"}.get(story.waited_for, "overload")
+        return Cause(name, late_us, text, stage.name)
+
+    def _placement(self, stage: StageTime, late_us: int) -> Cause | None:
+        attempt = self._attempt(stage)
+        if attempt is None or attempt.waited_us < late_us * PAUSE_SHARE:
+            return None
+        text = f"held by the router for a better moment, with {attempt.queue_length} more"
+        return Cause("overload", late_us, text, stage.name)
+
+    def _queue(self, stage: StageTime, late_us: int) -> Cause | None:
+        attempt = self._attempt(stage)
+        times = None if attempt is None else attempt.times
+        if attempt is None or times is None:
+            return None
+        requests, tokens = times.ahead_requests or 0, times.ahead_tokens or 0
+        worker = attempt.worker
+        if attempt.prefill_worker and (times.peer_queue_s or 0.0) * 1e6 > stage.us / 2:
+            worker = attempt.prefill_worker
+        is_long = tokens >= LONG_PROMPT_TOKENS * max(1, min(requests, 4))
+        text = f"waited at {worker} behind {requests} requests with {_count(tokens)} prompt tokens"
+        text += self._alternative(attempt)
+        return Cause("long prompt ahead" if is_long else "overload", late_us, text, "queue", worker)
+
+    def _alternative(self, attempt: AttemptFacts) -> str:
+        """Say what the router knew of another worker that would have been quicker."""
+        others = [row for row in attempt.cost_table() if row.worker != attempt.worker]
+        if not others or attempt.predicted_us is None:
+            return ""
+        best = others[0]
+        held = f"held {best.overlap_blocks} blocks of the prompt"
+        if not best.overlap_blocks:
+            held = "held none of the prompt"
+        return f"; {best.worker} was predicted to cost {best.cost / 1e3:.2g} s and {held}"
+
+    def _transfer(self, stage: StageTime, late_us: int) -> Cause | None:
+        attempt = self._attempt(stage)
+        if attempt is None or attempt.times is None:
+            return None
+        source = attempt.times.kv_from
+        if source in ("", "peer"):
+            name = attempt.prefill_worker or "another worker"
+            text = f"waited at {attempt.worker} for KV blocks of {name}"
+            return Cause("slow transfer", late_us, text, stage.name, attempt.worker)
+        text = f"waited at {attempt.worker} for KV blocks of its tier {source}"
+        return Cause("slow tier", late_us, text, stage.name, attempt.worker)
+
+    def _prefill(self, stage: StageTime, late_us: int) -> Cause | None:
+        attempt = self._attempt(stage)
+        missed = explain_misses(self._story, self._known.marks)
+        if attempt is None or missed is None:
+            return None
+        name, why = missed
+        tokens = _count(attempt.prompt_tokens - attempt.cached_tokens)
+        text = f"computing {tokens} prompt tokens at {attempt.worker}: {why}"
+        return Cause(name, late_us, text, stage.name, attempt.worker)
+
+    def _decode(self, stage: StageTime, late_us: int) -> Cause | None:
+        attempt = self._attempt(stage)
+        if attempt is None or attempt.times is None or not attempt.times.preemptions:
+            return None
+        times = attempt.times
+        text = (
+            f"preempted {times.preemptions} times at {attempt.worker}, which computed "
+            f"{times.recomputed_tokens} tokens again"
+        )
+        return Cause("preemption", late_us, text, stage.name, attempt.worker)
+
+    def _delivery(self, stage: StageTime, late_us: int) -> Cause | None:
+        if self._story.stalled_us < late_us * PAUSE_SHARE:
+            return None
+        return Cause("slow client", late_us, "the client did not read its answer", stage.name)
+
+    def _attempt(self, stage: StageTime) -> AttemptFacts | None:
+        return None if stage.attempt is None else self._attempts[stage.attempt]
+
+    def _worker(self, stage: StageTime) -> str:
+        attempt = self._attempt(stage)
+        return "" if attempt is None else attempt.worker
+
+
+Marks = Mapping[tuple[str, int], deque[tuple[int, str, float]]]
+
+
+def explain_misses(story: EndedStory, marks: Marks) -> tuple[str, str] | None:
+    """Return why the prompt was not in the cache of its worker: a name and a sentence. None where
+    it was."""
+    attempts = slowest_attempts(story)
+    if not attempts:
+        return None
+    first = attempts[0]
+    if not first.prompt_tokens or first.cached_tokens * 2 >= first.prompt_tokens:
+        return None
+    blocks, held = first.prompt_blocks, first.overlap_blocks
+    cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
+    if held - cached_blocks > blocks // 4:
+        known = f", known as {first.view}" if first.view not in ("", "exact") else ""
+        text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
+        return "stale index", text
+    if first.best_overlap_blocks - held > blocks // 4:
+        text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
+        return "at another worker", text
+    earlier = [
+        entry
+        for entry in marks.get((story.model, story.prompt_mark), ())
+        if entry[2] < story.wall_s
+    ]
+    if (first.seen_blocks or 0) > blocks // 4:
+        text = f"{first.seen_blocks} of {blocks} blocks were seen before and are evicted"
+        return "eviction", text
+    if earlier and all(entry[0] != story.salt_mark for entry in earlier):
+        text = "the same prompt was seen with another salt, key or adapter"
+        return "wrong salt", text
+    same = [entry for entry in earlier if entry[0] == story.salt_mark]
+    if same and all(entry[1] != first.worker for entry in same):
+        return "at another worker", f"{same[-1][1]} has computed this prompt"
+    if same:
+        return "eviction", "it was computed there before and is evicted"
+    return "new prompt", "it was never seen before"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens / 1e3:.0f}k" if tokens >= 10_000 else str(tokens)

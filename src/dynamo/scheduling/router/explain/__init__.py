@@ -1,1 +1,0 @@
-"""Records of routing decisions, for explanations and metrics."""

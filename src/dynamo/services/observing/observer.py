@@ -1,0 +1,114 @@
+"""The observer process: keeps the stories of a deployment's requests and answers over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.application.app import RouterApplication
+from dynamo.application.observer import ObserverHandler
+from dynamo.application.routing import RoutingHandler
+from dynamo.communication.addresses import bracket_ipv6
+from dynamo.communication.events import Event
+from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.core.errors import DECODE_ERRORS
+from dynamo.operations.observer.observer import DeploymentObserver
+from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.scheduling.workers.load_view import LoadView
+from dynamo.services.model_pipeline import WORKER_COMPONENT
+from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
+from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch
+
+log = logging.getLogger(__name__)
+
+
+class ObserverService:
+    """Subscribes to stories and load reports of its namespace until the runtime shuts down. No
+    request waits for it."""
+
+    async def attach(self, runtime: DistributedRuntime) -> None:
+        """Start to observe. Raises `PortInUse`, `ConfigError`."""
+        self._runtime = runtime
+        self._observer = DeploymentObserver(runtime.clock)
+        self._loads = LoadView(runtime.clock)
+        namespace = runtime.settings.runtime.namespace
+        await self._loads.subscribe(runtime.events, f"{namespace}.{WORKER_COMPONENT}")
+        await runtime.events.subscribe(f"{namespace}.{STORIES_SUBJECT}", self._on_event)
+        self._declare_metrics()
+        await self._serve_http()
+        runtime.tasks.start(self._sample_every_second(), "worker samples")
+        key = f"{OBSERVERS_PREFIX}{namespace}/{runtime.instance_id}"
+        await runtime.discovery.put(key, runtime.public_address.encode())
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "gone":
+            self._observer.on_process_gone(event.publisher)
+        if not event.payload:
+            return
+        try:
+            batch = decode_batch(event.payload)
+        except DECODE_ERRORS as error:
+            self._undecodable.inc()
+            fields = {"process": event.publisher, "error": str(error)}
+            log.warning("stories of another version are skipped", extra={"fields": fields})
+            return
+        self._observer.on_batch(batch)
+
+    def _declare_metrics(self) -> None:
+        metrics, observer = self._runtime.metrics, self._observer
+        self._undecodable = metrics.counter(
+            "dynamo_observer_unreadable_batches_total", "Batches of stories that cannot be read"
+        )
+        metrics.counter(
+            "dynamo_observer_stories_total",
+            "Stories of requests that this observer has received",
+            callback=lambda: {(): observer.received},
+        )
+        metrics.gauge(
+            "dynamo_router_alert_ratio",
+            "Value of a broken routing rule over its threshold; 0 while the rule holds",
+            ("alert",),
+            callback=observer.collector.alert_ratios,
+        )
+
+    async def _serve_http(self) -> None:
+        runtime, settings = self._runtime, self._runtime.settings
+        host = settings.observer.host
+        application = RouterApplication(
+            settings.server,
+            host,
+            {**ObserverHandler(self._observer).routes(), **RoutingHandler(self._observer).routes()},
+            runtime.clock,
+            runtime.metrics,
+            reasons=lambda: runtime.health.reasons,
+            facts=self._health_facts,
+        )
+        http = HttpServer(
+            application.handle,
+            HttpLimits.without_bodies(settings.server),
+            runtime.clock,
+            on_error=application.on_error,
+            check_headers=application.check_headers,
+        )
+        port = await http.start(host, settings.observer.port)
+        runtime.add_shutdown_hook(http.stop)
+        runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
+        log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
+
+    async def _sample_every_second(self) -> None:
+        clock = self._runtime.clock
+        while True:
+            await clock.sleep(SAMPLE_INTERVAL_S)
+            try:
+                self._observer.sample(self._loads.loads)
+            except Exception:
+                log.exception("workers were not sampled")
+
+    def _health_facts(self) -> Mapping[str, Any]:
+        return {
+            "instance": self._runtime.instance_id,
+            "stories": self._observer.received,
+            "workers": len(self._loads.loads),
+        }

@@ -1,0 +1,159 @@
+"""Publishes the stories of a process once a second, as one event."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from dynamo.communication.events import EventSource
+from dynamo.core.values import GenerateRequest
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.scheduling.router.policy import Decision
+from dynamo.telemetry.metrics import Counter
+from dynamo.telemetry.story import (
+    STORIES_SUBJECT,
+    AttemptFacts,
+    EndedStory,
+    ProcessSample,
+    RouterChoice,
+    Story,
+    StoryBatch,
+    encode_batch,
+)
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+MAX_STORIES = 500
+"""Stories of good requests beyond so many in a batch are left out, and counted."""
+MAX_PENDING = 10_000
+MAX_TABLES = 32
+"""The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
+LATE_US = 5_000_000
+"""A request that took longer is not left out."""
+
+
+class StoryPublisher:
+    """Collects stories (`add` is a `StoryListener`) and the choices of a router process.
+    `sample` returns what the process knows of its workers."""
+
+    def __init__(
+        self, runtime: DistributedRuntime, sample: Callable[[], ProcessSample | None]
+    ) -> None:
+        self._runtime = runtime
+        self._sample = sample
+        self._pending: deque[Story] = deque(maxlen=MAX_PENDING)
+        self.add: Callable[[Story], None] = self._pending.append
+        self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
+        self._source: EventSource
+        self._dropped: Counter = runtime.metrics.counter(
+            "dynamo_stories_dropped_total",
+            "Stories of requests that were not sent to the observer: too many of good ones",
+        )
+
+    async def start(self) -> None:
+        """Publish until the runtime shuts down."""
+        runtime = self._runtime
+        subject = f"{runtime.settings.runtime.namespace}.{STORIES_SUBJECT}"
+        self._source = await runtime.events.open_source(subject, runtime.instance_id)
+        runtime.tasks.start(self._run(), "stories")
+
+    def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
+        """Add the choice of a router process, which sends no requests itself."""
+        wall_s, placed = self._runtime.clock.wall(), decision.placement
+        predicted_s = decision.predicted_ttft_s
+        attempt = AttemptFacts(
+            request.choice,
+            decision.worker,
+            decision.prefill_worker,
+            decision.mode,
+            decision.view,
+            decision.candidates,
+            0,
+            int(decision.waited_s * 1e6),
+            None,
+            0,
+            "",
+            "",
+            request.resumed,
+            placed.load if placed is not None else 0,
+            decision.queue_length,
+            placed.prompt_tokens if placed is not None else 0,
+            decision.prompt_blocks,
+            decision.overlap_blocks,
+            decision.best_overlap_blocks,
+            None,
+            0,
+            0,
+            int(decision.waited_s * 1e6),
+            None if predicted_s is None else int(predicted_s * 1e6),
+            decision.harm_weight,
+            decision.itl_slo_ms,
+            None,
+            decision.cost_table,
+        )
+        self._choices.append(RouterChoice(request.request_id, wall_s, attempt))
+
+    async def _run(self) -> None:
+        clock = self._runtime.clock
+        while True:
+            await clock.sleep(INTERVAL_S)
+            try:
+                self.publish()
+            except Exception:
+                log.exception("stories were not published")
+
+    async def close(self) -> None:
+        """Publish the last stories."""
+        self.publish()
+        await self._source.close()
+
+    def publish(self) -> None:
+        """Publish what has come since the last call."""
+        runtime = self._runtime
+        stories, dropped = self._take_stories()
+        choices = list(self._choices)
+        self._choices.clear()
+        for number, choice in enumerate(choices):
+            _fill_costs(choice.attempt, keep=number < MAX_TABLES)
+        pauses = list(runtime.loop_pauses)
+        runtime.loop_pauses.clear()
+        batch = StoryBatch(
+            runtime.instance_id,
+            runtime.clock.wall(),
+            stories,
+            choices,
+            dropped,
+            pauses,
+            dict(runtime.unreachable_planes()),
+            self._sample(),
+        )
+        self._source.publish(encode_batch(batch))
+
+    def _take_stories(self) -> tuple[list[EndedStory], int]:
+        """Return the stories to publish, and how many are left out."""
+        pending, tables, good = len(self._pending), 0, 0
+        stories: list[EndedStory] = []
+        for _ in range(pending):
+            story = self._pending.popleft().ended
+            if story is None:
+                continue
+            moved = len(story.attempts) > story.choices * story.prompts
+            matters = bool(story.end) or moved or story.ended_us > LATE_US
+            good += not matters
+            if not matters and good > MAX_STORIES:
+                continue
+            tables += bool(story.attempts)
+            for attempt in story.attempts:
+                _fill_costs(attempt, keep=tables <= MAX_TABLES)
+            stories.append(story)
+        dropped = max(0, good - MAX_STORIES)
+        if dropped:
+            self._dropped.inc(dropped)
+        return stories, dropped
+
+
+def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
+    """Replace the function that builds the cost table by the table."""
+    attempt.costs = tuple(attempt.costs()) if keep and callable(attempt.costs) else ()

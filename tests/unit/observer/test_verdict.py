@@ -1,0 +1,145 @@
+"""The verdict names the cause of a request that took longer, and none for the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.observer.stories import make_attempt, make_story
+
+from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.operations.observer.verdict import RequestVerdict, Surroundings, TypicalTimes, judge
+from dynamo.telemetry.story import AttemptFacts, Candidate, EndedStory
+
+USUAL = WorkerTimes(
+    queue_s=0.0, ahead_requests=0, ahead_tokens=0, kv_s=0.0, prefill_s=0.048, decode_s=0.1,
+    gap_s=0.01, preemptions=0, recomputed_tokens=0,
+)  # fmt: skip
+
+
+def late_attempt(late_s: float, times: dict[str, Any], **fields: Any) -> AttemptFacts:
+    """Return an attempt whose first token was late by `late_s`."""
+    late_us = int(late_s * 1e6)
+    return make_attempt(
+        first_us=51_000 + late_us,
+        ended_us=151_000 + late_us,
+        times=replace(USUAL, **times),
+        **fields,
+    )
+
+
+def verdict_on(story: EndedStory, known: Surroundings | None = None) -> RequestVerdict:
+    typical = TypicalTimes()
+    for _ in range(20):
+        typical.add(make_story())
+    return judge(story, "frontend-1", typical, known or Surroundings())
+
+
+def late_story(attempt: AttemptFacts, **fields: Any) -> EndedStory:
+    return make_story(attempt, ended_us=attempt.ended_us + 1_000, **fields)
+
+
+def test_a_request_like_others_has_no_cause() -> None:
+    verdict = verdict_on(make_story())
+    assert (verdict.causes, verdict.text) == ((), "nothing took longer than usual: 0.152 s")
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "cause"),
+    [(1, 31_000, "long prompt ahead"), (40, 3_000, "overload")],
+)
+def test_a_queue_at_a_worker_names_what_was_ahead(requests: int, tokens: int, cause: str) -> None:
+    times = {"queue_s": 1.9, "ahead_requests": requests, "ahead_tokens": tokens}
+    costs = [Candidate("w1", 4, 300.0, {}), Candidate("w3", 0, 400.0, {})]
+    attempt = late_attempt(1.9, times, costs=costs, predicted_us=300_000)
+    verdict = verdict_on(late_story(attempt))
+    assert (verdict.cause, verdict.causes[0].worker) == (cause, "w1")
+    assert verdict.text.startswith("1.9 of 2.1 s waited at w1 behind ")
+    assert verdict.text.endswith("; w3 was predicted to cost 0.4 s and held none of the prompt")
+
+
+@pytest.mark.parametrize(("source", "cause"), [("peer", "slow transfer"), ("disk", "slow tier")])
+def test_a_wait_for_kv_names_its_source(source: str, cause: str) -> None:
+    attempt = late_attempt(0.8, {"kv_s": 0.8, "kv_from": source}, prefill_worker="")
+    assert verdict_on(late_story(attempt)).cause == cause
+
+
+def test_a_lost_worker_names_where_the_request_went_on() -> None:
+    lost = make_attempt(
+        worker="w2", ended_us=2_001_000, error="worker_failed", reason="the connection was lost",
+        times=None, first_us=None,
+    )  # fmt: skip
+    again = make_attempt(
+        choosing_us=2_051_000,
+        placed_us=2_051_000,
+        first_us=2_101_000,
+        ended_us=2_201_000,
+    )
+    verdict = verdict_on(make_story(lost, again, ended_us=2_202_000))
+    assert verdict.cause == "lost worker"
+    assert verdict.causes[0].worker == "w2"
+    assert "the connection was lost, and it went on at w1" in verdict.text
+    frozen = replace(lost, reason="the worker did not answer for 2 s")
+    assert verdict_on(make_story(frozen, again, ended_us=2_202_000)).cause == "frozen worker"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"prompt_blocks": 40, "overlap_blocks": 30, "view": "stale"}, "stale index"),
+        ({"prompt_blocks": 40, "best_overlap_blocks": 35}, "at another worker"),
+        ({"prompt_blocks": 40, "seen_blocks": 38}, "eviction"),
+        ({}, "new prompt"),
+    ],
+)
+def test_a_long_prefill_names_why_the_prompt_was_not_cached(
+    facts: dict[str, Any], cause: str
+) -> None:
+    attempt = late_attempt(1.0, {"prefill_s": 1.048}, prompt_tokens=64, **facts)
+    assert verdict_on(late_story(attempt)).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("salt", "worker", "cause"),
+    [(9, "w1", "wrong salt"), (0, "w2", "at another worker"), (0, "w1", "eviction")],
+)
+def test_the_same_prompt_was_seen_before(salt: int, worker: str, cause: str) -> None:
+    known = Surroundings()
+    known.marks["m", 7] = deque([(salt, worker, 900.0)])
+    attempt = late_attempt(1.0, {"prefill_s": 1.048})
+    assert verdict_on(late_story(attempt, prompt_mark=7), known).cause == cause
+
+
+def test_a_loop_that_stood_still_and_a_client_that_did_not_read() -> None:
+    known = Surroundings()
+    known.pauses["frontend-1"] = deque([(1_001.0, 0.9)])
+    story = make_story(ended_us=1_152_000)
+    assert verdict_on(story, known).cause == "stalled loop"
+    story.stalled_us = 950_000
+    assert verdict_on(story).cause == "slow client"
+    story.stalled_us = 0
+    assert verdict_on(story).cause == "unexplained: deliver"
+
+
+def test_a_wait_in_admission_names_what_for() -> None:
+    attempt = make_attempt(
+        choosing_us=901_000, placed_us=901_000, first_us=951_000, ended_us=1_051_000
+    )
+    for waited_for, cause in (("slot", "overload"), ("model", "model load"), ("", "unexplained")):
+        story = late_story(attempt, waited_for=waited_for)
+        assert verdict_on(story).cause.startswith(cause)
+
+
+def test_two_causes_are_named_in_the_order_of_their_cost() -> None:
+    times = {"queue_s": 0.5, "ahead_requests": 1, "ahead_tokens": 9_000}
+    attempt = late_attempt(1.3, {**times, "kv_s": 0.8, "kv_from": "disk"})
+    verdict = verdict_on(late_story(attempt))
+    assert [cause.name for cause in verdict.causes] == ["slow tier", "long prompt ahead"]
+
+
+def test_a_request_that_failed_without_lateness_has_its_end() -> None:
+    story = make_story(end="overloaded", ended_us=2_000)
+    story.attempts = []
+    assert verdict_on(story).cause == "ended: overloaded"
