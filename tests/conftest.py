@@ -19,6 +19,9 @@ import pytest
 from tests.support.file_scheduling import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from tests.support.servers import free_port
 
+os.environ.setdefault("DYNAMO_OBSERVER__ENABLED", "false")
+"""Whole deployments have no observer, which takes a second of CPU, unless a test names it."""
+
 for suite in ("discovery", "requests", "shared_payloads", "events", "transfer", "engines"):
     pytest.register_assert_rewrite(f"dynamo_conformance.{suite}")
 
@@ -201,11 +204,10 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def runtime_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables with a state folder for this test session. Deployments have no observer
-    unless a test names one."""
+    """Environment variables with a state folder for this test session."""
     state = tmp_path_factory.mktemp("run")
     state.chmod(0o700)
-    return {"XDG_RUNTIME_DIR": str(state), "DYNAMO_OBSERVER__ENABLED": "false"}
+    return {"XDG_RUNTIME_DIR": str(state)}
 
 
 Start = Callable[..., Deployment]

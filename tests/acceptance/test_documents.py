@@ -45,7 +45,7 @@ SERVES = re.compile(
     r"(\w+=\S+ )*(make run|dynamo serve|dynamo run|dynamo indexer)"
     r"(?!.* (in=batch|in=text|--dry-run|&$))"
 )
-CHOOSES = re.compile(r"dynamo (chat|bench)(?! http| compare| draw)")
+CHOOSES = re.compile(r"dynamo (why|chat|bench)(?! http| compare| draw)")
 """Commands that take the only deployment. A user who runs the tests may have others."""
 SHELL_BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 READY_LINE = re.compile(r"^\w+ serves$", re.MULTILINE)
@@ -156,6 +156,7 @@ class Reader:
         port = self.ports["8000"]
         self._environ = os.environ | environ | {"PATH": path, "DYNAMO_SERVER__HTTP_PORT": port}
         self._environ |= {"PORT": port, "PYTHONDONTWRITEBYTECODE": "1", "DYNAMO_ROUTER__PORT": "0"}
+        self._environ["DYNAMO_OBSERVER__ENABLED"] = "true"
         (home / "hide").mkdir()
         (home / "hide" / "sitecustomize.py").write_text(HIDE)
         self._environ["PYTHONPATH"] = str(home / "hide")

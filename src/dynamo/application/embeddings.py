@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from math import hypot
 from operator import mul
 from typing import Annotated, Any, Literal, cast
@@ -73,11 +74,21 @@ class EmbeddingHandler:
         self._gateway = gateway
         self._generation = generation
 
+    @asynccontextmanager
+    async def _open(
+        self, exchange: Exchange, served: ServedEmbeddingModel
+    ) -> AsyncIterator[Context]:
+        """Yield the context of a request, and tell its story at the end."""
+        generation = self._generation
+        with generation.tell_story(exchange):
+            async with generation.open_context(exchange, served.names[0]) as context:
+                yield context
+
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
         body = decode_body(_embedding_decoder, exchange.request)
         exchange.model, served = self._gateway.find_embedding_model(body.model)
-        async with self._generation.open_context(exchange, served.names[0]) as context:
+        async with self._open(exchange, served) as context:
             _check_dimensions(body.dimensions, served)
             vectors, tokens = await served.processor.embed(
                 _read_inputs(body.input),
@@ -94,7 +105,7 @@ class EmbeddingHandler:
         """POST /v1/score: the cosine of each pair."""
         body = decode_body(_score_decoder, exchange.request)
         exchange.model, served = self._gateway.find_embedding_model(body.model)
-        async with self._generation.open_context(exchange, served.names[0]) as context:
+        async with self._open(exchange, served) as context:
             first = _check_texts(body.text_1, "text_1")
             second = _check_texts(body.text_2, "text_2")
             if len(first) not in (1, len(second)):
@@ -121,7 +132,7 @@ class EmbeddingHandler:
         """POST /v1/rerank: the documents that are nearest to the query first."""
         body = decode_body(_rerank_decoder, exchange.request)
         exchange.model, served = self._gateway.find_embedding_model(body.model)
-        async with self._generation.open_context(exchange, served.names[0]) as context:
+        async with self._open(exchange, served) as context:
             query = _check_texts(body.query, "query")
             texts = _check_texts([_text_of(item) for item in body.documents], "documents")
             cosines, tokens = await self._compare(context, served, query, texts, body)

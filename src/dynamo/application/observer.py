@@ -8,9 +8,7 @@ from urllib.parse import parse_qs
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.routes import Route
-from dynamo.application.routing import query_number
-
-STORIES_PREFIX = "/requests/"
+from dynamo.application.routing import STORY_PATHS, query_number
 
 
 class StorySource(Protocol):
@@ -29,15 +27,12 @@ class ObserverHandler:
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        return {
-            STORIES_PREFIX: {"GET": self.find},
-            "/requests": {"GET": self.list_stories},
-            "/causes": {"GET": self.causes},
-        }
+        routes = (self.find, self.list_stories, self.causes)
+        return {path: {"GET": route} for path, route in zip(STORY_PATHS, routes, strict=True)}
 
     async def find(self, exchange: Exchange) -> None:
         """GET /requests/{id}: the stories of a request id or trace id, the newest first."""
-        name = exchange.request.path.removeprefix(STORIES_PREFIX)
+        name = exchange.request.path.removeprefix(STORY_PATHS[0])
         exchange.send_value({"requests": self._source.find(name)})
 
     async def list_stories(self, exchange: Exchange) -> None:

@@ -58,6 +58,7 @@ ROUTING_PATHS = (
     "/router/timeline",
     "/router/view",
 )
+STORY_PATHS = ("/requests/", "/requests", "/causes")
 
 
 class RoutingHandler:
@@ -116,14 +117,15 @@ class RoutingRedirect:
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        return {path: {"GET": self.redirect} for path in ROUTING_PATHS}
+        return {path: {"GET": self.redirect} for path in (*ROUTING_PATHS, *STORY_PATHS)}
 
     async def redirect(self, exchange: Exchange) -> None:
-        """GET /router/...: 307 to the same path of the observer."""
+        """GET /router/... and the like: 307 to the same path of the observer."""
         request = exchange.request
         query = f"?{request.query}" if request.query else ""
         url = f"{await self._locate()}{quote(request.path)}{query}"
-        exchange.response.send(307, (("location", url), *exchange.headers), b"")
+        body = msgspec.json.encode({"location": url})
+        exchange.send_json(307, body, (("location", url),))
 
 
 def query_number(exchange: Exchange, name: str) -> float | None:

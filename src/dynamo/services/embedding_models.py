@@ -38,6 +38,7 @@ from dynamo.services.catalogue import CardKind, Catalogue
 from dynamo.services.desired_models import DesiredModels, ModelState
 from dynamo.services.model_uses import ModelUses, close_removed_model
 from dynamo.services.model_watcher import TakeRequests, ensure_file
+from dynamo.telemetry.story import current_story
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,9 @@ class EmbeddingProcessor:
         for start in range(0, len(inputs), TEXTS_PER_SLICE):
             part = inputs[start : start + TEXTS_PER_SLICE]
             packed += await self._clock.offload(self._encode, part, start, truncate_tokens, param)
+        tokens = sum(map(len, packed)) // TOKEN_BYTES
+        if (story := current_story.get()) is not None:
+            story.admitting_s, story.prompt_tokens = self._clock.now(), tokens
         width = (dimensions or self._card.dimensions) * VECTOR_BYTES
         parts: list[bytes] = []
 
@@ -213,7 +217,7 @@ class EmbeddingProcessor:
         if len(data) != width * len(packed):
             raise ProtocolError(f"{len(data)} bytes instead of {width * len(packed)} came back")
         vectors = [data[start : start + width] for start in range(0, len(data), width)]
-        return Embeddings(vectors, sum(map(len, packed)) // TOKEN_BYTES)
+        return Embeddings(vectors, tokens)
 
     def _encode(
         self, inputs: Sequence[str | Sequence[int]], first: int, truncate_tokens: int, param: str

@@ -150,9 +150,8 @@ def test_a_status_port_asks_for_no_key_and_checks_hosts_on_loopback() -> None:
 @pytest.mark.parametrize("api_keys", [(), ("a",)])
 def test_a_router_process_has_the_same_rules(api_keys: tuple[str, ...]) -> None:
     server, router = ServerSettings(api_keys=api_keys), RouterSettings()
-    source: Any = None
     application = RouterApplication(
-        server, router.host, source, SystemClock(), Registry(), reasons=dict, facts=dict
+        server, router.host, {}, SystemClock(), Registry(), reasons=dict, facts=dict
     )
     evil = {b"host": b"127.0.0.1:8001", b"origin": b"https://evil.example"}
     with pytest.raises(Forbidden):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 
-from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, LoopLagMonitor
+from dynamo.runtime.loop_lag import MIN_PAUSE_S, SAMPLE_INTERVAL_S, LoopLagMonitor
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"
@@ -19,18 +20,21 @@ def value(metrics: Registry, name: str) -> float:
 
 async def test_a_blocked_loop_is_measured() -> None:
     metrics = Registry()
-    monitor = LoopLagMonitor(metrics)
+    pauses: deque[tuple[float, float]] = deque()
+    monitor = LoopLagMonitor(metrics, pauses)
     monitor.start()
-    time.sleep(SAMPLE_INTERVAL_S + 0.05)
+    time.sleep(SAMPLE_INTERVAL_S + 1.1 * MIN_PAUSE_S)
     while not value(metrics, COUNT):
         await asyncio.sleep(0)
     monitor.stop()
-    assert value(metrics, SUM) >= 0.05
+    assert value(metrics, SUM) >= MIN_PAUSE_S
+    ((_, seconds),) = pauses
+    assert seconds >= MIN_PAUSE_S
 
 
 async def test_a_stopped_monitor_sets_no_timer() -> None:
     metrics = Registry()
-    monitor = LoopLagMonitor(metrics)
+    monitor = LoopLagMonitor(metrics, deque())
     monitor.start()
     monitor.stop()
     monitor.stop()

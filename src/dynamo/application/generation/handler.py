@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from msgspec.structs import replace
@@ -234,8 +234,21 @@ class GenerationHandler:
             deadlines.stop(deadline)
             ended, missing = self._clock.now(), reply.remaining_choices
             tokens = _record_metrics(metrics, usage_counter, timing, missing, ended - started)
-            if self.stories is not None:
-                self.stories.end(usage_counter, timing, tokens, missing, ended)
+            if story is not None and self.stories is not None:
+                response = exchange.response
+                self.stories.end(story, response, usage_counter, timing, tokens, missing, ended)
+
+    @contextmanager
+    def tell_story(self, exchange: Exchange) -> Iterator[None]:
+        """Tell the story of a request that generates no text."""
+        if self.stories is None:
+            yield
+            return
+        story = self.stories.begin(exchange, self._clock.now())
+        try:
+            yield
+        finally:
+            self.stories.tell(story, self._clock.now())
 
     @asynccontextmanager
     async def open_context(self, exchange: Exchange, model: str) -> AsyncIterator[Context]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.items import UsageCounter
+from dynamo.communication.http import Response
 from dynamo.core.errors import CANCELLED, error_code
 from dynamo.telemetry.story import Story, StoryListener, current_story
 
@@ -44,13 +45,18 @@ class Stories:
         return story
 
     def end(
-        self, usage: UsageCounter, timing: TokenTiming, tokens: int, missing: int, now: float
+        self,
+        story: Story,
+        response: Response,
+        usage: UsageCounter,
+        timing: TokenTiming,
+        tokens: int,
+        missing: int,
+        now: float,
     ) -> None:
         """Pass the story on. `missing`: choices that did not end. Call while the error of the
         request, if there is one, is handled."""
-        story = current_story.get()
-        if story is None:
-            return
+        story.stalled_s = response.count_paused_s(now)
         story.output_tokens = tokens
         story.first_s, story.gap_s = timing.first_s, timing.longest_gap_s
         story.prompt_tokens, story.cached_tokens = usage.prompt_tokens, usage.cached_tokens

@@ -279,10 +279,13 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.paused_at = now = self._server_state.clock.now()
         self._last_progress = (self._written_bytes - self.unsent_bytes(), now)
+        if self._response is not None:
+            self._response.paused_at = now
 
     def resume_writing(self) -> None:
-        self.paused_at = None
-        response = self._response
+        self.paused_at, response = None, self._response
+        if response is not None:
+            response.resume(self._server_state.clock.now())
         if response is not None and response.congested:
             response.congested = False
             if response.on_writable is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import (
     EngineTotals,
     Finish,
@@ -24,7 +25,8 @@ class ForeignAnswer:
 
     `prompt_tokens`: 0 for a prompt in text. `prefill_tokens`: those that the engine still has to
     compute, as far as known. `cached_tokens`: those from its cache, None until it says so.
-    `tokens`: ids, or parts of text, that have come so far. `ended`: the reply is finished, or has
+    `tokens`: ids, or parts of text, that have come so far. `times`: as the engine tells them at the
+    end, None where it does not. `ended`: the reply is finished, or has
     enough. `prompt_logprobs`: those from the second prompt token on, where the request wants them.
     """
 
@@ -38,6 +40,7 @@ class ForeignAnswer:
         self.cached_tokens: int | None = None
         self.ended = False
         self.prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
+        self.times: WorkerTimes | None = None
         self._begun = False
         totals.requests += 1
         totals.prompt_tokens += prompt_tokens
@@ -87,6 +90,7 @@ class ForeignAnswer:
             "completion_tokens": self.tokens,
             "cached_tokens": cached_tokens if was_unknown else None,
             "prompt_logprobs": self.prompt_logprobs,
+            "times": self.times,
         } | fields
         self._reply.finish(Finish(reason, stop_token=stop_token, **fields))
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import InvalidRequest, WorkerFailed, nearest_name_hint
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import GenerateRequest, PromptTokenLogprob
 from dynamo.inference.engines.answer import ForeignAnswer, best_of, read_ranked_logprobs
 from dynamo.inference.engines.parameters import (
@@ -120,9 +121,22 @@ def forward_output(output: Any, answer: ForeignAnswer) -> bool:
         reason = "stop"
     if reason not in ("stop", "length"):
         raise WorkerFailed(f"vLLM ended the request: {reason}")
+    answer.times = read_times(getattr(output, "metrics", None))
     params = getattr(output, "kv_transfer_params", None)
     answer.finish(reason, stop_token, cached_tokens, kv=encode_params(params) if params else b"")
     return False
+
+
+def read_times(stats: Any) -> WorkerTimes | None:
+    """Return the times of a request by vLLM's `RequestStateStats`, all of its core's clock; None
+    where vLLM tells none."""
+    names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+    queued, scheduled, first, last = (getattr(stats, name, 0.0) or 0.0 for name in names)
+    if not 0.0 < queued <= scheduled <= first <= last:
+        return None
+    return WorkerTimes(
+        queue_s=scheduled - queued, prefill_s=first - scheduled, decode_s=last - first
+    )
 
 
 def _read_prompt_logprobs(output: Any, request: GenerateRequest) -> tuple[PromptTokenLogprob, ...]:

@@ -62,7 +62,7 @@ class ShownAttempt(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     first_token: float | None
     seconds: float
-    error: str = ""
+    error: str | None = None
     reason: str = ""
     resumed_tokens: int = 0
     cached_tokens: int = 0
@@ -299,7 +299,7 @@ class DeploymentObserver:
                     at=each.placed_us / 1e6,
                     first_token=_seconds(each.first_us),
                     seconds=(each.ended_us - each.placed_us) / 1e6,
-                    error=each.error,
+                    error=each.error or None,
                     reason=each.reason,
                     resumed_tokens=each.resumed,
                     cached_tokens=each.cached_tokens,

@@ -59,6 +59,8 @@ def find_stages(story: EndedStory) -> list[StageTime]:
         passed_us = until_us
     if not attempts:
         rest = "read" if story.admitting_us is None and not story.prompt_tokens else "admit"
+        if not story.end:  # an embedding
+            rest = UNKNOWN
         spans.append((rest, story.ended_us - passed_us, None))
     return list(_put_in_order(spans, story.ended_us))
 

@@ -141,7 +141,6 @@ class _Judging:
             "transfer": self._transfer,
             "prefill": self._prefill,
             "decode": self._decode,
-            "deliver": self._delivery,
         }
 
     def find_causes(self) -> Iterator[Cause]:
@@ -152,6 +151,9 @@ class _Judging:
             lost.append(len(self._attempts) - 1)
         for number in lost:
             yield self._lost_attempt(number)
+        if self._story.stalled_us >= MIN_LATE_US:
+            text = "the client did not read its answer"
+            yield Cause("slow client", self._story.stalled_us, text, "deliver")
         sums: dict[str, StageTime] = {}
         for stage in find_stages(self._story):
             if stage.attempt in lost or (stage.name == "place" and stage.attempt and lost):
@@ -161,6 +163,8 @@ class _Judging:
         for stage in sums.values():
             usual_us = self._typical.usual_us(self._story, stage.name)
             late_us = int(stage.us - usual_us)
+            if stage.name == "deliver":
+                late_us -= self._story.stalled_us
             if late_us >= MIN_LATE_US and stage.us >= usual_us * LATE_RATIO:
                 yield self._explain(stage, late_us)
 
@@ -305,11 +309,6 @@ class _Judging:
             f"{times.recomputed_tokens} tokens again"
         )
         return Cause("preemption", late_us, text, stage.name, attempt.worker)
-
-    def _delivery(self, stage: StageTime, late_us: int) -> Cause | None:
-        if self._story.stalled_us < late_us * PAUSE_SHARE:
-            return None
-        return Cause("slow client", late_us, "the client did not read its answer", stage.name)
 
     def _attempt(self, stage: StageTime) -> AttemptFacts | None:
         return None if stage.attempt is None else self._attempts[stage.attempt]
