@@ -47,6 +47,7 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Finish, ProbeResult, Started
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.planning.record import RecordFiles, RequestRecorder
@@ -307,6 +308,8 @@ async def main(arguments: argparse.Namespace) -> None:
             arguments.api,
         )
         await frontend.connect_workers(runtime.clock)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready
         await measure(frontend)
         calls = await count(frontend, arguments.requests)
         own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))

@@ -203,7 +203,7 @@ class Story(msgspec.Struct):
             self.output_tokens,
             self.prompt_mark,
             self.salt_mark,
-            attempts,
+            tuple(attempts),
         )
         return ended
 

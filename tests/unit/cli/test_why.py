@@ -59,7 +59,7 @@ def test_a_story_shows_verdict_stages_and_attempts() -> None:
         "went on at token 3 of the answer",
         "behind 2 requests with 900 prompt tokens to compute",
         "waited 10.0 ms for KV from disk",
-        "preempted 1 times, 70 tokens computed again",
+        "longest gap 10.0 ms, preempted 1 times, 70 tokens computed again",
         "first token after 50.0 ms, predicted 40.0 ms",
     ):
         assert f"  {line}" in shown

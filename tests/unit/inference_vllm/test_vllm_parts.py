@@ -18,7 +18,6 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InvalidRequest, ModelUnavailable, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import (
     EngineTotals,
     Finish,
@@ -87,20 +86,6 @@ def test_a_caller_sets_other_parameters_of_vllm(monkeypatch: pytest.MonkeyPatch)
 def output(ids: list[int], reason: str | None = None, logprobs: Any = None) -> Any:
     part = SimpleNamespace(token_ids=ids, finish_reason=reason, logprobs=logprobs)
     return SimpleNamespace(outputs=[part], num_cached_tokens=32)
-
-
-def test_the_times_of_a_request_are_those_of_vllms_statistics() -> None:
-    reply = CollectedReply()
-    ended = output([5, 6], "length")
-    ended.metrics = SimpleNamespace(
-        queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.0, last_token_ts=15.0
-    )
-    forward_output(ended, foreign_answer(reply))
-    assert reply.times == WorkerTimes(queue_s=0.5, prefill_s=1.5, decode_s=3.0)
-    reply = CollectedReply()
-    ended.metrics.scheduled_ts = 0.0  # not told
-    forward_output(ended, foreign_answer(reply))
-    assert reply.times is None
 
 
 def test_a_stop_token_is_reported_and_not_sent() -> None:

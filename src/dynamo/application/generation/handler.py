@@ -205,9 +205,8 @@ class GenerationHandler:
         reply = reply_type(exchange, writer, usage_counter, timing, prompts)
         reply.hold_s = self._hold_s
         deadline = deadlines.start(started, exchange.request.headers)
-        story = None
-        if self.stories is not None:
-            story = self.stories.begin(exchange, started, options.priority, options.n, prompts)
+        begin = None if self.stories is None else self.stories.begin
+        story = begin and begin(exchange, started, options.priority, options.n, prompts)
         try:
             if not limit.try_acquire():
                 reply.accepted = True
@@ -217,8 +216,8 @@ class GenerationHandler:
             try:
                 if exchange.request.is_large:
                     await exchange.request.pause()
-                remaining_s = deadline.expires_at - self._clock.now()
-                context = _make_context(exchange, remaining_s, passes_key=self._passes_key)
+                left_s = deadline.expires_at - self._clock.now()
+                context = _make_context(exchange, left_s, passes_key=self._passes_key)
                 answer = call(context, reply)
                 del call  # frees the conversation while it is answered
                 await answer
@@ -232,11 +231,11 @@ class GenerationHandler:
         finally:
             exchange.output.on_silence = None
             deadlines.stop(deadline)
-            ended, missing = self._clock.now(), reply.remaining_choices
-            tokens = _record_metrics(metrics, usage_counter, timing, missing, ended - started)
+            end, missing = self._clock.now(), reply.remaining_choices
+            tokens = _record_metrics(metrics, usage_counter, timing, missing, end - started)
             if story is not None and self.stories is not None:
                 response = exchange.response
-                self.stories.end(story, response, usage_counter, timing, tokens, missing, ended)
+                self.stories.end(story, response, usage_counter, timing, tokens, missing, end)
 
     @contextmanager
     def tell_story(self, exchange: Exchange) -> Iterator[None]:

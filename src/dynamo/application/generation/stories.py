@@ -56,7 +56,9 @@ class Stories:
     ) -> None:
         """Pass the story on. `missing`: choices that did not end. Call while the error of the
         request, if there is one, is handled."""
-        story.stalled_s = response.count_paused_s(now)
+        if response.paused_at is not None:
+            response.resume(now)
+        story.stalled_s = response.paused_s
         story.output_tokens = tokens
         story.first_s, story.gap_s = timing.first_s, timing.longest_gap_s
         story.prompt_tokens, story.cached_tokens = usage.prompt_tokens, usage.cached_tokens

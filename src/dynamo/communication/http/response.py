@@ -111,7 +111,7 @@ class Response:
     called. `overrun` is True once the client exceeded the backlog or stall limit: only `end` still
     has an effect. A stream that may be silent has an `on_silence`, which is called with the seconds
     without output, as often as the server checks its connections. `paused_at`: the connection takes
-    no bytes since then.
+    no bytes since then, because the client does not read; `paused_s`: the sum of earlier times.
     """
 
     def __init__(
@@ -135,17 +135,15 @@ class Response:
         self.on_writable: Callable[[], None] | None = None
         self.on_silence: Callable[[float], None] | None = None
         self.paused_at: float | None = None
-        self._paused_s = 0.0
+        self.paused_s = 0.0
         self._silent_since = 0.0
         self._silent_bytes = -1
 
     def resume(self, now: float) -> None:
         """Note that the connection takes bytes again."""
-        self._paused_s, self.paused_at = self.count_paused_s(now), None
-
-    def count_paused_s(self, now: float) -> float:
-        """Return how long the connection has taken no bytes, because the client did not read."""
-        return self._paused_s if self.paused_at is None else self._paused_s + now - self.paused_at
+        if self.paused_at is not None:
+            self.paused_s += now - self.paused_at
+        self.paused_at = None
 
     @property
     def backlog_bytes(self) -> int:

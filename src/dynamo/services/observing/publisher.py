@@ -43,8 +43,7 @@ class StoryPublisher:
     ) -> None:
         self._runtime = runtime
         self._sample = sample
-        self._pending: deque[Story] = deque(maxlen=MAX_PENDING)
-        self.add: Callable[[Story], None] = self._pending.append
+        self._pending: deque[EndedStory | None] = deque(maxlen=MAX_PENDING)
         self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
         self._source: EventSource
         self._dropped: Counter = runtime.metrics.counter(
@@ -58,6 +57,10 @@ class StoryPublisher:
         subject = f"{runtime.settings.runtime.namespace}.{STORIES_SUBJECT}"
         self._source = await runtime.events.open_source(subject, runtime.instance_id)
         runtime.tasks.start(self._run(), "stories")
+
+    def add(self, story: Story) -> None:
+        """Add a story that has ended."""
+        self._pending.append(story.ended)
 
     def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
         """Add the choice of a router process, which sends no requests itself."""
@@ -136,7 +139,7 @@ class StoryPublisher:
         pending, tables, good = len(self._pending), 0, 0
         stories: list[EndedStory] = []
         for _ in range(pending):
-            story = self._pending.popleft().ended
+            story = self._pending.popleft()
             if story is None:
                 continue
             moved = len(story.attempts) > story.choices * story.prompts
