@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference and deploy/kubernetes/crds from the code; with --check, compare them.
-
-scripts/reference.py [--check]
-"""
+"""Write docs/reference, CRDs, dashboards and alert rules from the code; --check compares them."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import msgspec
+from dashboards import monitoring_files
 
 import dynamo
 from dynamo.application import http_errors
@@ -62,13 +60,14 @@ def _compare(rendered: Mapping[str, str]) -> int:
 
 
 def pages() -> Mapping[str, str]:
-    """Return the text of every page, and of Kubernetes' manifests, by path."""
+    """Return the text of every page, manifest, dashboard and rules file, by path."""
     makers = (settings_page, commands_page, errors_page, metrics_page, http_page)
     kinds = {
         f"{CRDS}/{kind['metadata']['name']}.yaml": f"# {MADE}.\n{write_manifests([kind])}"
         for kind in custom_resources()
     }
-    return {f"docs/reference/{make.__name__[:-5]}.md": make() for make in makers} | kinds
+    pages = {f"docs/reference/{make.__name__[:-5]}.md": make() for make in makers}
+    return pages | kinds | monitoring_files(MADE)
 
 
 def settings_page() -> str:

@@ -19,7 +19,7 @@ from dynamo.inference.engines.packages import ENGINE_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BOARD = DEPLOY / "grafana" / "dashboards" / "dynamo.json"
+BOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<kind>\w+) \| (?P<labels>[^|]*)\|", re.MULTILINE)
 NAME = re.compile(r"\b(?:dynamo|process)_\w+")
 COUNTED = re.compile(r"\b(?:rate|increase)\((\w+)")
@@ -36,9 +36,16 @@ def compose() -> dict[str, Any]:
         return dict(yaml.safe_load(file))
 
 
+def panels() -> list[dict[str, Any]]:
+    """The panels of all dashboards."""
+    return [panel for board in BOARDS for panel in json.loads(board.read_text())["panels"]]
+
+
 def expressions() -> list[str]:
-    panels = json.loads(BOARD.read_text())["panels"]
-    return [target["expr"] for panel in panels for target in panel["targets"]]
+    """The queries of all dashboards and alerts."""
+    rules = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"][0]["rules"]
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    return [*queries, *(rule["expr"] for rule in rules)]
 
 
 def metrics() -> dict[str, tuple[str, set[str]]]:
@@ -165,14 +172,14 @@ def test_prometheus_asks_every_frontend_for_the_ports(compose: dict[str, Any]) -
     assert {host for config in static for host in config["targets"]} == {"etcd:2379"}
 
 
-def test_the_dashboard_shows_metrics_that_exist() -> None:
+def test_dashboards_and_alerts_read_metrics_that_exist() -> None:
     known = metrics()
     used = {name for text in expressions() for name in NAME.findall(text)}
     assert len(used) > 25
     assert used <= set(known)
 
 
-def test_the_dashboard_counts_what_grows_and_groups_by_labels_that_exist() -> None:
+def test_dashboards_and_alerts_count_what_grows_and_groups_by_labels_that_exist() -> None:
     known = metrics()
     for text in expressions():
         labels = set().union(*(known[name][1] for name in NAME.findall(text)))
@@ -180,12 +187,26 @@ def test_the_dashboard_counts_what_grows_and_groups_by_labels_that_exist() -> No
             assert known[name][0] == "counter", text
         for group in GROUPED.findall(text):
             assert set(group.replace(",", " ").split()) <= labels | SCRAPED, text
-    titles = [panel["title"] for panel in json.loads(BOARD.read_text())["panels"]]
+    titles = [panel["title"] for panel in panels()]
     assert len(set(titles)) == len(titles)
+
+
+def test_pages_that_panels_name_exist() -> None:
+    names = {
+        name for panel in panels() for name in re.findall(r"docs/\S+\.md", panel["description"])
+    }
+    assert len(names) > 5
+    assert all((ROOT / name).is_file() for name in names)
+
+
+def test_prometheus_has_the_rules_of_alerts(compose: dict[str, Any]) -> None:
+    files = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["rule_files"]
+    volumes = compose["services"]["prometheus"]["volumes"]
+    assert all(f"./{name}:/etc/prometheus/{name}:ro" in volumes for name in files)
+    assert all((DEPLOY / name).is_file() for name in files)
 
 
 def test_grafana_finds_its_source() -> None:
     source = yaml.safe_load((DEPLOY / "grafana/datasources/prometheus.yml").read_text())
     uids = {datasource["uid"] for datasource in source["datasources"]}
-    panels = json.loads(BOARD.read_text())["panels"]
-    assert {panel["datasource"]["uid"] for panel in panels} <= uids
+    assert {panel["datasource"]["uid"] for panel in panels()} <= uids

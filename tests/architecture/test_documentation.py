@@ -34,6 +34,10 @@ UNITS = (
     "fds",
     "ratio",
     "state",
+    "threads",
+    "processes",
+    "active",
+    "info",
 )
 
 

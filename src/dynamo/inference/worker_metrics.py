@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from dynamo.core.errors import TransferFailure
 from dynamo.core.reply import Engine, EngineRank
 from dynamo.inference.kv_source import ArrivalCounters
 from dynamo.telemetry.metrics import Registry
 
 if TYPE_CHECKING:
     from dynamo.inference.engine import BatchedEngine
+
+FAILURES: Sequence[str] = get_args(TransferFailure)
 
 
 def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
@@ -144,9 +147,9 @@ def declare_remote_prompt_metrics(
         "Remote prompts whose rest was computed here because the other worker failed.",
         ("reason",),
         callback=lambda: {
-            (reason,): count
-            for reason, count in sum(
-                (counters.fallbacks for counters in read_counters()), Counter()
-            ).items()
+            (reason,): float(sum(counters.fallbacks[reason] for counters in read_counters()))
+            for reason in dict.fromkeys(
+                (*FAILURES, *(name for each in read_counters() for name in each.fallbacks))
+            )
         },
     )

@@ -7,60 +7,33 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import DynamoError, PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.core.values import read_field
-from dynamo.operations.tuner.tuner import AutoTuner
+from dynamo.operations.alerts.conditions import AlertCondition, AlertRule, Series
+from dynamo.operations.alerts.evaluator import Firing
+from dynamo.operations.alerts.notifications import AlertManager, AlertType
+
+if TYPE_CHECKING:
+    from dynamo.operations.tuner.tuner import AutoTuner
 
 log = logging.getLogger(__name__)
 
 EWMA_WEIGHT = 0.3
-MAX_ALERTS = 256
 _SAMPLE = re.compile(r"^(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 Totals = Mapping[str, float]
 """The sums of counters over their labels, by name."""
 ReadTotals = Callable[[], Awaitable[Totals]]
-
-
-class AlertType(Enum):
-    """The kinds of alerts."""
-
-    LOW_THROUGHPUT = "low_throughput"
-    HIGH_LATENCY = "high_latency"
-    HIGH_RESOURCE_USAGE = "high_resource_usage"
-    LOW_CACHE_HIT_RATIO = "low_cache_hit_ratio"
-    HIGH_NETWORK_USAGE = "high_network_usage"
-
-
-class PerformanceAlert(msgspec.Struct, frozen=True):
-    """An alert that was sent, and when (seconds since 1970)."""
-
-    type: AlertType
-    message: str
-    at_s: float
-
-
-class AlertManager:
-    """Logs alerts, and keeps the last ones."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
-        self.alerts: deque[PerformanceAlert] = deque(maxlen=MAX_ALERTS)
-
-    async def send_alert(self, alert_type: AlertType, message: str) -> None:
-        """Log an alert."""
-        self.alerts.append(PerformanceAlert(alert_type, message, self._clock.wall()))
-        log.warning("alert", extra={"fields": {"type": alert_type.value, "message": message}})
 
 
 class MonitorConfig(msgspec.Struct, frozen=True):
@@ -84,6 +57,12 @@ class Monitor(msgspec.Struct, frozen=True):
     over: str
     threshold: str
     alert: AlertType
+
+    def rule(self, threshold: float) -> AlertRule:
+        """Return the alert's rule."""
+        below = self.threshold.startswith("min_")
+        condition = AlertCondition(Series(self.counter), threshold, below)
+        return AlertRule(self.alert.value, "ticket", (condition,), "", "")
 
 
 MONITORS: Mapping[str, Monitor] = {
@@ -163,19 +142,25 @@ class PerformanceMonitor:
             if monitor.over:
                 over = totals.get(monitor.over, 0.0) - earlier.get(monitor.over, 0.0)
             if over > 0 and growth >= 0:  # a process that was started again counts from 0
-                await self._update(name, monitor, growth / over)
+                self._update(name, growth / over)
+        await self.alert_manager.update(list(self._firing()))
         return self.figures
 
-    async def _update(self, name: str, monitor: Monitor, value: float) -> None:
+    def _update(self, name: str, value: float) -> None:
         self.figures[name] = value
         average = self.moving_averages.get(name, value)
         self.moving_averages[name] = average + EWMA_WEIGHT * (value - average)
-        threshold = getattr(self.config, monitor.threshold)
-        below = monitor.threshold.startswith("min_")
-        if threshold and (value < threshold if below else value > threshold):
-            side = "below" if below else "above"
-            text = f"{name} {value:.4g} is {side} {threshold:.4g}"
-            await self.alert_manager.send_alert(monitor.alert, text)
+
+    def _firing(self) -> Iterator[Firing]:
+        """Yield an alert for each figure beyond its threshold."""
+        for name, value in self.figures.items():
+            monitor = MONITORS[name]
+            threshold = getattr(self.config, monitor.threshold)
+            rule = monitor.rule(threshold)
+            if threshold and rule.conditions[0].breaks(value):
+                side = "below" if rule.conditions[0].below else "above"
+                text = f"{name} {value:.4g} is {side} {threshold:.4g}"
+                yield Firing(replace(rule, felt=text), {}, value)
 
     async def _run(self) -> None:
         while True:

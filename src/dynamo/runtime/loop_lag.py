@@ -12,7 +12,8 @@ SAMPLE_INTERVAL_S = 0.02
 MAX_SAMPLE_INTERVAL_S = 0.25
 CPU_S_PER_SAMPLE = 0.005
 """A sample costs 0.1 ms of CPU in a process that sleeps, so it comes with 5 ms of other work."""
-MIN_PAUSE_S = 0.1
+STALL_S = 0.1
+"""A longer lag is a stall, which users see as a pause of all answers."""
 LAG_BUCKETS_S = (
     0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075,
     0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
@@ -25,7 +26,7 @@ class LoopLagMonitor:
     resolution of one millisecond, so an idle loop shows up to 1 ms."""
 
     def __init__(self, metrics: Registry, pauses: deque[tuple[float, float]]) -> None:
-        """Pauses above `MIN_PAUSE_S` are added to `pauses`: (Unix time of the end, seconds)."""
+        """Pauses above `STALL_S` are added to `pauses`: (Unix time of the end, seconds)."""
         self._pauses = pauses
         histogram = metrics.histogram(
             "dynamo_runtime_loop_pause_seconds",
@@ -33,6 +34,10 @@ class LoopLagMonitor:
             LAG_BUCKETS_S,
         )
         self._observe = histogram.observe
+        self._stalls = metrics.counter(
+            "dynamo_loop_stalls_total",
+            "Times that the event loop was held for more than 100 ms",
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._cpu_s = 0.0
@@ -57,7 +62,8 @@ class LoopLagMonitor:
     def _sample(self) -> None:
         late_s = max(0.0, time.monotonic() - self._due_at)
         self._observe(late_s)
-        if late_s > MIN_PAUSE_S:
+        if late_s > STALL_S:
+            self._stalls.inc()
             self._pauses.append((time.time(), late_s))
         cpu_s = time.process_time()
         share = max(1e-3, (cpu_s - self._cpu_s) / (self._interval_s + late_s))

@@ -143,9 +143,8 @@ class WorkerHealth:
             "dynamo_workers_ejected_total",
             "Workers ejected because their requests or probes failed",
             ("reason",),
+            known=EJECTION_REASONS,
         )
-        for reason in EJECTION_REASONS:
-            self._ejection_counter.labels(reason)
         ledger.on_ended.append(self._on_attempt_ended)
         self._unsubscribe = client.view.on_instance_removed(self._on_instance_removed)
 

@@ -112,6 +112,15 @@ class FrontendService:
             merge="max",
         )
         metrics.gauge(
+            "dynamo_frontend_unusable_workers",
+            "Announced workers that get no requests: refused, unreachable or ejected",
+            ("reason",),
+            callback=lambda: {
+                (reason,): count for reason, count in self._model_watcher.count_unusable().items()
+            },
+            merge="max",
+        )
+        metrics.gauge(
             "dynamo_model_state",
             "1 for the state of a model: loaded, loading, sleeping, unloaded or failed; 0 for the "
             "others",

@@ -155,6 +155,15 @@ class ModelWatcher:
         views = [pipeline.client.view for pipeline in self._pipelines.values()]
         return dict(ChainMap(*(dict(view.unreachable_reasons()) for view in views)))
 
+    def count_unusable(self) -> Mapping[str, int]:
+        """Return the number of announced workers that get no requests, by reason."""
+        views = [pipeline.client.view for pipeline in self._pipelines.values()]
+        return {
+            "refused": len(self.incompatible_workers()),
+            "unreachable": len(self.unreachable_workers()),
+            "ejected": sum(len(view.ejected) for view in views),
+        }
+
     async def _open_model(self, card: ModelCard) -> None:
         """Build the pipeline and processor of a card's model and serve it."""
         runtime, name = self._runtime, card.name

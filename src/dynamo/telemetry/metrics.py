@@ -158,13 +158,30 @@ class Registry:
     def counter(self, name: str, help: str, **options: Unpack[_Options]) -> Counter: ...
     @overload
     def counter(
-        self, name: str, help: str, labels: Sequence[str], **options: Unpack[_Options]
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        *,
+        known: Sequence[str] = (),
+        **options: Unpack[_Options],
     ) -> MetricFamily[Counter]: ...
     def counter(
-        self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str] = (),
+        *,
+        known: Sequence[str] = (),
+        **options: Unpack[_Options],
     ) -> Any:
-        """Declare a counter. `name` should end in `_total`, as Prometheus recommends."""
-        return self.register(name, help, Counter, labels, "counter", **options)
+        """Declare a counter. `name` should end in `_total`, as Prometheus recommends. The series
+        of the `known` values of its label begin at 0: Prometheus does not see a first event that
+        begins a series."""
+        metric = self.register(name, help, Counter, labels, "counter", **options)
+        for value in known:
+            metric.labels(value)
+        return metric
 
     @overload
     def gauge(self, name: str, help: str, **options: Unpack[_Options]) -> Gauge: ...

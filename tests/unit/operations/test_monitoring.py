@@ -73,8 +73,10 @@ async def test_what_is_beyond_a_threshold_alerts(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING), pytest.raises(asyncio.CancelledError):
         await monitor.start_monitoring()
     alerts = monitor.alert_manager.alerts
-    assert [alert.type for alert in alerts] == [AlertType.LOW_THROUGHPUT, AlertType.HIGH_LATENCY]
-    assert alerts[0].message == "throughput 50 is below 60"
+    assert {alert.name: alert.message for alert in alerts} == {
+        "low_throughput": "throughput 50 is below 60",
+        "high_latency": "latency 0.5 is above 0.4",
+    }
     assert "nothing is measured" in caplog.text
 
 

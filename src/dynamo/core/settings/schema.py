@@ -17,6 +17,7 @@ from dynamo.core.settings.schema_cluster import (
 )
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
+from dynamo.core.settings.schema_monitoring import AlertsSettings, LoggingSettings
 from dynamo.core.settings.schema_planner import ObserverSettings, PlannerSettings, TunerSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
@@ -281,24 +282,6 @@ class RuntimeSettings(SettingsSection, frozen=True):
     )
 
 
-class LoggingSettings(SettingsSection, frozen=True):
-    """Log lines."""
-
-    level: str = setting(
-        "info",
-        "level, or levels by module in RUST_LOG's syntax (`info,dynamo.scheduling=debug`)",
-        flag="--log-level",
-        aliases=("server.log_level",),
-        reload=True,
-    )
-    format: str = setting(
-        "text", "format of log lines", flag="--log-format", choices=("text", "json")
-    )
-    output: str = setting(
-        "stderr", "destination of log lines", choices=("stderr",), not_yet=(("stdout", "stderr"),)
-    )
-
-
 class Settings(SettingsSection, frozen=True):
     """All sections. Most settings without effect are not fields (see `no_effect.py`)."""
 
@@ -335,6 +318,7 @@ class Settings(SettingsSection, frozen=True):
     security: SecuritySettings = SecuritySettings()
     nixl: NixlSettings = NixlSettings()
     logging: LoggingSettings = LoggingSettings()
+    alerts: AlertsSettings = AlertsSettings()
 
     @property
     def each_model(self) -> tuple[Settings, ...]:

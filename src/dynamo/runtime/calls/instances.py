@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 from urllib.parse import quote
@@ -230,6 +230,11 @@ class InstanceView:
     def rejected(self) -> Mapping[str, Instance]:
         """The instances that were accepted once and are not any more, by id."""
         return self._rejected
+
+    @property
+    def ejected(self) -> Collection[str]:
+        """The ids of the instances that were ejected for their failures."""
+        return self._ejected
 
     @property
     def verifying(self) -> bool:

@@ -55,7 +55,8 @@ CARDS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 class ChildProcess:
     """Keeps a process alive until it is stopped. `report` is its last report. `crash_loop_reason`
     is empty unless the process is in a crash loop. `restarts` counts its deaths, the last with
-    `last_exit`. `start_s` is the duration of the last start, 0 before the first was complete."""
+    `last_exit`, and `hangs` how often its event loop hung. `start_s` is the duration of the last
+    start, 0 before the first was complete."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class ChildProcess:
         self.pid = 0
         self.ever_ready = False
         self.crash_loop_reason = ""
-        self.restarts = 0
+        self.restarts = self.hangs = 0
         self.last_exit = ""
         self.start_s = 0.0
         self.calls = 0
@@ -218,6 +219,7 @@ class ChildProcess:
         if self._watchdog.tick(self._clock.now()):
             self.request_calls()
         if self._watchdog.hung != was_hung:
+            self.hangs += self._watchdog.hung
             self._on_change(self)
         if self._watchdog.expired and not was_expired:
             fields = {"name": self.spec.name, "instance": self.instance, "silent_s": KILL_AFTER_S}

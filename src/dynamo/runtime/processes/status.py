@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import dynamo
 from dynamo.communication.addresses import advertised_host, bracket_ipv6, is_loopback
 from dynamo.communication.http import (
     RESERVED_FROM_STATUS,
@@ -141,6 +145,17 @@ def add_process_metrics(registry: Registry) -> None:
     )
     registry.gauge("process_resident_memory_bytes", "memory in RAM", callback=_resident_bytes)
     registry.gauge("process_open_fds", "open files and sockets", callback=count_open_descriptors)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    registry.gauge("process_max_fds", "limit of open files", callback=lambda: limit[0], merge="max")
+    registry.gauge("process_threads", "threads", callback=threading.active_count)
+    build = (dynamo.__version__, platform.python_version())
+    registry.gauge(
+        "dynamo_build_info",
+        "1, with the versions of Dynamo and Python",
+        ("version", "python"),
+        callback=lambda: {build: 1},
+        merge="max",
+    )
     registry.counter(
         "dynamo_log_lines_dropped_total",
         "Log lines that were dropped because nobody read stderr",

@@ -45,6 +45,11 @@ from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.served_models import ModelSources, ServedModels
 from dynamo.runtime.processes.standby import take_over
 from dynamo.runtime.processes.status import StatusServer
+from dynamo.runtime.processes.supervisor_metrics import (
+    AlertWatch,
+    declare_supervisor_metrics,
+    list_scraped,
+)
 from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.runtime.shared_memory import SharedMemoryBroker
 from dynamo.runtime.supervisors import KindRecord, supervisor_record_key, uses_prefix
@@ -79,8 +84,10 @@ class Supervisor:
         prepare: Prepare | None = None,
         reload: SettingsReloader | None = None,
         models: ModelSources | None = None,
+        alerts: AlertWatch | None = None,
     ) -> None:
-        metrics = Registry()
+        self._metrics = metrics = Registry()
+        self._alerts = alerts
         self._can_reload = reload is not None
         self._reloader = reload or SettingsReloader(lambda: specs)
         self._had_terminal = has_terminal()
@@ -97,9 +104,6 @@ class Supervisor:
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
         record = supervisor_record(deployment, settings.runtime.namespace, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
-        self._restarts = metrics.counter(
-            "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
-        )
         reasons, details = self._unhealthy_reasons, self._health_details
         self._status = StatusServer(
             settings, self._clock, metrics, reasons=reasons, details=details
@@ -118,6 +122,7 @@ class Supervisor:
         self._models = self._create_models(models, specs)
         self._control = ControlServer(self._group, self._models, deployment.folder)
         self.children = self._group.children
+        declare_supervisor_metrics(metrics, self.children, self._disk_space)
 
     async def run(self) -> int:
         """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of
@@ -139,15 +144,7 @@ class Supervisor:
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)
                 await self._control.start()
-                refresh = self._record_writer.keep_alive(self._refresh_announcements)
-                side_tasks = [
-                    preparation,
-                    tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
-                    tasks.start(refresh, "process record"),
-                    tasks.start(self._disk_space.watch(), "disk space"),
-                    tasks.start(self._loader.run(), "model loader"),
-                    tasks.start(watch_children(self.children, self._clock), "watchdog"),
-                ]
+                side_tasks = [preparation, *self._start_side_tasks(tasks)]
                 await self._wait_for_stop()
                 for task in side_tasks:
                     task.cancel()
@@ -170,6 +167,18 @@ class Supervisor:
         if self._preparation_error is not None:
             raise self._preparation_error
         return 0 if self.failure is None else self.failure.code
+
+    def _start_side_tasks(self, tasks: BackgroundTasks) -> Sequence[asyncio.Task[None]]:
+        work = {
+            "reload": self._reloader.watch(self._group, self._clock),
+            "process record": self._record_writer.keep_alive(self._refresh_announcements),
+            "disk space": self._disk_space.watch(),
+            "model loader": self._loader.run(),
+            "watchdog": watch_children(self.children, self._clock),
+        }
+        if self._alerts is not None:
+            work["alerts"] = self._alerts.run(self._metrics, partial(list_scraped, self.children))
+        return [tasks.start(each, name) for name, each in work.items()]
 
     def stop(self) -> None:
         """Stop the processes in order. A second call kills them."""
@@ -251,6 +260,7 @@ class Supervisor:
             "deployment": self._deployment.id,
             "processes": {child.spec.name: child.pid for child in self.children},
             "warnings": [warning] if (warning := self._disk_space.warning) else [],
+            "alerts": [] if self._alerts is None else self._alerts.list_active(),
             "restarts": {
                 child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
                 for child in self.children
@@ -293,7 +303,6 @@ class Supervisor:
         )
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
-        self._restarts.labels(spec.name)
         return ChildProcess(
             spec,
             self._clock,
@@ -311,7 +320,6 @@ class Supervisor:
 
     def _on_child_death(self, child: ChildProcess) -> None:
         self._discovery.delete(child.report.key)
-        self._restarts.labels(child.spec.name).inc()
         if not self._stop_requested.is_set():
             take_over(child, self.children)
         self._group.on_child_change()

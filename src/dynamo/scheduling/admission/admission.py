@@ -69,8 +69,7 @@ class Admission(Operator):
         self._ledger = ledger
         self._starts = starts
         self._clock = clock
-        max_requests = settings.max_worker_requests
-        self.capacity = ClusterCapacity(ledger.workers, max_requests, clock.now)
+        self.capacity = ClusterCapacity(ledger.workers, settings.max_worker_requests, clock.now)
         self._prompt_workers = PromptWorkers(ledger, prefill_client, policy)
         self._first_tokens = FirstTokens(ledger, clock, self.capacity, self._prompt_workers)
         ledger.on_placed.append(self._on_placed)
@@ -89,7 +88,10 @@ class Admission(Operator):
             "dynamo_admission_wait_seconds", "Time that queued requests waited", WAIT_BUCKETS_S
         )
         self._rejection_counter = registry.counter(
-            "dynamo_admission_rejected_total", "Requests rejected by admission", ("reason",)
+            "dynamo_admission_rejected_total",
+            "Requests rejected by admission",
+            ("reason",),
+            known=("queue_full", "queue_wait", "deadline", "ttft", "late"),
         )
         clients = [client, prefill_client] if prefill_client is not None else [client]
         self._stop_listening = [each.on_change(self._on_instances_changed) for each in clients]

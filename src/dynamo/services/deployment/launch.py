@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.communication.addresses import is_loopback
+from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ServerSettings
@@ -29,6 +30,7 @@ from dynamo.runtime.processes.reload import SettingsReloader
 from dynamo.runtime.processes.served_models import ModelSources
 from dynamo.runtime.processes.standby import with_standbys
 from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervisor
+from dynamo.services.alerting import DeploymentAlerts
 from dynamo.services.deployment.accelerators import assign_cards, keep_cards
 from dynamo.services.deployment.added_models import added_model_specs, save_model
 from dynamo.services.deployment.memory_needs import check_standby_memory, share_memory
@@ -197,6 +199,7 @@ def serve(
             prepare=prepare,
             reload=source and make_reload(source, port, deployment.id, processes),
             models=source and make_model_sources(source, port, deployment.id),
+            alerts=DeploymentAlerts(settings, deployment.id, SystemClock()),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:

@@ -264,13 +264,23 @@ def _imbalance(values: list[float]) -> float:
 class RoutingAlertRule(msgspec.Struct, frozen=True):
     """A rule that is broken above `threshold`. `metric` names the aggregator and its measure;
     `evidence` is a format string for the value. The rule holds while workers have fewer requests
-    than `min_load` on average when a decision is made."""
+    than `min_load` on average when a decision is made. Sentences of `advice_where` hold for the
+    settings `key=value`."""
 
     metric: tuple[str, str]
     threshold: float
     evidence: str
     advice: str
     min_load: float = 0.0
+    advice_where: Mapping[str, str] = {}
+
+    @property
+    def whole_advice(self) -> str:
+        """The advice for any settings."""
+        return " ".join([self.advice, *(f"With {k}: {s}" for k, s in self.advice_where.items())])
+
+
+COMPOSITE = "router.policy=composite"
 
 
 ALERT_RULES: Mapping[str, RoutingAlertRule] = {
@@ -290,8 +300,8 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("cache_hit", "routing_loss"),
         0.15,
         "{:.1%} of prompt blocks are held by another worker than the chosen one",
-        "Workers with hot prefixes are too busy: add workers, or, with the policy composite, lower "
-        "router.routing_strategy.load_weight.",
+        "Workers with hot prefixes are too busy: add workers.",
+        advice_where={COMPOSITE: "Or lower router.routing_strategy.load_weight."},
     ),
     "eviction_loss": RoutingAlertRule(
         ("cache_hit", "eviction_loss"),
@@ -303,9 +313,9 @@ ALERT_RULES: Mapping[str, RoutingAlertRule] = {
         ("load_balance", "imbalance"),
         2.0,
         "the busiest worker computes {:.1f} times the mean",
-        "One worker holds a hot prefix: add workers, which will hold the prefix, too, or, with the "
-        "policy composite, raise router.routing_strategy.load_weight.",
+        "One worker holds a hot prefix: add workers, which will hold the prefix, too.",
         min_load=1.0,
+        advice_where={COMPOSITE: "Or raise router.routing_strategy.load_weight."},
     ),
     "inexact_view": RoutingAlertRule(
         ("cache_hit", "inexact"),
@@ -350,7 +360,7 @@ def find_bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> li
         threshold = thresholds.get(name, rule.threshold)
         if value > threshold and metrics["load_balance"]["load_mean"] >= rule.min_load:
             evidence = rule.evidence.format(value)
-            bottlenecks.append(Bottleneck(name, evidence, value, threshold, rule.advice))
+            bottlenecks.append(Bottleneck(name, evidence, value, threshold, rule.whole_advice))
     return sorted(
         bottlenecks, key=lambda broken: broken.value / max(broken.threshold, 1e-9), reverse=True
     )

@@ -1,0 +1,41 @@
+"""Sections of logs and alerts."""
+
+from __future__ import annotations
+
+from dynamo.core.settings.declare import SettingsSection, setting
+
+
+class LoggingSettings(SettingsSection, frozen=True):
+    """Log lines."""
+
+    level: str = setting(
+        "info",
+        "level, or levels by module in RUST_LOG's syntax (`info,dynamo.scheduling=debug`)",
+        flag="--log-level",
+        aliases=("server.log_level",),
+        reload=True,
+    )
+    format: str = setting(
+        "text", "format of log lines", flag="--log-format", choices=("text", "json")
+    )
+    output: str = setting(
+        "stderr", "destination of log lines", choices=("stderr",), not_yet=(("stdout", "stderr"),)
+    )
+
+
+class AlertsSettings(SettingsSection, frozen=True):
+    """Alerts, which each supervisor derives from the metrics of its processes."""
+
+    interval: float = setting(
+        10.0, "time between evaluations; 0: none", unit="seconds", ge=0, le=60
+    )
+    webhook: str = setting(
+        "",
+        "http or https URL that gets a notification when alerts begin and end, as Alertmanager "
+        "sends it",
+        secret=True,
+    )
+    command: str = setting(
+        "", "program that is run for each notification, which it reads as JSON on standard input"
+    )
+    silenced: tuple[str, ...] = setting((), "names of alerts that send no notification")

@@ -1,0 +1,1 @@
+"""Alerts: one table of rules, and their evaluation, notifications and Prometheus form."""
