@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from dynamo.runtime.loop_lag import STALL_S, SAMPLE_INTERVAL_S, LoopLagMonitor
+from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, STALL_S, LoopLagMonitor
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"
