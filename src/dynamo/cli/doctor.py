@@ -1,4 +1,4 @@
-"""`dynamo doctor`: check this machine and suggest fixes."""
+"""`dynamo doctor`: check this machine and a running deployment, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parser() -> Parser:
     """Return the parser: `--json` and the settings of a deployment."""
     parser = Parser(
         "dynamo doctor",
-        "Check whether this machine can run `dynamo run` with the same flags.",
+        "Check this machine for `dynamo run` with the same flags, and their running deployment.",
         EXAMPLES,
         usage="[--json] [FLAGS of dynamo run]",
     )
@@ -37,9 +37,10 @@ def run(arguments: Sequence[str]) -> int:
     args = parser().parse(arguments)
     settings = load_settings(args).settings
 
+    from dynamo.operations.deployment_checks import check_running
     from dynamo.operations.doctor import run_checks
 
-    findings = list(run_checks(settings))
+    findings = [*run_checks(settings), *check_running(settings)]
     text = msgspec.json.encode(findings).decode() if args.json else format_findings(findings)
     print(redact(text))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0

@@ -10,11 +10,10 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,6 +21,7 @@ from dynamo.core.errors import DynamoError, describe_os_error
 from dynamo.core.installation import DISTRIBUTION, install_command
 from dynamo.core.settings import Settings
 from dynamo.core.settings.server_url import lacks_tokenizer
+from dynamo.operations.running import fetch
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -29,7 +29,6 @@ MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_OPEN_FILES = 4096
-HEALTH_TIMEOUT_S = 2.0
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -309,17 +308,10 @@ CHECKS: Sequence[Check] = (
 
 
 def _fetch_health(url: str) -> dict[str, Any]:
-    parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
-        connection.request("GET", "/health")
-        body = connection.getresponse().read()
-        health: dict[str, Any] = msgspec.json.decode(body, type=dict)
+        return msgspec.json.decode(fetch(url, "/health"), type=dict[str, Any])
     except (HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OSError(f"{url}/health failed: {error}") from error
-    finally:
-        connection.close()
-    return health
 
 
 def _is_installed(name: str) -> bool:

@@ -65,13 +65,13 @@ class WaitingChild(msgspec.Struct, frozen=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
-    request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
-    same pid. `children` are the unusual children of a supervisor by pid, `waiting` those without a
-    process by name. `restarts` is added by readers from there. `cards_by_name`: the accelerators of
-    a supervisor's workers, which readers add to these as `cards`. `reason` says why the process is
-    not healthy, or is empty. `shared_bytes` is the memory that the children of a supervisor share,
-    such as weights."""
+    """The record of a live process, as `dynamo ps` shows it. `model` is the model of a worker.
+    `address` is the address on the request plane or the HTTP URL. `start_ticks` distinguishes the
+    process from a later one with the same pid. `children` are the unusual children of a supervisor
+    by pid, `waiting` those without a process by name. `restarts` is added by readers from there.
+    `cards_by_name`: the accelerators of a supervisor's workers, which readers add to these as
+    `cards`. `reason` says why the process is not healthy, or is empty. `shared_bytes` is the memory
+    that the children of a supervisor share, such as weights."""
 
     deployment: str
     role: str
@@ -79,6 +79,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     namespace: str = ""
     engine: str = ""
+    model: str = ""
     address: str = ""
     status_url: str = ""
     state: ProcessState = "starting"

@@ -107,7 +107,7 @@ class DistributedRuntime:
         self.lifecycle = Lifecycle(self.name)
         self.stopping = stopping or CancellationToken()
         self.failure: DynamoError | None = None
-        self.public_address = self.engine = ""
+        self.public_address = self.engine = self.model = ""
         self.supervisor = ""
         self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None

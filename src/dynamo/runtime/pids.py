@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,13 @@ STATE_FIELD, PARENT_FIELD, START_TIME_FIELD = 2, 3, 21
 def start_ticks(pid: int) -> int:
     """The start of `pid` in clock ticks since boot; 0 for a zombie or without such a process."""
     return int(_read_stat_field(pid, START_TIME_FIELD))
+
+
+def age_s(ticks: int) -> float:
+    """The seconds since these clock ticks since boot; 0 for 0."""
+    if not ticks:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def is_stopped(pid: int) -> bool:

@@ -81,6 +81,7 @@ class WorkerService:
     async def _serve(self, runtime: DistributedRuntime, engine: Engine, card: ModelCard) -> None:
         kind = runtime.settings.engine.kind
         worker = inference_worker.EngineWorker(engine, card)
+        runtime.model = card.names[0]
         served_card = await worker.attach(runtime)
         runtime.add_shutdown_hook(worker.close)
         runtime.health.set_healthy(MODEL_HEALTH_KEY)
@@ -115,6 +116,7 @@ async def _serve_embeddings(runtime: DistributedRuntime, files: ModelFiles) -> N
         source=files.source,
     )
     worker = EmbeddingServer(files.path, model, card)
+    runtime.model = card.names[0]
     if runtime.stand_by is not None:
         await runtime.stand_by()
     await worker.attach(runtime)

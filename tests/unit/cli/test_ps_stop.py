@@ -71,7 +71,7 @@ def test_ps_lists_live_processes_only(start: Start, capsys: pytest.CaptureFixtur
     assert main(["ps", "--json"]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["deployment"] == "http-8123"]
     assert [row["pid"] for row in rows] == [live.pid]
-    assert tuple(rows[0]) == (*ps.COLUMNS, "reason", "shared_bytes")
+    assert tuple(rows[0]) == ps.KEYS
 
     assert main(["ps"]) == 0
     assert "http://127.0.0.1:8123" in capsys.readouterr().out

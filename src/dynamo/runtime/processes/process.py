@@ -322,6 +322,7 @@ class ProcessRunner:
             status_url=self._status.url,
             address=address,
             engine=runtime.engine,
+            model=runtime.model,
             reason="" if state == "standby" else self._record_writer.record.reason,
         )
         if not self._is_standby:

@@ -166,8 +166,8 @@ def describe_workers(
 def describe_children(
     children: Sequence[ChildProcess],
 ) -> tuple[dict[int, ChildStatus], dict[str, WaitingChild]]:
-    """Return which children hang and how often each was restarted, by pid, and which wait for
-    their restart, by name."""
+    """Return the children that hang or were restarted, by pid, and by name those that died and were
+    not replaced yet by a process with a record of its own."""
     status = {
         child.pid: ChildStatus(child.hung, child.restarts)
         for child in children
@@ -176,7 +176,7 @@ def describe_children(
     waiting = {
         child.spec.name: WaitingChild(child.spec.role, child.restarts, child.last_exit)
         for child in children
-        if not child.pid and child.restarts and child.desired
+        if not (child.pid and child.report.key) and child.restarts and child.desired
     }
     return status, waiting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -110,6 +111,15 @@ class StatusServer:
             response.send(404, JSON_HEADERS, b'{"error": "use /health, /live or /metrics"}')
 
 
+SHARED_SECTIONS = ("router", "index", "sampling", "discovery", "messaging", "nixl", "logging")
+
+
+def settings_hash(settings: Settings) -> str:
+    """Return a hash of the settings that all processes of a deployment have in common."""
+    sections = [getattr(settings, name) for name in SHARED_SECTIONS]
+    return hashlib.sha256(msgspec.json.encode(sections)).hexdigest()[:12]
+
+
 def status_server_of(runtime: DistributedRuntime) -> StatusServer:
     """Create the status server of a process with a runtime."""
 
@@ -125,6 +135,7 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
             "namespace": runtime.settings.runtime.namespace,
             "instance": runtime.instance_id,
             "planes": runtime.plane_status(),
+            "config": settings_hash(runtime.settings),
             "limitations": runtime.health.limitations,
             "endpoints": {
                 served.endpoint.path: str(served.lifecycle.state)
@@ -132,6 +143,13 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
             },
         }
 
+    runtime.metrics.gauge(
+        "dynamo_config_info",
+        "1, with a hash of the settings that all processes of a deployment share",
+        ("hash",),
+        callback=lambda: {(settings_hash(runtime.settings),): 1},
+        merge="max",
+    )
     return StatusServer(
         runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=details
     )
