@@ -6,7 +6,9 @@ import logging
 import os
 import threading
 import time
-from typing import Self, TextIO
+from typing import Self
+
+from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 BAR_WIDTH = 30
@@ -28,11 +30,11 @@ def format_byte_progress(step: str, done: int, total: int) -> str:
     return f"{step} {render_bar(share)} {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
-def terminal_columns(out: TextIO) -> int | None:
+def terminal_columns(out: LogStream) -> int | None:
     """Return the columns that fit on a line without wrapping; None if the width is unknown."""
     try:
-        return max(os.get_terminal_size(out.fileno()).columns - 1, 0) or None
-    except (OSError, ValueError):
+        return max(os.get_terminal_size(out.fileno()).columns - 1, 0) or None  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
         return None
 
 
@@ -41,7 +43,7 @@ class ProgressBar:
     output to `out` must go through `write` and appears above the bar. With `as_logs`, progress is
     logged instead. Methods may be called from several threads."""
 
-    def __init__(self, out: TextIO, *, as_logs: bool = False) -> None:
+    def __init__(self, out: LogStream, *, as_logs: bool = False) -> None:
         self._out = out
         self._as_logs = as_logs
         self._is_terminal = out.isatty() and not as_logs

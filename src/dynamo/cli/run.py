@@ -123,6 +123,7 @@ def checked_settings(
     from dynamo.models.answers.families import find_family
     from dynamo.runtime.planes import planes_of
     from dynamo.services.deployment.model_groups import with_engines, worker_groups
+    from dynamo.telemetry.log_output import check_log_output
     from dynamo.telemetry.logs import parse_levels
 
     settings = with_engines(loaded.settings)
@@ -134,6 +135,7 @@ def checked_settings(
         if model.model.tool_format:
             find_family(model.model.tool_format)
     parse_levels(settings.logging.level)
+    check_log_output(settings.logging.output)
     planes_of(settings)
     return settings
 
@@ -157,12 +159,12 @@ def serve_http(
         worker_specs,
     )
     from dynamo.services.model_download import make_preparation
+    from dynamo.telemetry.log_output import open_log_output
     from dynamo.telemetry.logs import configure_logging
-    from dynamo.telemetry.stderr import unblock_stderr
 
     as_json = settings.logging.format == "json"
     names = served_model_names(settings) if settings.worker_count else [REMOTE_MODELS_LABEL]
-    bar = ProgressBar(unblock_stderr(), as_logs=as_json)
+    bar = ProgressBar(open_log_output(settings.logging.output), as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
     announce_ready = (
         partial(log_announcement, names) if as_json else partial(announce, names, settings)

@@ -123,11 +123,13 @@ def serve_plan(
     from dynamo.services.deployment.launch import SettingsSource, serve
     from dynamo.services.deployment.plan import process_specs, with_deployment_name
     from dynamo.services.model_download import make_preparation
+    from dynamo.telemetry.log_output import open_log_output
     from dynamo.telemetry.logs import configure_logging
-    from dynamo.telemetry.stderr import unblock_stderr
 
     settings = plan.settings
-    bar = ProgressBar(unblock_stderr(), as_logs=settings.logging.format == "json")
+    bar = ProgressBar(
+        open_log_output(settings.logging.output), as_logs=settings.logging.format == "json"
+    )
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
 
     def read() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:

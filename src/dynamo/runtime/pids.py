@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 STATE_FIELD, PARENT_FIELD, START_TIME_FIELD = 2, 3, 21
@@ -26,6 +27,15 @@ def age_s(ticks: int) -> float:
 def is_stopped(pid: int) -> bool:
     """Whether `pid` is stopped by a signal such as SIGSTOP, or by a debugger."""
     return _read_stat_field(pid, STATE_FIELD) in {"T", "t"}
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether `pid` handles this signal, which would else end it."""
+    with suppress(OSError, ValueError):
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+        mask = next(line for line in text.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def ancestors(pid: int) -> Iterator[int]:

@@ -12,9 +12,11 @@ import json
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -36,6 +38,9 @@ LEVELS = {
     "off": OFF,
 }
 _LEVEL_NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
+
+PROMPTS_LOGGER = "dynamo.prompts"
+"""The logger of prompts. Its lines are in no report."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the current task handles. Every line of the task contains it."""
@@ -128,17 +133,75 @@ def escape_unprintable(text: str) -> str:
     )
 
 
+FOLD_S = 10.0
+"""Equal warnings within this time are one line and a count."""
+MAX_FOLDED = 64
+KEPT_LINES, KEPT_CHARS = 100, 2000
+last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+"""The last lines of this process."""
+
+
+class Repeats(msgspec.Struct):
+    """A warning, and how often it came again."""
+
+    record: logging.LogRecord
+    count: int = 0
+
+
 class _StderrHandler(logging.Handler):
-    """Ignores write errors: a closed stderr must not stop a server. Streams are line-buffered."""
+    """Ignores write errors: a closed stderr must not stop a server. Streams are line-buffered.
+    Warnings and errors that come again within `FOLD_S` are counted; the next line after that time
+    tells how often they came."""
 
     def __init__(self, stream: LogStream) -> None:
         super().__init__()
         self._write = stream.write
+        self._repeats: dict[tuple[str, str, str], Repeats] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record as a line."""
         with suppress(Exception):
-            self._write(self.format(record) + "\n")
+            if self._repeats:
+                self._tell_repeats(record.created)
+            if record.levelno < logging.WARNING or not self._is_repeated(record):
+                self._write_line(record)
+
+    def close(self) -> None:
+        """Tell of the last repeats."""
+        with suppress(Exception):
+            self._tell_repeats(inf)
+        super().close()
+
+    def _write_line(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        last_lines.append(line[:KEPT_CHARS])
+        self._write(f"{line}\n")
+
+    def _is_repeated(self, record: logging.LogRecord) -> bool:
+        """Count a record that came before, else remember it."""
+        key = (record.name, record.getMessage(), repr(_record_fields(record)))
+        repeats = self._repeats.get(key)
+        if repeats is None or record.exc_info:
+            if len(self._repeats) < MAX_FOLDED:
+                self._repeats[key] = Repeats(record)
+            return False
+        repeats.count += 1
+        return True
+
+    def _tell_repeats(self, now: float) -> None:
+        """Forget the oldest warnings, and write how often each came again."""
+        for key, repeats in list(self._repeats.items()):
+            first = repeats.record
+            if now - first.created < FOLD_S:
+                return
+            del self._repeats[key]
+            if repeats.count:
+                fields = {**_record_fields(first), "repeated": repeats.count}
+                again = logging.LogRecord(
+                    first.name, first.levelno, "", 0, first.msg, first.args, None
+                )
+                again.fields = fields
+                self._write_line(again)
 
 
 class _LineFormatter(logging.Formatter):

@@ -166,6 +166,16 @@ def unblock_stdout() -> None:
                 sys.stdout = _text_stream(_writer)
 
 
+def open_stdout() -> TextIO:
+    """Return a stream to standard output that does not block."""
+    fd = _descriptor(sys.stdout, sys.__stdout__)
+    if fd is None:
+        return sys.stdout
+    writer = NonBlockingWriter(fd)
+    atexit.register(writer.drain, EXIT_FLUSH_S)
+    return _text_stream(writer)
+
+
 def _descriptor(stream: TextIO | None, original: TextIO | None) -> int | None:
     """Return the descriptor of a standard stream; None if it is absent or was replaced."""
     return None if stream is None or stream is not original else stream.fileno()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections import deque
 
-from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, STALL_S, LoopLagMonitor
+from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, STALL_S, LoopLagMonitor, describe_frame
+from dynamo.runtime.pids import catches
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"
@@ -40,3 +46,54 @@ async def test_a_stopped_monitor_sets_no_timer() -> None:
     monitor.stop()
     await asyncio.sleep(2 * SAMPLE_INTERVAL_S)
     assert value(metrics, COUNT) == 0
+
+
+def hold(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def name_the_line() -> None:
+    """Hold the loop until its line is in the log of this process."""
+    lines: list[object] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.fields["at"])  # type: ignore[attr-defined, method-assign]
+    logging.getLogger("dynamo.runtime.loop_lag").addHandler(handler)
+    monitor = LoopLagMonitor(Registry())
+    monitor.start()
+    while not any("in hold" in str(line) for line in lines):
+        hold(4 * STALL_S)
+        await asyncio.sleep(0)
+    monitor.stop()
+    print(lines[-1])
+
+
+def test_the_line_that_holds_the_loop_is_named() -> None:
+    """In a process of its own, since the timeout of this test may have SIGALRM."""
+    program = f"import asyncio, {__name__} as test; asyncio.run(test.name_the_line())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert "test_loop_lag.py:" in done.stdout
+    assert "in hold" in done.stdout
+
+
+def test_a_frame_of_the_loop_names_no_line() -> None:
+    async def frame() -> str:
+        return describe_frame(sys._getframe())
+
+    assert "test_loop_lag.py" in asyncio.run(frame())
+    assert describe_frame(None) == ""
+
+
+def test_a_process_that_catches_a_signal_is_known() -> None:
+    assert not catches(os.getpid(), signal.SIGURG)
+    before = signal.signal(signal.SIGURG, lambda *_: None)
+    try:
+        assert catches(os.getpid(), signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGURG, before)
+    assert not catches(1 << 30, signal.SIGURG)

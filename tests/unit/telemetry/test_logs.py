@@ -155,3 +155,39 @@ def test_json_lines_are_valid_and_printable(lines: io.StringIO) -> None:
     assert json.loads(first)["message"] == json.loads(first)["path"] == printable
     assert json.loads(second)["message"] == ESCAPED
     assert json.loads(second)["n"] == "1"
+
+
+def test_equal_warnings_are_one_line_and_a_count(lines: io.StringIO) -> None:
+    logs.configure_logging("info", "text", "w", lines)
+    (handler,) = logging.getLogger().handlers
+
+    def emit(level: int, text: str, at_s: float, **fields: object) -> None:
+        record = logging.LogRecord("dynamo.x", level, "", 0, text, None, None)
+        record.fields = fields
+        record.created = at_s
+        handler.emit(record)
+
+    for number in range(4):
+        emit(logging.WARNING, "away", 100.0 + number, plane="events")
+        emit(logging.INFO, "request", 100.0 + number)
+    emit(logging.WARNING, "away", 104.0, plane="requests")
+    emit(logging.INFO, "later", 100.0 + logs.FOLD_S)
+    emit(logging.WARNING, "away", 101.0 + logs.FOLD_S, plane="events")
+
+    texts = [line.partition("dynamo.x: ")[2] for line in lines.getvalue().splitlines()]
+    assert texts.count("request") == 4
+    assert [text for text in texts if text.startswith("away")] == [
+        "away plane=events",
+        "away plane=requests",
+        "away plane=events repeated=3",
+        "away plane=events",
+    ]
+    assert list(logs.last_lines)[-1].endswith("away plane=events")
+
+
+def test_the_last_repeats_are_told_at_the_end(lines: io.StringIO) -> None:
+    logs.configure_logging("info", "json", "w", lines)
+    for _ in range(3):
+        logging.getLogger("dynamo.x").error("failed")
+    logging.getLogger().handlers[0].close()
+    assert [json.loads(line).get("repeated") for line in lines.getvalue().splitlines()] == [None, 2]

@@ -54,8 +54,9 @@ from dynamo.core.labels import LABELS_KEY
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
+from dynamo.telemetry.logs import PROMPTS_LOGGER
 
-log = logging.getLogger(__name__)
+prompt_log = logging.getLogger(PROMPTS_LOGGER)
 
 LABELS_HEADER = b"x-dynamo-labels"
 """The labels that the worker must have, e.g. `zone=a,gpu=h100`."""
@@ -131,7 +132,7 @@ class GenerationHandler:
             options = self._caller_limits.apply(request.options, exchange.request)
             request = replace(request, options=options)
         if self._log_prompts:
-            log.info("prompt", extra={"fields": {"messages": request.messages}})
+            prompt_log.info("prompt", extra={"fields": {"messages": request.messages}})
         call = partial(served.processor.chat, request)
         return self._generate(exchange, call, writer, request.options)
 
@@ -165,7 +166,7 @@ class GenerationHandler:
             options = self._caller_limits.apply(options, exchange.request)
             requests = [replace(request, options=options) for request in requests]
         if self._log_prompts:
-            log.info("prompt", extra={"fields": {"prompt": body.prompt}})
+            prompt_log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         call = partial(_complete_all, served, requests)
         prompt = None
         if options.prompt_logprobs is not None:

@@ -19,7 +19,9 @@ class LoggingSettings(SettingsSection, frozen=True):
         "text", "format of log lines", flag="--log-format", choices=("text", "json")
     )
     output: str = setting(
-        "stderr", "destination of log lines", choices=("stderr",), not_yet=(("stdout", "stderr"),)
+        "stderr",
+        "destination of log lines: stderr, stdout, or the path of a file, of which five older "
+        "parts of 64 MiB are kept",
     )
 
 

@@ -21,6 +21,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
+from dynamo.runtime.pids import catches
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.exit_status import (
     count_oom_kills,
@@ -32,6 +33,7 @@ from dynamo.runtime.processes.fork_server import ForkServer, StartedProcess, for
 from dynamo.runtime.processes.parent_pipe import (
     PING,
     PING_ANSWER,
+    STACKS_SIGNAL,
     ChildNotice,
     ChildOrder,
     ChildReport,
@@ -220,6 +222,8 @@ class ChildProcess:
             self.request_calls()
         if self._watchdog.hung != was_hung:
             self.hangs += self._watchdog.hung
+            if self._watchdog.hung:
+                self.dump_stacks()
             self._on_change(self)
         if self._watchdog.expired and not was_expired:
             fields = {"name": self.spec.name, "instance": self.instance, "silent_s": KILL_AFTER_S}
@@ -230,6 +234,12 @@ class ChildProcess:
         """Ask the process for its calls now, which the watchdog does every `PING_INTERVAL_S`."""
         if self._stdin_writer is not None:
             self._stdin_writer.write(PING + b"\n")
+
+    def dump_stacks(self) -> None:
+        """Let the process write the stacks of its threads to its log. A hung process
+        does so, too, unless a signal has stopped it."""
+        if catches(self.pid, STACKS_SIGNAL):
+            self.send_signal(STACKS_SIGNAL)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process; SIGKILL goes to its whole process group."""

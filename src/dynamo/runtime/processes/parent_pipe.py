@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 """Exit code of a command with invalid arguments or settings."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""Lets a process write the stacks of its threads to standard error, also while it hangs."""
 PING = b'"ping"'
 """A line that asks whether the event loop of a child runs."""
 PING_ANSWER = b'"alive'

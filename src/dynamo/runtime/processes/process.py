@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import itertools
 import logging
@@ -36,6 +37,7 @@ from dynamo.runtime.loop_lag import LoopLagMonitor
 from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import (
     EXIT_USAGE,
+    STACKS_SIGNAL,
     ChildNotice,
     ChildOrder,
     ChildReport,
@@ -49,6 +51,7 @@ from dynamo.runtime.processes.process_record import (
 )
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.runtime.supervisors import supervised_kind
+from dynamo.telemetry.log_output import open_log_output
 from dynamo.telemetry.logs import configure_logging, set_levels
 from dynamo.telemetry.stderr import unblock_stdout
 
@@ -78,8 +81,10 @@ def run_process(
     sets the process up and returns. The process is `ready` when it is healthy for the first time
     after that. SIGTERM or SIGINT drains the process. A second signal, or the death of the parent,
     ends it at once."""
-    configure_logging(settings.logging.level, settings.logging.format, name or role)
+    output = None if parent is not None else open_log_output(settings.logging.output)
+    configure_logging(settings.logging.level, settings.logging.format, name or role, output)
     unblock_stdout()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     raise_open_file_limit()
     if parent is not None:
         parent.die_with_parent()
