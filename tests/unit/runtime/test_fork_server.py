@@ -77,11 +77,11 @@ def exit_code(pid: int) -> int:
 
 
 async def test_forked_processes_are_children_with_own_streams(forks: Forks) -> None:
-    found = []
+    workers = []
     for number in range(2):
         process, own, output = await forks.fork()
         facts = await forks.facts(own)
-        found.append(facts)
+        workers.append(facts)
         assert output == b"standard output\n"
         assert facts["parent"] == os.getpid()
         assert facts["session"]
@@ -90,10 +90,10 @@ async def test_forked_processes_are_children_with_own_streams(forks: Forks) -> N
         assert set(process.fds) < set(facts["descriptors"])
         own.send(b"%d" % (number + 3))
         assert exit_code(process.pid) == number + 3
-    assert found[0]["engines"] == ["native"]
-    assert found[1]["engines"] == ["native", "native"]
-    assert len(found[0]["descriptors"]) == len(found[1]["descriptors"])
-    assert found[0]["chance"] != found[1]["chance"]
+    assert workers[0]["engines"] == ["native"]
+    assert workers[1]["engines"] == ["native", "native"]
+    assert len(workers[0]["descriptors"]) == len(workers[1]["descriptors"])
+    assert workers[0]["chance"] != workers[1]["chance"]
 
 
 async def test_its_death_ends_no_worker_and_the_next_order_starts_another(forks: Forks) -> None:

@@ -58,7 +58,7 @@ async def name_the_line() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.fields["at"])  # type: ignore[attr-defined, method-assign]
     logging.getLogger("dynamo.runtime.loop_lag").addHandler(handler)
-    monitor = LoopLagMonitor(Registry())
+    monitor = LoopLagMonitor(Registry(), deque())
     monitor.start()
     while not any("in hold" in str(line) for line in lines):
         hold(4 * STALL_S)

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -29,7 +28,7 @@ from dynamo.runtime.processes.exit_status import (
     killed_by_oom,
     wait_for_pid,
 )
-from dynamo.runtime.processes.fork_server import ForkServer, StartedProcess, forks
+from dynamo.runtime.processes.fork_server import ForkServer, StartedProcess
 from dynamo.runtime.processes.parent_pipe import (
     PING,
     PING_ANSWER,
@@ -290,7 +289,9 @@ class ChildProcess:
         ):
             with child_end, os.fdopen(writer, "wb", 0), memory_end or nullcontext():
                 memory = () if memory_end is None else (memory_end.fileno(),)
-                process = await self._start_process(child_end.fileno(), writer, memory)
+                process = await self._fork_server.start(
+                    self.spec, self._environ, (child_end.fileno(), writer, *memory)
+                )
             self.pid = process.pid
             try:
                 return await self._supervise(process, parent_end, output)
@@ -299,24 +300,6 @@ class ChildProcess:
                 with contextlib.suppress(ChildProcessError):  # `_supervise` has reaped it
                     os.waitpid(self.pid, 0)  # noqa: ASYNC222 - the process is killed
                 self.pid = 0
-
-    async def _start_process(self, stdin: int, stdout: int, fds: tuple[int, ...]) -> StartedProcess:
-        spec = self.spec
-        if forks(spec):
-            kind = spec.settings.engine.kind
-            return await self._fork_server.fork(kind, self._environ, (stdin, stdout, *fds))
-        # The main thread starts it: PR_SET_PDEATHSIG fires when the starting thread dies.
-        process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
-            spec.argv,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=self._environ,
-            pass_fds=fds,
-        )
-        process.returncode = 0  # `_supervise` waits for the process
-        return StartedProcess(process.pid, fds)
 
     def _open_memory_channel(self) -> AbstractContextManager[socket.socket | None]:
         return self._shared_memory.channel() if self.spec.role == "worker" else nullcontext()

@@ -28,11 +28,6 @@ ANSWER_TIMEOUT_S = 30.0
 """A server that does not answer for this time is killed. The first answer waits for imports."""
 
 
-def forks(spec: ChildSpec) -> bool:
-    """Whether the fork server starts a process."""
-    return SUPPORTED and spec.role == "worker" and not spec.command
-
-
 class ForkOrder(msgspec.Struct, frozen=True):
     """The order to fork a worker of an `engine`, with `environ` beside the server's variables. Its
     standard input and output come with it, then other descriptors."""
@@ -72,6 +67,26 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+
+    async def start(
+        self, spec: ChildSpec, environ: Mapping[str, str], fds: Sequence[int]
+    ) -> StartedProcess:
+        """Start a process with these standard input and output, and other descriptors: a worker as
+        a fork. The caller reaps it. Raises `OSError`."""
+        if SUPPORTED and spec.role == "worker" and not spec.command:
+            return await self.fork(spec.settings.engine.kind, environ, fds)
+        # The main thread starts it: PR_SET_PDEATHSIG fires when the starting thread dies.
+        process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
+            spec.argv,
+            stdin=fds[0],
+            stdout=fds[1],
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environ,
+            pass_fds=fds[2:],
+        )
+        process.returncode = 0  # the caller waits for the process
+        return StartedProcess(process.pid, tuple(fds[2:]))
 
     async def fork(
         self, engine: str, environ: Mapping[str, str], fds: Sequence[int]

@@ -110,10 +110,9 @@ class Supervisor:
         )
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
-        self._tasks = BackgroundTasks()
+        self._tasks, self._fork_server = BackgroundTasks(), ForkServer()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._shared_memory = SharedMemoryBroker(self._clock, self._record_child_status)
-        self._fork_server = ForkServer()
         self._discovery = SupervisorDiscovery(settings)
         self._start_s, self._kinds = dict[str, float](), dict[str, KindRecord]()
         self._drain_s = settings.runtime.drain_s
@@ -138,8 +137,7 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._group.start()
                 self._announce_processes()
-                own_record = self._record_writer.record
-                published = replace(own_record, status_url=self._status.public_url)
+                published = replace(self._record_writer.record, status_url=self._status.public_url)
                 self._discovery.announce(process_key(published), published)
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
                 await self._record_writer.create(status_url=self._status.url)

@@ -1,4 +1,5 @@
 """The admission operator: accept a request that can meet its limits, and queue it for a slot.
+
 Workers get no more requests than they have slots. A queued request can therefore still go to the
 worker that becomes free first, in every mode of the router.
 """
@@ -65,10 +66,8 @@ class Admission(Operator):
         prefill_client: Client | None = None,
     ) -> None:
         settings = settings or RouterSettings()
-        self._client = client
-        self._ledger = ledger
-        self._starts = starts
-        self._clock = clock
+        self._client, self._ledger = client, ledger
+        self._starts, self._clock = starts, clock
         self.capacity = ClusterCapacity(ledger.workers, settings.max_worker_requests, clock.now)
         self._prompt_workers = PromptWorkers(ledger, prefill_client, policy)
         self._first_tokens = FirstTokens(ledger, clock, self.capacity, self._prompt_workers)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dynamo.testing.kubernetes.failures import Cause
+from dynamo.testing.kubernetes.failures import WrongField
 from dynamo.testing.kubernetes.kinds import Kind, Object
 from dynamo.testing.kubernetes.selectors import structured_selector
 
@@ -146,7 +146,7 @@ def _service_defaults(metadata: Object, spec: Object) -> Object:
     return filled
 
 
-def check(kind: Kind, item: Object, old: Object | None) -> Iterator[Cause]:
+def check(kind: Kind, item: Object, old: Object | None) -> Iterator[WrongField]:
     """Yield what is wrong with a built-in object, or with its change."""
     spec = item.get("spec")
     before = (old or {}).get("spec") or {}
@@ -160,49 +160,50 @@ def check(kind: Kind, item: Object, old: Object | None) -> Iterator[Cause]:
     elif kind.id in ("deployments.apps", "replicasets.apps"):
         selector, template = spec.get("selector"), spec.get("template") or {}
         if not selector:
-            yield Cause("spec.selector", "FieldValueRequired", "Required value")
+            yield WrongField("spec.selector", "FieldValueRequired", "Required value")
         if old is not None and before.get("selector") != selector:
-            yield Cause("spec.selector", "FieldValueInvalid", "Invalid value: field is immutable")
+            text = "Invalid value: field is immutable"
+            yield WrongField("spec.selector", "FieldValueInvalid", text)
         labels = (template.get("metadata") or {}).get("labels") or {}
         if selector and not structured_selector(selector)(labels):
             text = "Invalid value: `selector` does not match template `labels`"
-            yield Cause("spec.template.metadata.labels", "FieldValueInvalid", text)
+            yield WrongField("spec.template.metadata.labels", "FieldValueInvalid", text)
         yield from check_pod(template.get("spec") or {}, "spec.template.spec")
     elif kind.id == "services" and before.get("clusterIP") not in (None, spec.get("clusterIP")):
         text = "Invalid value: may not change once set"
-        yield Cause("spec.clusterIP", "FieldValueInvalid", text)
+        yield WrongField("spec.clusterIP", "FieldValueInvalid", text)
     replicas = spec.get("replicas", 0)
     if isinstance(replicas, int) and replicas < 0:
         text = f"Invalid value: {replicas}: must be greater than or equal to 0"
-        yield Cause("spec.replicas", "FieldValueInvalid", text)
+        yield WrongField("spec.replicas", "FieldValueInvalid", text)
 
 
-def check_pod(spec: Object, path: str) -> Iterator[Cause]:
+def check_pod(spec: Object, path: str) -> Iterator[WrongField]:
     """Yield what is wrong with a pod's spec."""
     if not spec.get("containers"):
-        yield Cause(f"{path}.containers", "FieldValueRequired", "Required value")
+        yield WrongField(f"{path}.containers", "FieldValueRequired", "Required value")
     volumes = {volume.get("name") for volume in spec.get("volumes") or ()}
     seen = set[str]()
     for index, container in enumerate(spec.get("containers") or ()):
         below = f"{path}.containers[{index}]"
         for field in ("name", "image"):
             if not container.get(field):
-                yield Cause(f"{below}.{field}", "FieldValueRequired", "Required value")
+                yield WrongField(f"{below}.{field}", "FieldValueRequired", "Required value")
         if container.get("name") in seen:
             text = f'Duplicate value: "{container["name"]}"'
-            yield Cause(f"{below}.name", "FieldValueDuplicate", text)
+            yield WrongField(f"{below}.name", "FieldValueDuplicate", text)
         seen.add(container.get("name", ""))
         for number, mount in enumerate(container.get("volumeMounts") or ()):
             if mount.get("name") not in volumes:
                 text = f'Not found: "{mount.get("name")}"'
-                yield Cause(f"{below}.volumeMounts[{number}].name", "FieldValueNotFound", text)
+                yield WrongField(f"{below}.volumeMounts[{number}].name", "FieldValueNotFound", text)
         yield from _check_resources(container.get("resources") or {}, f"{below}.resources")
     policy = spec.get("restartPolicy", "Always")
     if policy not in (choices := ("Always", "OnFailure", "Never")):
         yield _unsupported(f"{path}.restartPolicy", policy, choices)
 
 
-def _check_resources(resources: Object, path: str) -> Iterator[Cause]:
+def _check_resources(resources: Object, path: str) -> Iterator[WrongField]:
     numbers: dict[tuple[str, str], float] = {}
     for group in ("limits", "requests"):
         for name, value in (resources.get(group) or {}).items():
@@ -214,21 +215,21 @@ def _check_resources(resources: Object, path: str) -> Iterator[Cause]:
                     f'Invalid value: "{value}": quantities must match the regular expression '
                     "'^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
                 )
-                yield Cause(below, "FieldValueInvalid", text)
+                yield WrongField(below, "FieldValueInvalid", text)
                 continue
             if numbers[group, name] < 0:
                 text = f'Invalid value: "{value}": must be greater than or equal to 0'
-                yield Cause(below, "FieldValueInvalid", text)
+                yield WrongField(below, "FieldValueInvalid", text)
     for (group, name), value in numbers.items():
         limit = numbers.get(("limits", name))
         if group == "requests" and limit is not None and value > limit:
             shown = resources["requests"][name]
             text = f'Invalid value: "{shown}": must be less than or equal to {name} limit of '
             text += str(resources["limits"][name])
-            yield Cause(f"{path}.requests", "FieldValueInvalid", text)
+            yield WrongField(f"{path}.requests", "FieldValueInvalid", text)
 
 
-def _check_pod_change(spec: Object, before: Object) -> Iterator[Cause]:
+def _check_pod_change(spec: Object, before: Object) -> Iterator[WrongField]:
     """Only images, tolerations, gates, and what narrows the places of a gated pod may change."""
     gated = bool(before.get("schedulingGates"))
     free = {"nodeName", "tolerations", "activeDeadlineSeconds", "schedulingGates", "containers"}
@@ -239,7 +240,7 @@ def _check_pod_change(spec: Object, before: Object) -> Iterator[Cause]:
         if gate["name"] not in old_gates:
             text = "Forbidden: only deletion is allowed, but found new scheduling gate "
             text += f"'{gate['name']}'"
-            yield Cause(f"spec.schedulingGates[{index}].name", "FieldValueForbidden", text)
+            yield WrongField(f"spec.schedulingGates[{index}].name", "FieldValueForbidden", text)
     changed = sorted(f for f in spec.keys() | before.keys() if spec.get(f) != before.get(f))
     if "containers" in changed and _shapes(spec) == _shapes(before):
         changed.remove("containers")
@@ -250,14 +251,14 @@ def _check_pod_change(spec: Object, before: Object) -> Iterator[Cause]:
             "additions to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to "
             "be set to 1 if it was previously negative)"
         )
-        yield Cause("spec", "FieldValueForbidden", text)
+        yield WrongField("spec", "FieldValueForbidden", text)
 
 
 def _shapes(spec: Object) -> list[Object]:
     return [{k: v for k, v in c.items() if k != "image"} for c in spec.get("containers") or ()]
 
 
-def _unsupported(path: str, value: Any, choices: Iterable[str]) -> Cause:
+def _unsupported(path: str, value: Any, choices: Iterable[str]) -> WrongField:
     listed = ", ".join(f'"{choice}"' for choice in choices)
     text = f'Unsupported value: "{value}": supported values: {listed}'
-    return Cause(path, "FieldValueNotSupported", text)
+    return WrongField(path, "FieldValueNotSupported", text)

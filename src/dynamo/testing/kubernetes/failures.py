@@ -21,7 +21,7 @@ REASONS = {
 }
 
 
-class Cause(NamedTuple):
+class WrongField(NamedTuple):
     """The fault of one field. `reason` is the one that Kubernetes has for it."""
 
     field: str
@@ -43,7 +43,7 @@ class ApiFailure(Exception):
         message: str,
         reason: str = "",
         *,
-        causes: Sequence[Cause] = (),
+        causes: Sequence[WrongField] = (),
         about: tuple[str, str, str] = ("", "", ""),
         retry_after_s: int = 0,
     ) -> None:
@@ -72,7 +72,7 @@ class ApiFailure(Exception):
         }
 
 
-def invalid(group: str, kind: str, name: str, causes: Sequence[Cause]) -> ApiFailure:
+def invalid(group: str, kind: str, name: str, causes: Sequence[WrongField]) -> ApiFailure:
     """Return the 422 for an object with wrong fields."""
     texts = [cause.text for cause in causes]
     joined = texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"

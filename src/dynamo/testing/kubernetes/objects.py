@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dynamo.core.clock import Clock
 from dynamo.testing.kubernetes import built_in, ownership, patches, rules
-from dynamo.testing.kubernetes.failures import ApiFailure, Cause, invalid, not_found
+from dynamo.testing.kubernetes.failures import ApiFailure, WrongField, invalid, not_found
 from dynamo.testing.kubernetes.kinds import BUILT_IN, Kind, Object
 from dynamo.testing.kubernetes.schema import fill_defaults, prune, validate
 from dynamo.testing.kubernetes.selectors import get_path
@@ -53,7 +53,7 @@ class ClusterObjects:
     def __init__(self, store: ClusterStore, clock: Clock) -> None:
         self.store = store
         self.kinds: dict[str, Kind] = {kind.id: kind for kind in BUILT_IN}
-        self.strict_built_in: Callable[[Kind, str, Object], Iterable[Cause]] = lambda *_: ()
+        self.strict_built_in: Callable[[Kind, str, Object], Iterable[WrongField]] = lambda *_: ()
         self._clock = clock
 
     def now(self) -> str:
@@ -203,7 +203,7 @@ class ClusterObjects:
         replicas = (body.get("spec") or {}).get("replicas", 0)
         if not isinstance(replicas, int) or replicas < 0:
             text = f"Invalid value: {replicas}: must be greater than or equal to 0"
-            causes = [Cause("spec.replicas", "FieldValueInvalid", text)]
+            causes = [WrongField("spec.replicas", "FieldValueInvalid", text)]
             raise invalid("autoscaling", "Scale", target.key[1], causes)
         self.scale_of(target, old)
         path = (target.kind.scale or ("", "", ""))[0]
@@ -273,7 +273,7 @@ class ClusterObjects:
         """Return an object with defaults, without unknown fields. Raises 422 for wrong ones."""
         kind = target.kind
         schema = kind.schemas.get(target.version)
-        causes: list[Cause] = []
+        causes: list[WrongField] = []
         if schema is None:
             causes = list(self.strict_built_in(kind, target.version, item))
             self._tell_unknown([c.field for c in causes if c.reason == "Unknown"], write)
@@ -338,18 +338,18 @@ class ClusterObjects:
         return ApiFailure(409, message, about=about)
 
 
-def _wrong_name(name: str) -> Cause:
+def _wrong_name(name: str) -> WrongField:
     if not name:
         text = "Required value: name or generateName is required"
-        return Cause("metadata.name", "FieldValueRequired", text)
+        return WrongField("metadata.name", "FieldValueRequired", text)
     text = (
         f'Invalid value: "{name}": a lowercase RFC 1123 subdomain must consist of lower case '
         "alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character"
     )
-    return Cause("metadata.name", "FieldValueInvalid", text)
+    return WrongField("metadata.name", "FieldValueInvalid", text)
 
 
-def _wrong_rules(definition: Object) -> Iterable[Cause]:
+def _wrong_rules(definition: Object) -> Iterable[WrongField]:
     for index, version in enumerate(definition["spec"]["versions"]):
         path = f"spec.versions[{index}].schema.openAPIV3Schema"
         schema = version.get("schema", {}).get("openAPIV3Schema", {})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dynamo.testing.kubernetes.failures import ApiFailure, Cause
+from dynamo.testing.kubernetes.failures import ApiFailure, WrongField
 from dynamo.testing.kubernetes.kinds import Object, list_keys
 
 Path = tuple[str, ...]
@@ -231,7 +231,7 @@ def _conflict(conflicts: Mapping[Path, Owner]) -> ApiFailure:
         using = f" using {api_version}" if operation == "Update" else ""
         field = "".join(f".{p[2:]}" if p[0] == "f" else f"[{p[2:]}]" for p in path)
         text = f'conflict with "{manager}"{using}'
-        causes.append(Cause(field, "FieldManagerConflict", text))
+        causes.append(WrongField(field, "FieldManagerConflict", text))
     count = "1 conflict" if len(causes) == 1 else f"{len(causes)} conflicts"
     listed = "\n".join(f"- {cause.field}: {cause.message}" for cause in causes)
     text = f"Apply failed with {count}: {listed}"

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from dynamo.core.errors import ConfigError
-from dynamo.testing.kubernetes.failures import Cause
+from dynamo.testing.kubernetes.failures import WrongField
 from dynamo.testing.kubernetes.kinds import Object
 
 _REASONS = {
@@ -42,7 +42,7 @@ def _compile(rule: str) -> Any:
     return cel.compile(rule)
 
 
-def check_definition(schema: Object, path: str, *, root: bool = False) -> Iterator[Cause]:
+def check_definition(schema: Object, path: str, *, root: bool = False) -> Iterator[WrongField]:
     """Yield the rules of a schema that are no CEL, or name fields that the schema does not have."""
     for index, rule in enumerate(schema.get("x-kubernetes-validations") or ()):
         where = f"{path}.x-kubernetes-validations[{index}].rule"
@@ -50,12 +50,12 @@ def check_definition(schema: Object, path: str, *, root: bool = False) -> Iterat
             _compile(rule["rule"])
         except ValueError as error:
             text = f"Invalid value: {json.dumps(rule['rule'])}: compilation failed: {error}"
-            yield Cause(where, "FieldValueInvalid", text)
+            yield WrongField(where, "FieldValueInvalid", text)
             continue
         for chain in _CHAIN.finditer(rule["rule"]):
             if unknown := _unknown_field(schema, chain[1].strip(".").split("."), root=root):
                 text = f"Invalid value: {json.dumps(rule['rule'])}: compilation failed: "
-                yield Cause(where, "FieldValueInvalid", f"{text}undefined field '{unknown}'")
+                yield WrongField(where, "FieldValueInvalid", f"{text}undefined field '{unknown}'")
     for name, part in schema.get("properties", {}).items():
         yield from check_definition(part, f"{path}.properties[{name}]")
     for name in ("items", "additionalProperties"):
@@ -77,7 +77,7 @@ def _unknown_field(schema: Object, names: list[str], *, root: bool) -> str:
     return ""
 
 
-def check(schema: Object, value: Any, old: Any, path: str) -> Iterator[Cause]:
+def check(schema: Object, value: Any, old: Any, path: str) -> Iterator[WrongField]:
     """Yield the rules that a value breaks. `old` is the value before, None for a new one."""
     for rule in schema.get("x-kubernetes-validations") or ():
         if (cause := _broken(rule, value, old, path)) is not None:
@@ -102,7 +102,7 @@ def _same_item(old: Any, item: Any, keys: Any) -> Any:
     return next((o for o in old if all(o.get(key) == item.get(key) for key in keys)), None)
 
 
-def _broken(rule: Object, value: Any, old: Any, path: str) -> Cause | None:
+def _broken(rule: Object, value: Any, old: Any, path: str) -> WrongField | None:
     text = rule["rule"]
     program = _compile(text)
     import cel
@@ -128,7 +128,7 @@ def _broken(rule: Object, value: Any, old: Any, path: str) -> Cause | None:
     reason = rule.get("reason", "FieldValueInvalid")
     shown = _REASONS.get(reason) or f'Invalid value: "{_type_name(value)}"'
     where = path + rule.get("fieldPath", "")
-    return Cause(where.lstrip(".") or "<nil>", reason, f"{shown}: {message}")
+    return WrongField(where.lstrip(".") or "<nil>", reason, f"{shown}: {message}")
 
 
 def _type_name(value: Any) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dynamo.testing.kubernetes.failures import Cause
+from dynamo.testing.kubernetes.failures import WrongField
 from dynamo.testing.kubernetes.kinds import Object
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -72,7 +72,7 @@ def prune(schema: Object, value: Any, path: str, dropped: list[str], *, root: bo
     return pruned
 
 
-def validate(schema: Object, value: Any, path: str) -> Iterator[Cause]:
+def validate(schema: Object, value: Any, path: str) -> Iterator[WrongField]:
     """Yield what is wrong with a value."""
     if value is None and schema.get("nullable"):
         return
@@ -88,7 +88,7 @@ def validate(schema: Object, value: Any, path: str) -> Iterator[Cause]:
     if choices is not None and value not in choices:
         listed = ", ".join(json.dumps(choice) for choice in choices)
         text = f"Unsupported value: {json.dumps(value)}: supported values: {listed}"
-        yield Cause(path, "FieldValueNotSupported", text)
+        yield WrongField(path, "FieldValueNotSupported", text)
     if isinstance(value, dict):
         yield from _validate_object(schema, value, path)
     elif isinstance(value, list):
@@ -108,19 +108,19 @@ def _has_type(expected: str, value: Any) -> bool:
     )
 
 
-def _wrong_type(path: str, value: Any, expected: str) -> Cause:
+def _wrong_type(path: str, value: Any, expected: str) -> WrongField:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer"}
     actual = "null" if value is None else names.get(type(value), "number")
     where = path or "<nil>"
     text = f'Invalid value: "{actual}": {where} in body must be of type {expected}: "{actual}"'
-    return Cause(path, "FieldValueTypeInvalid", text)
+    return WrongField(path, "FieldValueTypeInvalid", text)
 
 
-def _validate_object(schema: Object, value: Object, path: str) -> Iterator[Cause]:
+def _validate_object(schema: Object, value: Object, path: str) -> Iterator[WrongField]:
     for name in schema.get("required", ()):
         if name not in value:
             below = f"{path}.{name}" if path else name
-            yield Cause(below, "FieldValueRequired", "Required value")
+            yield WrongField(below, "FieldValueRequired", "Required value")
     known = schema.get("properties", {})
     extra = schema.get("additionalProperties")
     for name, part in value.items():
@@ -132,15 +132,15 @@ def _validate_object(schema: Object, value: Object, path: str) -> Iterator[Cause
     most, least = schema.get("maxProperties", math.inf), schema.get("minProperties", 0)
     if len(value) > most:
         text = f"Too many: {len(value)}: must have at most {most} properties"
-        yield Cause(path, "FieldValueTooMany", text)
+        yield WrongField(path, "FieldValueTooMany", text)
     if len(value) < least:
         yield _invalid(path, value, f"should have at least {least} properties")
 
 
-def _validate_list(schema: Object, value: list[Any], path: str) -> Iterator[Cause]:
+def _validate_list(schema: Object, value: list[Any], path: str) -> Iterator[WrongField]:
     if len(value) > schema.get("maxItems", math.inf):
         text = f"Too many: {len(value)}: must have at most {schema['maxItems']} items"
-        yield Cause(path, "FieldValueTooMany", text)
+        yield WrongField(path, "FieldValueTooMany", text)
     if len(value) < schema.get("minItems", 0):
         yield _invalid(path, len(value), f"should have at least {schema['minItems']} items")
     keys = schema.get("x-kubernetes-list-map-keys", ())
@@ -154,14 +154,14 @@ def _validate_list(schema: Object, value: list[Any], path: str) -> Iterator[Caus
         text = json.dumps(own, sort_keys=True)
         if text in seen:
             message = f"Duplicate value: {json.dumps(own, separators=(',', ':'))}"
-            yield Cause(f"{path}[{index}]", "FieldValueDuplicate", message)
+            yield WrongField(f"{path}[{index}]", "FieldValueDuplicate", message)
         seen.add(text)
 
 
-def _validate_text(schema: Object, value: str, path: str) -> Iterator[Cause]:
+def _validate_text(schema: Object, value: str, path: str) -> Iterator[WrongField]:
     if len(value) > schema.get("maxLength", math.inf):
         text = f"Too long: may not be more than {schema['maxLength']} bytes"
-        yield Cause(path, "FieldValueTooLong", text)
+        yield WrongField(path, "FieldValueTooLong", text)
     if len(value) < schema.get("minLength", 0):
         yield _invalid(path, value, f"should be at least {schema['minLength']} chars long")
     pattern = schema.get("pattern")
@@ -169,18 +169,18 @@ def _validate_text(schema: Object, value: str, path: str) -> Iterator[Cause]:
         yield _invalid(path, value, f"should match '{pattern}'")
 
 
-def _validate_number(schema: Object, value: float, path: str) -> Iterator[Cause]:
+def _validate_number(schema: Object, value: float, path: str) -> Iterator[WrongField]:
     if value < schema.get("minimum", -math.inf):
         yield _invalid(path, value, f"should be greater than or equal to {schema['minimum']}")
     if value > schema.get("maximum", math.inf):
         yield _invalid(path, value, f"should be less than or equal to {schema['maximum']}")
 
 
-def _validate_combinations(schema: Object, value: Any, path: str) -> Iterator[Cause]:
+def _validate_combinations(schema: Object, value: Any, path: str) -> Iterator[WrongField]:
     parts = schema.get("oneOf", ())
     fitting = sum(not any(True for _ in validate(part, value, path)) for part in parts)
     if parts and fitting != 1:
-        yield Cause(
+        yield WrongField(
             path,
             "FieldValueInvalid",
             f'Invalid value: "": "{path}" must validate one and only one schema (oneOf). '
@@ -189,14 +189,14 @@ def _validate_combinations(schema: Object, value: Any, path: str) -> Iterator[Ca
     options = schema.get("anyOf", ())
     if options and all(any(True for _ in validate(part, value, path)) for part in options):
         text = f'Invalid value: "": "{path}" must validate at least one schema (anyOf)'
-        yield Cause(path, "FieldValueInvalid", text)
+        yield WrongField(path, "FieldValueInvalid", text)
     for part in schema.get("allOf", ()):
         yield from validate(part, value, path)
     if "not" in schema and not any(True for _ in validate(schema["not"], value, path)):
         text = f'Invalid value: "": "{path}" must not validate the schema (not)'
-        yield Cause(path, "FieldValueInvalid", text)
+        yield WrongField(path, "FieldValueInvalid", text)
 
 
-def _invalid(path: str, value: Any, text: str) -> Cause:
+def _invalid(path: str, value: Any, text: str) -> WrongField:
     shown = json.dumps(value)
-    return Cause(path, "FieldValueInvalid", f"Invalid value: {shown}: {path} in body {text}")
+    return WrongField(path, "FieldValueInvalid", f"Invalid value: {shown}: {path} in body {text}")
