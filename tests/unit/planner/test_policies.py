@@ -216,6 +216,18 @@ def test_a_role_lends_ready_workers_to_one_that_lacks_some_now(
     assert later.wanted["prefill"] == sizes[0]
 
 
+def test_roles_do_not_turn_with_chance() -> None:
+    """Each turn by chance is one less that the rails allow when the load changes."""
+    demands = [make_demand(335 + number // 8 % 2 * 40) for number in range(80)]
+    proposals = play(FlowPolicy(PolicyOptions()), demands, SPLIT)[20:]
+    wanted = [proposal.facts["wanted prefill"] for proposal in proposals]
+    assert math.ceil(min(wanted)) < math.ceil(max(wanted))
+    assert len({proposal.wanted["prefill"] for proposal in proposals}) == 1
+
+    fewer = play(FlowPolicy(PolicyOptions()), [*demands, *[make_demand(100)] * 20], SPLIT)
+    assert fewer[-1].wanted["prefill"] < proposals[0].wanted["prefill"] - 1
+
+
 def test_throughput_adds_eight_at_most() -> None:
     kinds = {"worker": KindState(1, 1)}
     (proposal,) = play(ThroughputPolicy(PolicyOptions()), [make_demand(10_000)], kinds)

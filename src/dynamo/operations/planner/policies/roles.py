@@ -27,6 +27,8 @@ RUNNING_SHARE = 0.9
 MIN_CLEAR_S = 30.0
 MEAN_S = 60.0
 LEND_S = 120.0
+STEADY = 0.5
+"""A role shrinks by one worker only if so much of another one is spare, too."""
 
 
 def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
@@ -55,7 +57,10 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     if room is not None and sum(map(math.ceil, sizes)) > room:
         present = [sum(kind.wanted for kind in kinds.values()) for kinds in (prompts, answers)]
         sizes = list(_share(bare, sizes, room, present))
-    counts = [at_least_one(scene, size) for size in sizes]
+    counts = [
+        _steady(at_least_one(scene, size), size, kinds)
+        for size, kinds in zip(sizes, (prompts, answers), strict=True)
+    ]
     if room is not None and sum(counts) > room:  # rounding
         counts[counts.index(max(counts))] -= sum(counts) - room
     lent = _lend(scene, counts, bare, (prompts, answers))
@@ -104,6 +109,13 @@ def _lend(
         elif any(fact in each.facts for each in scene.past if each.now_s > scene.now_s - LEND_S):
             counts[own] = min(counts[own], max(present, math.ceil(bare[own])))
     return facts
+
+
+def _steady(count: int, size: float, kinds: Mapping[str, KindState]) -> int:
+    """Return the present size instead of one less while `size` is near to that: sizes that follow
+    chance use up the turns that the rails allow."""
+    present = sum(kind.wanted for kind in kinds.values())
+    return present if count == present - 1 and size > count - STEADY else count
 
 
 def _mean(scene: Scene, fact: str) -> float:
