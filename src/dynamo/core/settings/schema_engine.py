@@ -133,6 +133,12 @@ class EngineSettings(SettingsSection, frozen=True):
         "arguments of the engine by the engine's own names, passed on as they are",
         flag="--engine-arg",
     )
+    compile_cache: str = setting(
+        "",
+        "store for what vLLM and SGLang compile at a start, shared by all workers: a folder or "
+        "s3://BUCKET/PREFIX. Who may write there runs code in the workers; empty: none",
+        flag="--compile-cache",
+    )
     lora_modules: tuple[str, ...] = setting(
         (),
         "LoRA adapters that each worker loads at its start: NAME=FOLDER or vLLM's JSON, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from abc import abstractmethod
 from asyncio import to_thread
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load, sum_loads
 from dynamo.inference.engines.answer import ForeignAnswer, check_prompt
+from dynamo.inference.engines.compile_cache import open_compile_cache
 from dynamo.inference.engines.event_reader import KvEventEndpoint
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.rank import ViewedRank
@@ -116,6 +118,10 @@ class MultiprocessEngine(Engine):
                 f"{self.title} reads folders with a config.json and safetensors; {path} is not one",
                 hint="`dynamo export FOLDER MODEL` writes one from a GGUF file",
             )
+        cache = await to_thread(open_compile_cache, self.inputs.settings, self.inputs.files)
+        if cache is not None:
+            await to_thread(cache.fetch)
+            os.environ.update(cache.environment)  # the engine and its libraries read them there
         await self.processes.open()
         try:
             self._info = info = await self.open_engine()
@@ -125,6 +131,8 @@ class MultiprocessEngine(Engine):
         for rank in self._ranks:
             rank.total_blocks = info.num_blocks // len(self._ranks)
         self.failure = None
+        if cache is not None:
+            self.tasks.start(to_thread(cache.save), "compile cache")
         return info
 
     def set_ranks(
