@@ -51,6 +51,9 @@ COMMANDS = {
     "wake": Command("dynamo.cli.workers.sleep:WAKE", "let sleeping workers serve again"),
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "why": Command("dynamo.cli.observer.why", "tell where the time of a request went, and why"),
+    "report": Command(
+        "dynamo.cli.report", "write an archive on a deployment's state, to find a fault"
+    ),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
     "pull": Command("dynamo.cli.models.files:PULL", "fetch a model from the hub"),

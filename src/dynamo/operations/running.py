@@ -50,7 +50,7 @@ def read_processes(
 
     def read(record: ProcessRecord) -> ProcessReading:
         if not record.status_url or not record.pid:
-            return ProcessReading(record, error="the process has no status port yet")
+            return ProcessReading(record, error=f"it is {record.state} and has no status port")
         try:
             body = fetch(record.status_url, "/health") if health else b"{}"
             text = fetch(record.status_url, "/metrics") if metrics else b""

@@ -27,14 +27,18 @@ class FakeProcessGroup:
         progress(f"draining {name}")
 
 
+async def no_report() -> str:
+    return ""
+
+
 async def test_the_second_supervisor_logs_what_it_joins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
     first, second = (
-        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder),
-        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder),
+        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder, no_report),
+        ControlServer(UNUSED, UNUSED_MODELS, deployment.folder, no_report),
     )
     await first.start()
     assert not caplog.records
@@ -65,7 +69,7 @@ async def test_a_deleted_control_socket_is_created_again(tmp_path: Path) -> None
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
     control = ControlServer(
-        cast("ProcessGroup", FakeProcessGroup()), UNUSED_MODELS, deployment.folder
+        cast("ProcessGroup", FakeProcessGroup()), UNUSED_MODELS, deployment.folder, no_report
     )
     await control.start()
     shutil.rmtree(deployment.folder.parent)

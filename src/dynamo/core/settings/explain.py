@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -29,6 +30,23 @@ def effective_settings(loaded: LoadedSettings) -> Iterator[EffectiveSetting]:
     """Yield every setting in the order of the schema. Entries of lists come one by one."""
     for spec in setting_specs_by_key().values():
         yield from _effective_settings(loaded, spec, "")
+
+
+def changed_settings(settings: msgspec.Struct) -> Mapping[str, Any]:
+    """Return the settings that are no defaults by key, without secrets."""
+    changed: dict[str, Any] = {}
+    for spec in setting_specs_by_key(type(settings)).values():
+        try:
+            value: Any = reduce(getattr, spec.key.split("."), settings)
+        except AttributeError:  # the file of a secret, or a setting without effect
+            continue
+        if spec.entry_schema is not None:
+            for index, entry in enumerate(value):
+                of_entry = changed_settings(entry).items()
+                changed |= {f"{spec.key}[{index}].{key}": of_key for key, of_key in of_entry}
+        elif value != spec.default:
+            changed[spec.key] = shown_value(spec, value)
+    return changed
 
 
 def _effective_settings(

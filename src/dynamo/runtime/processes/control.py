@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
         "remove_model",
         "alias",
         "models",
+        "report",
         "try",
     ]
     name: str
@@ -85,8 +86,16 @@ _decode_progress = msgspec.json.Decoder(ControlProgress).decode
 class ControlServer:
     """Executes control requests in the supervisor."""
 
-    def __init__(self, group: ProcessGroup, models: ServedModels, folder: Path) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        models: ServedModels,
+        folder: Path,
+        report: Callable[[], Awaitable[str]],
+    ) -> None:
+        """`report` returns what `dynamo report` asks for."""
         self._group = group
+        self._report = report
         self._trial = SettingTrial(group)
         self._models = models
         self._folder = folder
@@ -174,6 +183,8 @@ class ControlServer:
         elif request.do == "try":
             limit_s, read = float(request.count), reader.readline
             await self._trial.run(request.name, request.entry, read, limit_s, progress)
+        elif request.do == "report":
+            progress(await self._report())
         elif request.do == "models":
             progress(msgspec.json.encode(self._models.statuses()).decode())
         else:

@@ -50,6 +50,7 @@ from dynamo.runtime.processes.supervisor_metrics import (
     declare_supervisor_metrics,
     list_scraped,
 )
+from dynamo.runtime.processes.supervisor_report import make_reporter
 from dynamo.runtime.processes.watchdog import watch_children
 from dynamo.runtime.shared_memory import SharedMemoryBroker
 from dynamo.runtime.supervisors import KindRecord, supervisor_record_key, uses_prefix
@@ -119,8 +120,9 @@ class Supervisor:
         self._group = self._create_group(specs)
         self._loader = self._create_loader(settings, specs)
         self._models = self._create_models(models, specs)
-        self._control = ControlServer(self._group, self._models, deployment.folder)
         self.children = self._group.children
+        report = make_reporter(self.children, self._log_writer, settings, self._clock)
+        self._control = ControlServer(self._group, self._models, deployment.folder, report)
         declare_supervisor_metrics(metrics, self.children, self._disk_space)
 
     async def run(self) -> int:

@@ -1,0 +1,44 @@
+"""The part of a report that only a supervisor knows: last lines, stacks and settings in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.core.clock import Clock
+from dynamo.core.redaction import redact
+from dynamo.core.settings import Settings
+from dynamo.core.settings.explain import changed_settings
+from dynamo.runtime.processes.child import ChildProcess
+from dynamo.runtime.processes.child_logs import PrefixedLogWriter
+from dynamo.telemetry.logs import last_lines
+
+STACKS_S = 0.5
+"""Time in which processes write their stacks."""
+
+
+class SupervisorReport(msgspec.Struct, frozen=True):
+    """The last lines by process, and the settings that are no defaults, without secrets."""
+
+    lines: Mapping[str, Sequence[str]] = {}
+    settings: Mapping[str, Any] = {}
+
+
+def make_reporter(
+    children: Sequence[ChildProcess], logs: PrefixedLogWriter, settings: Settings, clock: Clock
+) -> Callable[[], Any]:
+    """Return a coroutine function that lets all children write their stacks and returns the encoded
+    report. The secrets that this process knows are not in it."""
+
+    async def report() -> str:
+        for child in children:
+            child.dump_stacks()
+        await clock.sleep(STACKS_S)
+        lines = {**logs.last_lines, "supervisor": last_lines}
+        shown = {name: [redact(line) for line in of_name] for name, of_name in lines.items()}
+        body = SupervisorReport(shown, changed_settings(settings))
+        return redact(msgspec.json.encode(body, enc_hook=str).decode())
+
+    return report
