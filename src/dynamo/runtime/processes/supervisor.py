@@ -90,16 +90,14 @@ class Supervisor:
         self._metrics = metrics = Registry()
         self._alerts = alerts
         self._can_reload = reload is not None
+        self._is_unencrypted = planes_of(settings).unencrypted
         self._reloader = reload or SettingsReloader(lambda: specs)
-        self._had_terminal = has_terminal()
-        self.ready = asyncio.Event()
+        self._had_terminal, self.ready = has_terminal(), asyncio.Event()
         self.failure: ChildReport | None = None
         self._prepare = prepare
-        self._preparation_status = ""
-        self._preparation_done = asyncio.Event()
+        self._preparation_status, self._preparation_done = "", asyncio.Event()
         self._preparation_error: Exception | None = None
         self._deployment = deployment
-        self._planes = planes_of(settings)
         self._clock = clock or SystemClock()
         self._stop_requested, self._kill_requested = asyncio.Event(), asyncio.Event()
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
@@ -129,7 +127,7 @@ class Supervisor:
         """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of
         `prepare` after all processes have stopped."""
         report_unsafe_roots()
-        if self._planes.unencrypted:
+        if self._is_unencrypted:
             log.warning("%s; %s", UNENCRYPTED_TEXT, UNENCRYPTED_HINT)
         raise_open_file_limit()
         await self._clock.offload(self._deployment.create_folder)
