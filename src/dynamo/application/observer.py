@@ -10,12 +10,16 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.routes import Route
 from dynamo.application.routing import STORY_PATHS, query_number
 
+MAX_LISTED = 200
+
 
 class StorySource(Protocol):
     """The source of stories: `operations.observer.DeploymentObserver`."""
 
     def find(self, name: str) -> Sequence[Any]: ...
-    def list_stories(self, slow: float, *, failed: bool, worker: str) -> Sequence[Any]: ...
+    def list_stories(
+        self, slow: float, *, failed: bool, worker: str, limit: int
+    ) -> Sequence[Any]: ...
     def group_causes(self, seconds: float) -> Sequence[Any]: ...
 
 
@@ -36,11 +40,12 @@ class ObserverHandler:
         exchange.send_value({"requests": self._source.find(name)})
 
     async def list_stories(self, exchange: Exchange) -> None:
-        """GET /requests?slow=SECONDS&failed=1&worker=NAME: the newest stories that match."""
+        """GET /requests?slow=SECONDS&failed=1&worker=NAME&limit=200: the newest that match."""
         query = parse_qs(exchange.request.query)
         slow = query_number(exchange, "slow") or 0.0
         worker, failed = query.get("worker", [""])[-1], query.get("failed", ["0"])[-1] != "0"
-        stories = self._source.list_stories(slow, failed=failed, worker=worker)
+        limit = int(query_number(exchange, "limit") or MAX_LISTED)
+        stories = self._source.list_stories(slow, failed=failed, worker=worker, limit=limit)
         exchange.send_value({"requests": stories})
 
     async def causes(self, exchange: Exchange) -> None:

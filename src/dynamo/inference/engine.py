@@ -159,9 +159,10 @@ class BatchedEngine(EngineCore):
             self.token_gaps.target_s = request.itl_slo_ms * 1e-3
         loop, scheduler = asyncio.get_running_loop(), self.scheduler
         completion = loop.create_future()
-        ahead = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.arriving)
-        tokens = scheduler.prefill_tokens() if ahead else 0
-        times = SequenceTimes(loop.time(), ahead, tokens)
+        ahead = [*scheduler.waiting, *scheduler.running, *scheduler.arriving.sequences]
+        left = [each.length - each.computed_tokens for each in ahead]
+        tokens = sum(count for count in left if count > 1)
+        times = SequenceTimes(loop.time(), len(ahead), tokens, max(left, default=0))
         sequence.request_state = RequestState(reply, completion, context, times)
         self.replan()
         scheduler.add(sequence)

@@ -95,7 +95,7 @@ def test_late_requests_are_grouped_by_cause() -> None:
     now = clock.wall()
     publish(observer, *(make_story(request_id=f"r-{n}", wall_s=now) for n in range(20)))
     times = replace(
-        make_attempt().times or WORKER_TIMES, queue_s=2.0, ahead_requests=1, ahead_tokens=9_000
+        make_attempt().times or WORKER_TIMES, queue_s=2.0, ahead_requests=1, ahead_longest=9_000
     )
     late = make_attempt(first_us=2_051_000, ended_us=2_151_000, times=times)
     for name in ("late-1", "late-2"):

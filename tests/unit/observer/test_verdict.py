@@ -51,7 +51,9 @@ def test_a_request_like_others_has_no_cause() -> None:
     [(1, 31_000, "long prompt ahead"), (40, 3_000, "overload")],
 )
 def test_a_queue_at_a_worker_names_what_was_ahead(requests: int, tokens: int, cause: str) -> None:
+    longest = tokens if cause.startswith("long") else 400
     times = {"queue_s": 1.9, "ahead_requests": requests, "ahead_tokens": tokens}
+    times["ahead_longest"] = longest
     costs = [Candidate("w1", 4, 300.0, {}), Candidate("w3", 0, 400.0, {})]
     attempt = late_attempt(1.9, times, costs=costs, predicted_us=300_000)
     verdict = verdict_on(late_story(attempt))
@@ -133,7 +135,7 @@ def test_a_wait_in_admission_names_what_for() -> None:
 
 
 def test_two_causes_are_named_in_the_order_of_their_cost() -> None:
-    times = {"queue_s": 0.5, "ahead_requests": 1, "ahead_tokens": 9_000}
+    times = {"queue_s": 0.5, "ahead_requests": 1, "ahead_tokens": 9_000, "ahead_longest": 9_000}
     attempt = late_attempt(1.3, {**times, "kv_s": 0.8, "kv_from": "disk"})
     verdict = verdict_on(late_story(attempt))
     assert [cause.name for cause in verdict.causes] == ["slow tier", "long prompt ahead"]
@@ -143,3 +145,17 @@ def test_a_request_that_failed_without_lateness_has_its_end() -> None:
     story = make_story(end="overloaded", ended_us=2_000)
     story.attempts = []
     assert verdict_on(story).cause == "ended: overloaded"
+
+
+def test_a_long_prompt_at_the_worker_explains_waits_in_the_router_and_slow_decoding() -> None:
+    known = Surroundings()
+    long = make_attempt(first_us=1_051_000, ended_us=1_060_000, prompt_tokens=5_000)
+    known.add_prefills(make_story(long, wall_s=999.99))
+    held = make_attempt(placed_us=901_000, waited_us=900_000, first_us=951_000, ended_us=1_051_000)
+    verdict = verdict_on(late_story(held), known)
+    assert verdict.cause == "long prompt ahead"
+    assert "held by the router while w1 computed 5000 prompt tokens" in verdict.text
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
+    assert verdict_on(late_story(slow), known).cause == "long prompt ahead"
+    assert verdict_on(late_story(slow)).cause == "unexplained: decode"
+    assert verdict_on(late_story(held)).cause == "overload"

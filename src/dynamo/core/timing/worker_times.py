@@ -11,7 +11,8 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     """The stages of an attempt at its worker. None: the engine does not tell, which is never 0.
 
     `queue_s` lasts from the worker's receipt until a step or a KV source takes the request up,
-    behind `ahead_requests` with `ahead_tokens` prompt tokens to compute. `kv_s` was waited for KV
+    behind `ahead_requests` with `ahead_tokens` prompt tokens to compute, of which one prompt has
+    `ahead_longest`. `kv_s` was waited for KV
     blocks of the prompt from `kv_from`: the name of a tier, or "peer". `peer_queue_s` and
     `peer_prefill_s` are the part of it in which a prefill worker had the prompt. `prefill_s` ends
     with the first token. `decode_s` lasts from there to the end, and `gap_s` is its longest pause.
@@ -30,6 +31,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     recomputed_tokens: int | None = None
     peer_queue_s: float | None = None
     peer_prefill_s: float | None = None
+    ahead_longest: int | None = None
 
 
 class StepGaps:
@@ -67,6 +69,7 @@ class SequenceTimes(msgspec.Struct):
     queued_s: float
     ahead_requests: int
     ahead_tokens: int
+    ahead_longest: int
     taken_s: float | None = None
     kv_began_s: float | None = None
     kv_s: float = 0.0
@@ -107,6 +110,7 @@ class SequenceTimes(msgspec.Struct):
             queue_s=taken_s - self.queued_s,
             ahead_requests=self.ahead_requests,
             ahead_tokens=self.ahead_tokens,
+            ahead_longest=self.ahead_longest,
             kv_s=kv_s,
             kv_from=self.kv_from,
             prefill_s=now - taken_s - kv_s,

@@ -150,6 +150,7 @@ class DeploymentObserver:
         story = entry.story
         self.stories.add(entry)
         self._typical.add(story)
+        self._known.add_prefills(story)
         for attempt in story.attempts:
             self._routed[attempt.worker] += 1
         for decided in self._decided(entry):
@@ -226,10 +227,10 @@ class DeploymentObserver:
         return [self._show(entry) for entry in stories]
 
     def list_stories(
-        self, slow: float = 0.0, *, failed: bool = False, worker: str = ""
+        self, slow: float = 0.0, *, failed: bool = False, worker: str = "", limit: int = MAX_LISTED
     ) -> list[ShownStory]:
-        """Return the newest stories: those of at least `slow` seconds, those that `failed`, those
-        that were at `worker`, by its id or name."""
+        """Return the newest stories, at most `limit`: those of at least `slow` seconds, those that
+        `failed`, those that were at `worker`, by its id or name."""
 
         def is_wanted(entry: KeptStory) -> bool:
             story = entry.story
@@ -241,7 +242,7 @@ class DeploymentObserver:
                 name == worker or name.startswith(f"{worker}-") for name in names
             )
 
-        return [self._show(entry) for entry in self.stories.select(is_wanted)[:MAX_LISTED]]
+        return [self._show(entry) for entry in self.stories.select(is_wanted)[:limit]]
 
     def group_causes(self, seconds: float = HOUR_S) -> list[CauseGroup]:
         """Return the late and failed requests of the last `seconds`, grouped by cause, the most
@@ -287,7 +288,7 @@ class DeploymentObserver:
             prompt_tokens=story.prompt_tokens,
             cached_tokens=story.cached_tokens,
             output_tokens=story.output_tokens,
-            missed="" if missed is None else f"{missed[0]}: {missed[1]}",
+            missed="" if missed is None else f"{missed.name}: {missed.reason}",
             end=story.end,
             verdict=verdict.text,
             causes=verdict.causes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,13 +19,15 @@ from dynamo.operations.observer.stages import (
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 MIN_LATE_US = 100_000
-"""A stage that took less than this beyond what is usual made no request late."""
+"""A request that took less than this beyond what is usual was not late."""
+MIN_STAGE_US = 20_000
 LATE_RATIO = 1.5
-TYPICAL_STORIES = 128
+TYPICAL_STORIES = 256
 MIN_TYPICAL = 8
-LONG_PROMPT_TOKENS = 2_048
-"""So many tokens a request on average: long prompts are ahead, not many requests."""
+LONG_PROMPT_TOKENS = 1_024
+"""A prompt of so many tokens, and of half of all tokens that are ahead, is what others wait for."""
 PAUSE_SHARE = 0.5
+MAX_PREFILLS = 256
 SILENT_TEXTS = ("did not answer", "silent", "no answer", "unresponsive", "frozen", "stalled")
 
 
@@ -54,16 +56,29 @@ class RequestVerdict(msgspec.Struct, frozen=True):
 class Surroundings(msgspec.Struct):
     """Facts from around the time of a request. `pauses`: those of event loops by process, (end
     as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
-    salts by the mark of a prompt's beginning: (salt mark, worker, Unix time)."""
+    salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
+    by worker, (from, until, tokens)."""
 
     pauses: dict[str, deque[tuple[float, float]]] = {}
     planes: deque[tuple[float, float, str, str]] = deque(maxlen=256)
     marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
+    prefills: dict[str, deque[tuple[float, float, int]]] = {}
+
+    def add_prefills(self, story: EndedStory) -> None:
+        """Note the long prompts that the workers of a request have computed."""
+        for attempt in story.attempts:
+            tokens = attempt.prompt_tokens - attempt.cached_tokens
+            if tokens >= LONG_PROMPT_TOKENS and attempt.first_us is not None:
+                worker = attempt.prefill_worker or attempt.worker
+                began_s = story.wall_s + attempt.placed_us / 1e6
+                until_s = story.wall_s + attempt.first_us / 1e6
+                prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
+                prefills.append((began_s, until_s, tokens))
 
 
 class TypicalTimes:
-    """The usual time of each stage of a model: the median of recent requests. The time of a prefill
-    is by prompt token, the time of decode by token of the answer."""
+    """The usual time of each stage of a model: the lower quartile of recent requests, which bursts of
+    late ones change little. The time of decode is by token of the answer."""
 
     def __init__(self) -> None:
         self._times: defaultdict[tuple[str, str], deque[float]] = defaultdict(
@@ -85,14 +100,12 @@ class TypicalTimes:
         times = self._times.get((story.model, stage))
         if times is None or len(times) < MIN_TYPICAL:
             return 0.0
-        return median(times) * _units(story, stage)
+        return sorted(times)[len(times) // 4] * _units(story, stage)
 
 
 def _units(story: EndedStory, stage: str) -> int:
     if stage == "decode":
         return max(1, story.output_tokens // max(1, story.choices * story.prompts))
-    if stage == "prefill":
-        return max(1, story.prompt_tokens - story.cached_tokens)
     return 1
 
 
@@ -134,6 +147,7 @@ class _Judging:
         self._story, self._router = story, router
         self._typical, self._known = typical, known
         self._attempts = slowest_attempts(story)
+        self._missed = explain_misses(story, known.marks)
         self._rules: Mapping[str, Callable[[StageTime, int], Cause | None]] = {
             "admit": self._admission,
             "place": self._placement,
@@ -160,13 +174,19 @@ class _Judging:
                 continue
             before = sums.get(stage.name, stage._replace(us=0))
             sums[stage.name] = stage._replace(us=stage.us + before.us, began_us=before.began_us)
-        for stage in sums.values():
-            usual_us = self._typical.usual_us(self._story, stage.name)
-            late_us = int(stage.us - usual_us)
-            if stage.name == "deliver":
-                late_us -= self._story.stalled_us
-            if late_us >= MIN_LATE_US and stage.us >= usual_us * LATE_RATIO:
-                yield self._explain(stage, late_us)
+        late = [(stage, self._late_us(stage)) for stage in sums.values()]
+        if sum(us for _, us in late) >= MIN_LATE_US:
+            yield from (self._explain(stage, us) for stage, us in late if us)
+
+    def _late_us(self, stage: StageTime) -> int:
+        """Return how much longer a stage took than it should have, 0 for a little."""
+        usual_us = self._typical.usual_us(self._story, stage.name)
+        late_us = int(stage.us - usual_us)
+        if stage.name == "deliver":
+            late_us -= self._story.stalled_us
+        if stage.name == "prefill" and self._missed is not None and self._missed.share:
+            return int(stage.us * self._missed.share)
+        return late_us if late_us >= max(MIN_STAGE_US, usual_us * (LATE_RATIO - 1)) else 0
 
     def _explain(self, stage: StageTime, late_us: int) -> Cause:
         paused = self._pause(stage, late_us)
@@ -249,6 +269,11 @@ class _Judging:
         attempt = self._attempt(stage)
         if attempt is None or attempt.waited_us < late_us * PAUSE_SHARE:
             return None
+        if (tokens := self._prefill_beside(stage, late_us, attempt.worker)) is not None:
+            text = (
+                f"held by the router while {attempt.worker} computed {_count(tokens)} prompt tokens"
+            )
+            return Cause("long prompt ahead", late_us, text, stage.name, attempt.worker)
         text = f"held by the router for a better moment, with {attempt.queue_length} more"
         return Cause("overload", late_us, text, stage.name)
 
@@ -261,7 +286,8 @@ class _Judging:
         worker = attempt.worker
         if attempt.prefill_worker and (times.peer_queue_s or 0.0) * 1e6 > stage.us / 2:
             worker = attempt.prefill_worker
-        is_long = tokens >= LONG_PROMPT_TOKENS * max(1, min(requests, 4))
+        longest = times.ahead_longest or 0
+        is_long = longest >= LONG_PROMPT_TOKENS and longest * 2 >= tokens
         text = f"waited at {worker} behind {requests} requests with {_count(tokens)} prompt tokens"
         text += self._alternative(attempt)
         return Cause("long prompt ahead" if is_long else "overload", late_us, text, "queue", worker)
@@ -291,17 +317,21 @@ class _Judging:
 
     def _prefill(self, stage: StageTime, late_us: int) -> Cause | None:
         attempt = self._attempt(stage)
-        missed = explain_misses(self._story, self._known.marks)
+        missed = self._missed
         if attempt is None or missed is None:
             return None
-        name, why = missed
         tokens = _count(attempt.prompt_tokens - attempt.cached_tokens)
-        text = f"computing {tokens} prompt tokens at {attempt.worker}: {why}"
-        return Cause(name, late_us, text, stage.name, attempt.worker)
+        text = f"computing {tokens} prompt tokens at {attempt.worker}: {missed.reason}"
+        return Cause(missed.name, late_us, text, stage.name, attempt.worker)
 
     def _decode(self, stage: StageTime, late_us: int) -> Cause | None:
         attempt = self._attempt(stage)
-        if attempt is None or attempt.times is None or not attempt.times.preemptions:
+        if attempt is None:
+            return None
+        if (tokens := self._prefill_beside(stage, late_us, attempt.worker)) is not None:
+            text = f"decoding at {attempt.worker} beside {_count(tokens)} prompt tokens of another"
+            return Cause("long prompt ahead", late_us, text, stage.name, attempt.worker)
+        if attempt.times is None or not attempt.times.preemptions:
             return None
         times = attempt.times
         text = (
@@ -309,6 +339,21 @@ class _Judging:
             f"{times.recomputed_tokens} tokens again"
         )
         return Cause("preemption", late_us, text, stage.name, attempt.worker)
+
+    def _prefill_beside(self, stage: StageTime, late_us: int, worker: str) -> int | None:
+        """Return the tokens of a long prompt that the worker computed for most of a stage's delay;
+        None if there was none."""
+        began_s = self._story.wall_s + stage.began_us / 1e6
+        ended_s = began_s + stage.us / 1e6
+        own_s = self._story.wall_s
+        for since_s, until_s, tokens in self._known.prefills.get(worker, ()):
+            overlap_s = min(ended_s, until_s) - max(began_s, since_s)
+            is_own = any(
+                abs(own_s + each.placed_us / 1e6 - since_s) < 1e-6 for each in self._attempts
+            )
+            if not is_own and overlap_s * 1e6 >= late_us * PAUSE_SHARE:
+                return tokens
+        return None
 
     def _attempt(self, stage: StageTime) -> AttemptFacts | None:
         return None if stage.attempt is None else self._attempts[stage.attempt]
@@ -321,9 +366,17 @@ class _Judging:
 Marks = Mapping[tuple[str, int], deque[tuple[int, str, float]]]
 
 
-def explain_misses(story: EndedStory, marks: Marks) -> tuple[str, str] | None:
-    """Return why the prompt was not in the cache of its worker: a name and a sentence. None where
-    it was."""
+class CacheMiss(NamedTuple):
+    """Why a prompt was not in the cache of its worker. `share`: the part of it that was there
+    before, or elsewhere."""
+
+    name: str
+    reason: str
+    share: float = 0.0
+
+
+def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
+    """Return why the prompt was not in the cache of its worker; None where it was."""
     attempts = slowest_attempts(story)
     if not attempts:
         return None
@@ -331,31 +384,31 @@ def explain_misses(story: EndedStory, marks: Marks) -> tuple[str, str] | None:
     if not first.prompt_tokens or first.cached_tokens * 2 >= first.prompt_tokens:
         return None
     blocks, held = first.prompt_blocks, first.overlap_blocks
+    uncached = 1 - first.cached_tokens / first.prompt_tokens
     cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
     if held - cached_blocks > blocks // 4:
         known = f", known as {first.view}" if first.view not in ("", "exact") else ""
         text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
-        return "stale index", text
+        return CacheMiss("stale index", text, (held - cached_blocks) / blocks)
     if first.best_overlap_blocks - held > blocks // 4:
         text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
-        return "at another worker", text
-    earlier = [
-        entry
-        for entry in marks.get((story.model, story.prompt_mark), ())
-        if entry[2] < story.wall_s
-    ]
-    if (first.seen_blocks or 0) > blocks // 4:
-        text = f"{first.seen_blocks} of {blocks} blocks were seen before and are evicted"
-        return "eviction", text
+        return CacheMiss("at another worker", text, (first.best_overlap_blocks - held) / blocks)
+    seen_blocks = first.seen_blocks or 0
+    if seen_blocks - cached_blocks > blocks // 4:
+        text = f"{seen_blocks} of {blocks} blocks were seen before and are evicted"
+        return CacheMiss("eviction", text, (seen_blocks - cached_blocks) / blocks)
+    known_marks = marks.get((story.model, story.prompt_mark), ())
+    earlier = [entry for entry in known_marks if entry[2] < story.wall_s]
     if earlier and all(entry[0] != story.salt_mark for entry in earlier):
         text = "the same prompt was seen with another salt, key or adapter"
-        return "wrong salt", text
+        return CacheMiss("wrong salt", text, uncached)
     same = [entry for entry in earlier if entry[0] == story.salt_mark]
-    if same and all(entry[1] != first.worker for entry in same):
-        return "at another worker", f"{same[-1][1]} has computed this prompt"
-    if same:
-        return "eviction", "it was computed there before and is evicted"
-    return "new prompt", "it was never seen before"
+    if same and not blocks:  # the router did not look at blocks
+        if all(entry[1] != first.worker for entry in same):
+            text = f"{same[-1][1]} has computed a prompt that begins like it"
+            return CacheMiss("at another worker", text, uncached)
+        return CacheMiss("eviction", "a prompt that begins like it is evicted there", uncached)
+    return CacheMiss("new prompt", "it was never seen before")
 
 
 def _count(tokens: int) -> str:
