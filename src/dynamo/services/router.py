@@ -11,11 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.application.app import RouterApplication
 from dynamo.application.gateway import MODELS_HEALTH_KEY
 from dynamo.application.routing import RoutingRedirect
-from dynamo.communication.addresses import bracket_ipv6
-from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import DECODE_ERRORS, ModelNotReady, ProtocolError
 from dynamo.models.card import ModelCard
@@ -34,6 +31,7 @@ from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
 from dynamo.services.model_uses import close_removed_model
 from dynamo.services.observing.observer_urls import find_observer_url
+from dynamo.services.observing.pages import serve_pages
 from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.routing import ProcessRouting
 from dynamo.telemetry.metrics import Counter
@@ -65,7 +63,11 @@ class RouterService:
             self._publisher = StoryPublisher(runtime, self._routing.sample)
             await self._publisher.start()
             runtime.add_shutdown_hook(lambda _: self._close_publisher())
-        await self._serve_http()
+        host, port = runtime.settings.router.host, runtime.settings.router.port
+        port = port and port + replica_index(runtime.name)
+        routes = RoutingRedirect(lambda: find_observer_url(runtime)).routes()
+        await serve_pages(runtime, host, port, routes, self._health_facts)
+        log.info("router listens", extra={"fields": {"url": runtime.public_address}})
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)
         desired = self._routing.desired_models()
@@ -74,30 +76,6 @@ class RouterService:
         )
         runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
         runtime.tasks.start(self._release_expired(), "unused choices")
-
-    async def _serve_http(self) -> None:
-        runtime, settings = self._runtime, self._runtime.settings
-        application = RouterApplication(
-            settings.server,
-            settings.router.host,
-            RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
-            runtime.clock,
-            runtime.metrics,
-            reasons=lambda: runtime.health.reasons,
-            facts=self._health_facts,
-        )
-        http = HttpServer(
-            application.handle,
-            HttpLimits.without_bodies(settings.server),
-            runtime.clock,
-            on_error=application.on_error,
-            check_headers=application.check_headers,
-        )
-        host, port = settings.router.host, settings.router.port
-        port = await http.start(host, port and port + replica_index(runtime.name))
-        runtime.add_shutdown_hook(http.stop)
-        runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
-        log.info("router listens", extra={"fields": {"url": runtime.public_address}})
 
     async def _close_publisher(self) -> None:
         if self._publisher is not None:

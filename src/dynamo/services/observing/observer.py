@@ -6,12 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.application.app import RouterApplication
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
-from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.events import Event
-from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.errors import DECODE_ERRORS
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
@@ -19,6 +16,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
+from dynamo.services.observing.pages import serve_pages
 from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch
 
 log = logging.getLogger(__name__)
@@ -37,7 +35,10 @@ class ObserverService:
         await self._loads.subscribe(runtime.events, f"{namespace}.{WORKER_COMPONENT}")
         await runtime.events.subscribe(f"{namespace}.{STORIES_SUBJECT}", self._on_event)
         self._declare_metrics()
-        await self._serve_http()
+        settings, observer = runtime.settings.observer, self._observer
+        routes = {**ObserverHandler(observer).routes(), **RoutingHandler(observer).routes()}
+        await serve_pages(runtime, settings.host, settings.port, routes, self._health_facts)
+        log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.tasks.start(self._sample_every_second(), "worker samples")
         key = f"{OBSERVERS_PREFIX}{namespace}/{runtime.instance_id}"
         await runtime.discovery.put(key, runtime.public_address.encode())
@@ -72,30 +73,6 @@ class ObserverService:
             ("alert",),
             callback=observer.collector.alert_ratios,
         )
-
-    async def _serve_http(self) -> None:
-        runtime, settings = self._runtime, self._runtime.settings
-        host = settings.observer.host
-        application = RouterApplication(
-            settings.server,
-            host,
-            {**ObserverHandler(self._observer).routes(), **RoutingHandler(self._observer).routes()},
-            runtime.clock,
-            runtime.metrics,
-            reasons=lambda: runtime.health.reasons,
-            facts=self._health_facts,
-        )
-        http = HttpServer(
-            application.handle,
-            HttpLimits.without_bodies(settings.server),
-            runtime.clock,
-            on_error=application.on_error,
-            check_headers=application.check_headers,
-        )
-        port = await http.start(host, settings.observer.port)
-        runtime.add_shutdown_hook(http.stop)
-        runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
-        log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
 
     async def _sample_every_second(self) -> None:
         clock = self._runtime.clock

@@ -1,0 +1,43 @@
+"""The HTTP port of a router process or an observer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dynamo.application.app import RouterApplication
+from dynamo.application.routes import Route
+from dynamo.communication.addresses import bracket_ipv6
+from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.runtime.distributed import DistributedRuntime
+
+
+async def serve_pages(
+    runtime: DistributedRuntime,
+    host: str,
+    port: int,
+    routes: Mapping[str, Mapping[str, Route]],
+    facts: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Answer requests without bodies until the runtime shuts down. Its `public_address` becomes the
+    URL. `facts` are shown in `/health`. Raises `PortInUse`, `ConfigError`."""
+    server = runtime.settings.server
+    application = RouterApplication(
+        server,
+        host,
+        routes,
+        runtime.clock,
+        runtime.metrics,
+        reasons=lambda: runtime.health.reasons,
+        facts=facts,
+    )
+    http = HttpServer(
+        application.handle,
+        HttpLimits.without_bodies(server),
+        runtime.clock,
+        on_error=application.on_error,
+        check_headers=application.check_headers,
+    )
+    port = await http.start(host, port)
+    runtime.add_shutdown_hook(http.stop)
+    runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
