@@ -132,6 +132,7 @@ def test_an_alias_moves_between_entries() -> None:
     assert names(moved) == [["a"], ["b", "chat"]]
     assert moved.startswith("# mine\n")
     assert edit_alias(moved, "chat", "b") == moved
+    assert names(edit_alias(moved, "chat", "")) == [["a"], ["b"]]
     assert names(edit_alias(moved, "chat", "a")) == [["a", "chat"], ["b"]]
     assert names(edit_alias("models:\n- path: /x/a\n", "c", "a")) == [["a", "c"]]
     for unlisted in (text, "model: {path: /x/c}\n"):

@@ -104,15 +104,16 @@ async def test_models_are_listed_added_renamed_and_removed(
             "models.yaml has the alias",
         ]
         await until_listed(deployment, {"a": [], "b": [], "c": ["chat"]})
-        assert await control(deployment, "remove_model", "chat") == [
-            "chat was an alias of c, which is served on"
+        assert await control(deployment, "remove_model", "chat", save=True) == [
+            "chat was an alias of c, which is served on",
+            "models.yaml lacks the alias",
         ]
         assert await control(deployment, "remove_model", "c", save=True) == [
             "c-worker has left",
             "c is removed",
             "models.yaml lacks the model",
         ]
-        assert sources.saved == [entry, {"alias": "chat"}, "c"]
+        assert sources.saved == [entry, {"alias": "chat"}, {"alias": "chat"}, "c"]
         await until_listed(deployment, {"a": [], "b": []})
         assert (await control(deployment, "remove_model", "a"))[-1] == "the default model is b now"
         with pytest.raises(ConfigError, match="only model"):

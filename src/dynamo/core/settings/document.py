@@ -195,9 +195,9 @@ def edit_adapters(text: str, model: str, changes: Mapping[str, str]) -> str:
 
 def edit_alias(text: str, alias: str, model: str) -> str:
     """Return a YAML text in which `alias` is a name of that model in its list `models`, and of no
-    other one. Raises `ValueError`."""
+    other one; of none if `model` is empty. Raises `ValueError`."""
     models = [_first_name(node) for node in _model_nodes(text)]
-    if model not in models:
+    if model and model not in models:
         raise ValueError(f"no entry of `models` begins its names with {model!r}")
     for index, first in enumerate(models):
         node = _model_nodes(text)[index]

@@ -139,6 +139,9 @@ class ServedModels:
             self.aliases[owner] = tuple(alias for alias in self.aliases[owner] if alias != name)
             self._on_change()
             progress(f"{name} was an alias of {owner}, which is served on")
+            if save:
+                until = f"{name} is removed until the deployment starts again"
+                progress(f"{await self._save({'alias': name}, '', until)} lacks the alias")
             return
         self._require_known(name)
         if len(self.aliases) == 1:

@@ -105,8 +105,8 @@ def _defaults(settings: Settings) -> Settings:
 
 def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
     """Write an entry into the list `models` of a settings file, delete that of a name, or change
-    that of a name by `adapters` or an `alias`. Returns the file, whose other lines and mode stay
-    as they are. Blocks. Raises `ConfigError`."""
+    that of a name by `adapters` or an `alias`, which without a name is deleted. Returns the file,
+    whose other lines and mode stay as they are. Blocks. Raises `ConfigError`."""
     if not path:
         raise ConfigError(
             "the deployment was started without a settings file, so nothing is saved",
@@ -115,7 +115,7 @@ def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
     file = Path(path).expanduser().resolve()
     try:
         text = file.read_text(encoding="utf-8")
-        if entry and name and "alias" in entry:
+        if entry and "alias" in entry:
             changed = edit_alias(text, entry["alias"], name)
         elif entry and name:
             changed = edit_adapters(text, name, entry["adapters"])
