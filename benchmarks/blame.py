@@ -195,13 +195,13 @@ SCENARIOS = {
 def verdicts(server: Server) -> dict[str, str]:
     """Return the first cause by the client's request id."""
     observer = ready(deployment_of(server), "observer")[0]
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for query in ("?limit=5000", "?limit=5000&failed=1"):
         with urllib.request.urlopen(f"{observer.address}/requests{query}", timeout=30) as answer:
             for story in json.load(answer)["requests"]:
                 causes = [cause["name"] for cause in story["causes"]]
-                found[story["client_id"]] = causes[0] if causes else ""
-    return found
+                named[story["client_id"]] = causes[0] if causes else ""
+    return named
 
 
 async def send_steadily(client: Client) -> None:

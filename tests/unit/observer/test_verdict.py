@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tests.unit.observer.stories import make_attempt, make_story
 
 from dynamo.core.timing.worker_times import WorkerTimes
-from dynamo.operations.observer.verdict import RequestVerdict, Surroundings, TypicalTimes, judge
+from dynamo.operations.observer.surroundings import Surroundings, TypicalTimes
+from dynamo.operations.observer.verdict import RequestVerdict, judge
 from dynamo.telemetry.story import AttemptFacts, Candidate, EndedStory
 
 USUAL = WorkerTimes(
@@ -83,7 +84,7 @@ def test_a_lost_worker_names_where_the_request_went_on() -> None:
     assert verdict.cause == "lost worker"
     assert verdict.causes[0].worker == "w2"
     assert "the connection was lost, and it went on at w1" in verdict.text
-    frozen = replace(lost, reason="the worker did not answer for 2 s")
+    frozen = replace(lost, reason="instance w2 does not answer")
     assert verdict_on(make_story(frozen, again, ended_us=2_202_000)).cause == "frozen worker"
 
 
@@ -93,7 +94,7 @@ def test_a_lost_worker_names_where_the_request_went_on() -> None:
         ({"prompt_blocks": 40, "overlap_blocks": 30, "view": "stale"}, "stale index"),
         ({"prompt_blocks": 40, "best_overlap_blocks": 35}, "at another worker"),
         ({"prompt_blocks": 40, "seen_blocks": 38}, "eviction"),
-        ({}, "new prompt"),
+        ({}, "unexplained: prefill"),
     ],
 )
 def test_a_long_prefill_names_why_the_prompt_was_not_cached(
@@ -159,3 +160,23 @@ def test_a_long_prompt_at_the_worker_explains_waits_in_the_router_and_slow_decod
     assert verdict_on(late_story(slow), known).cause == "long prompt ahead"
     assert verdict_on(late_story(slow)).cause == "unexplained: decode"
     assert verdict_on(late_story(held)).cause == "overload"
+
+
+def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> None:
+    lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
+    again = make_attempt(choosing_us=200_000, placed_us=200_000, first_us=900_000)
+    known = Surroundings()
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
+    for moves in range(3):
+        assert verdict_on(late_story(slow), known).cause == "unexplained: decode", moves
+        known.add_moves(make_story(lost, again))
+    verdict = verdict_on(late_story(slow), known)
+    assert (verdict.cause, verdict.causes[0].worker) == ("lost worker", "w2")
+    assert "to which 3 requests of w2 moved" in verdict.text
+
+
+def test_a_new_prompt_is_a_cause_if_it_is_long_and_short_ones_wait_for_others() -> None:
+    long = late_attempt(1.0, {"prefill_s": 1.048}, prompt_tokens=4_000)
+    assert verdict_on(late_story(long)).cause == "new prompt"
+    short = late_attempt(1.0, {"prefill_s": 1.048, "ahead_requests": 20})
+    assert verdict_on(late_story(short)).cause == "overload"

@@ -13,23 +13,18 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import NotFound
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
+from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
 from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
 from dynamo.operations.observer.stories import KeptStory, StoryStore
+from dynamo.operations.observer.surroundings import Surroundings, TypicalTimes
 from dynamo.operations.observer.timeline import (
     VIEWS,
     DeploymentTimeline,
     RoutingTimeline,
     series_by_worker,
 )
-from dynamo.operations.observer.verdict import (
-    Cause,
-    RequestVerdict,
-    Surroundings,
-    TypicalTimes,
-    explain_misses,
-    judge,
-)
+from dynamo.operations.observer.verdict import Cause, RequestVerdict, judge
 from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
 from dynamo.telemetry.story import EndedStory, ProcessSample, RouterChoice, StoryBatch
 
@@ -151,6 +146,7 @@ class DeploymentObserver:
         self.stories.add(entry)
         self._typical.add(story)
         self._known.add_prefills(story)
+        self._known.add_moves(story)
         for attempt in story.attempts:
             self._routed[attempt.worker] += 1
         for decided in self._decided(entry):

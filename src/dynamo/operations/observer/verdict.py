@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from dynamo.core.errors import InstanceGone, WorkerDraining
-from dynamo.operations.observer.stages import (
-    STAGES,
-    UNKNOWN,
-    StageTime,
-    find_stages,
-    slowest_attempts,
+from dynamo.operations.observer.cache_misses import explain_misses
+from dynamo.operations.observer.stages import UNKNOWN, StageTime, find_stages, slowest_attempts
+from dynamo.operations.observer.surroundings import (
+    LONG_PROMPT_TOKENS,
+    Surroundings,
+    TypicalTimes,
+    name_of_loss,
 )
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
@@ -22,13 +20,9 @@ MIN_LATE_US = 100_000
 """A request that took less than this beyond what is usual was not late."""
 MIN_STAGE_US = 20_000
 LATE_RATIO = 1.5
-TYPICAL_STORIES = 256
-MIN_TYPICAL = 8
-LONG_PROMPT_TOKENS = 1_024
-"""A prompt of so many tokens, and of half of all tokens that are ahead, is what others wait for."""
 PAUSE_SHARE = 0.5
-MAX_PREFILLS = 256
-SILENT_TEXTS = ("did not answer", "silent", "no answer", "unresponsive", "frozen", "stalled")
+MIN_MOVES = 3
+"""So many requests that move to a worker at once slow the others there."""
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -51,62 +45,6 @@ class RequestVerdict(msgspec.Struct, frozen=True):
     def cause(self) -> str:
         """The name of the first cause; "" for a request like others."""
         return self.causes[0].name if self.causes else ""
-
-
-class Surroundings(msgspec.Struct):
-    """Facts from around the time of a request. `pauses`: those of event loops by process, (end
-    as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
-    salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
-    by worker, (from, until, tokens)."""
-
-    pauses: dict[str, deque[tuple[float, float]]] = {}
-    planes: deque[tuple[float, float, str, str]] = deque(maxlen=256)
-    marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
-    prefills: dict[str, deque[tuple[float, float, int]]] = {}
-
-    def add_prefills(self, story: EndedStory) -> None:
-        """Note the long prompts that the workers of a request have computed."""
-        for attempt in story.attempts:
-            tokens = attempt.prompt_tokens - attempt.cached_tokens
-            if tokens >= LONG_PROMPT_TOKENS and attempt.first_us is not None:
-                worker = attempt.prefill_worker or attempt.worker
-                began_s = story.wall_s + attempt.placed_us / 1e6
-                until_s = story.wall_s + attempt.first_us / 1e6
-                prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
-                prefills.append((began_s, until_s, tokens))
-
-
-class TypicalTimes:
-    """The usual time of each stage of a model: the lower quartile of recent requests, which bursts of
-    late ones change little. The time of decode is by token of the answer."""
-
-    def __init__(self) -> None:
-        self._times: defaultdict[tuple[str, str], deque[float]] = defaultdict(
-            lambda: deque(maxlen=TYPICAL_STORIES)
-        )
-
-    def add(self, story: EndedStory) -> None:
-        """Learn from a request that ended well."""
-        if story.end or len(story.attempts) > story.choices * story.prompts:
-            return
-        sums: defaultdict[str, int] = defaultdict(int)
-        for stage in find_stages(story):
-            sums[stage.name] += stage.us
-        for name in STAGES:
-            self._times[story.model, name].append(sums[name] / _units(story, name))
-
-    def usual_us(self, story: EndedStory, stage: str) -> float:
-        """Return the usual time of a stage for a request of this size; 0 where none is known."""
-        times = self._times.get((story.model, stage))
-        if times is None or len(times) < MIN_TYPICAL:
-            return 0.0
-        return sorted(times)[len(times) // 4] * _units(story, stage)
-
-
-def _units(story: EndedStory, stage: str) -> int:
-    if stage == "decode":
-        return max(1, story.output_tokens // max(1, story.choices * story.prompts))
-    return 1
 
 
 def judge(
@@ -192,6 +130,8 @@ class _Judging:
         paused = self._pause(stage, late_us)
         if paused is not None:
             return paused
+        if (moves := self._moves_beside(stage, late_us)) is not None:
+            return moves
         rule = self._rules.get(stage.name)
         cause = rule(stage, late_us) if rule is not None else None
         return cause or self._away_plane(stage, late_us) or self._unexplained(stage, late_us)
@@ -204,17 +144,13 @@ class _Judging:
         began_us = attempt.placed_us
         if attempt.first_us is not None:
             began_us = max(began_us, until_us - max(self._story.gap_us, 0))
-        worker, reason = attempt.worker, attempt.reason or attempt.error
+        worker, reason, name = (
+            attempt.worker,
+            attempt.reason or attempt.error,
+            name_of_loss(attempt),
+        )
         moved = f", and it went on at {following[0].worker}" if following else ""
         at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
-        if attempt.error == WorkerDraining.code:
-            name = "drained worker"
-        elif any(text in reason for text in SILENT_TEXTS):
-            name = "frozen worker"
-        elif attempt.error in ("worker_failed", InstanceGone.code):
-            name = "lost worker"
-        else:
-            name = f"error {attempt.error}"
         text = f"were lost with {worker}{at}: {reason}{moved}"
         return Cause(name, until_us - began_us, text, "place", worker)
 
@@ -232,6 +168,21 @@ class _Judging:
                 text = f"the event loop of {name} stood still in stage {stage.name}"
                 return Cause("stalled loop", late_us, text, stage.name, name)
         return None
+
+    def _moves_beside(self, stage: StageTime, late_us: int) -> Cause | None:
+        """Blame the loss of another worker if its requests came to that of a slow stage."""
+        worker, began_s = self._worker(stage), self._story.wall_s + stage.began_us / 1e6
+        ended_s = began_s + stage.us / 1e6
+        moves = [
+            (lost, name)
+            for since_s, until_s, lost, name in self._known.moves.get(worker, ())
+            if since_s < ended_s and until_s > began_s and lost != worker
+        ]
+        if len(moves) < MIN_MOVES:
+            return None
+        lost, name = moves[-1]
+        text = f"in stage {stage.name} at {worker}, to which {len(moves)} requests of {lost} moved"
+        return Cause(name, late_us, text, stage.name, lost)
 
     def _away_plane(self, stage: StageTime, late_us: int) -> Cause | None:
         began_s = self._story.wall_s + stage.began_us / 1e6
@@ -320,7 +271,13 @@ class _Judging:
         missed = self._missed
         if attempt is None or missed is None:
             return None
-        tokens = _count(attempt.prompt_tokens - attempt.cached_tokens)
+        uncached = attempt.prompt_tokens - attempt.cached_tokens
+        tokens, ahead = _count(uncached), attempt.times and attempt.times.ahead_requests
+        if not missed.share and uncached < LONG_PROMPT_TOKENS:
+            if not ahead:
+                return None
+            text = f"computing {tokens} prompt tokens at {attempt.worker} beside {ahead} requests"
+            return Cause("overload", late_us, text, stage.name, attempt.worker)
         text = f"computing {tokens} prompt tokens at {attempt.worker}: {missed.reason}"
         return Cause(missed.name, late_us, text, stage.name, attempt.worker)
 
@@ -361,54 +318,6 @@ class _Judging:
     def _worker(self, stage: StageTime) -> str:
         attempt = self._attempt(stage)
         return "" if attempt is None else attempt.worker
-
-
-Marks = Mapping[tuple[str, int], deque[tuple[int, str, float]]]
-
-
-class CacheMiss(NamedTuple):
-    """Why a prompt was not in the cache of its worker. `share`: the part of it that was there
-    before, or elsewhere."""
-
-    name: str
-    reason: str
-    share: float = 0.0
-
-
-def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
-    """Return why the prompt was not in the cache of its worker; None where it was."""
-    attempts = slowest_attempts(story)
-    if not attempts:
-        return None
-    first = attempts[0]
-    if not first.prompt_tokens or first.cached_tokens * 2 >= first.prompt_tokens:
-        return None
-    blocks, held = first.prompt_blocks, first.overlap_blocks
-    uncached = 1 - first.cached_tokens / first.prompt_tokens
-    cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
-    if held - cached_blocks > blocks // 4:
-        known = f", known as {first.view}" if first.view not in ("", "exact") else ""
-        text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
-        return CacheMiss("stale index", text, (held - cached_blocks) / blocks)
-    if first.best_overlap_blocks - held > blocks // 4:
-        text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
-        return CacheMiss("at another worker", text, (first.best_overlap_blocks - held) / blocks)
-    seen_blocks = first.seen_blocks or 0
-    if seen_blocks - cached_blocks > blocks // 4:
-        text = f"{seen_blocks} of {blocks} blocks were seen before and are evicted"
-        return CacheMiss("eviction", text, (seen_blocks - cached_blocks) / blocks)
-    known_marks = marks.get((story.model, story.prompt_mark), ())
-    earlier = [entry for entry in known_marks if entry[2] < story.wall_s]
-    if earlier and all(entry[0] != story.salt_mark for entry in earlier):
-        text = "the same prompt was seen with another salt, key or adapter"
-        return CacheMiss("wrong salt", text, uncached)
-    same = [entry for entry in earlier if entry[0] == story.salt_mark]
-    if same and not blocks:  # the router did not look at blocks
-        if all(entry[1] != first.worker for entry in same):
-            text = f"{same[-1][1]} has computed a prompt that begins like it"
-            return CacheMiss("at another worker", text, uncached)
-        return CacheMiss("eviction", "a prompt that begins like it is evicted there", uncached)
-    return CacheMiss("new prompt", "it was never seen before")
 
 
 def _count(tokens: int) -> str:

@@ -1,0 +1,57 @@
+"""Why the prompt of a request was not in the cache of its worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dynamo.operations.observer.stages import slowest_attempts
+from dynamo.telemetry.story import EndedStory
+
+Marks = Mapping[tuple[str, int], deque[tuple[int, str, float]]]
+
+
+class CacheMiss(NamedTuple):
+    """Why a prompt was not in the cache of its worker. `share`: the part of it that was there
+    before, or elsewhere."""
+
+    name: str
+    reason: str
+    share: float = 0.0
+
+
+def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
+    """Return why the prompt was not in the cache of its worker; None where it was."""
+    attempts = slowest_attempts(story)
+    if not attempts:
+        return None
+    first = attempts[0]
+    if not first.prompt_tokens or first.cached_tokens * 2 >= first.prompt_tokens:
+        return None
+    blocks, held = first.prompt_blocks, first.overlap_blocks
+    uncached = 1 - first.cached_tokens / first.prompt_tokens
+    cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
+    if held - cached_blocks > blocks // 4:
+        known = f", known as {first.view}" if first.view not in ("", "exact") else ""
+        text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
+        return CacheMiss("stale index", text, (held - cached_blocks) / blocks)
+    if first.best_overlap_blocks - held > blocks // 4:
+        text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
+        return CacheMiss("at another worker", text, (first.best_overlap_blocks - held) / blocks)
+    seen_blocks = first.seen_blocks or 0
+    if seen_blocks - cached_blocks > blocks // 4:
+        text = f"{seen_blocks} of {blocks} blocks were seen before and are evicted"
+        return CacheMiss("eviction", text, (seen_blocks - cached_blocks) / blocks)
+    known_marks = marks.get((story.model, story.prompt_mark), ())
+    earlier = [entry for entry in known_marks if entry[2] < story.wall_s]
+    if earlier and all(entry[0] != story.salt_mark for entry in earlier):
+        text = "the same prompt was seen with another salt, key or adapter"
+        return CacheMiss("wrong salt", text, uncached)
+    same = [entry for entry in earlier if entry[0] == story.salt_mark]
+    if same and not blocks:  # the router did not look at blocks
+        if all(entry[1] != first.worker for entry in same):
+            text = f"{same[-1][1]} has computed a prompt that begins like it"
+            return CacheMiss("at another worker", text, uncached)
+        return CacheMiss("eviction", "a prompt that begins like it is evicted there", uncached)
+    return CacheMiss("new prompt", "it was never seen before")

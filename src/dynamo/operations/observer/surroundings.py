@@ -1,0 +1,100 @@
+"""Facts from around a request: usual times, pauses, moves and prompts of other requests."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from itertools import pairwise
+
+import msgspec
+
+from dynamo.core.errors import InstanceGone, WorkerDraining, WorkerFailed
+from dynamo.operations.observer.stages import STAGES, find_stages, slowest_attempts
+from dynamo.telemetry.story import AttemptFacts, EndedStory
+
+TYPICAL_STORIES = 256
+MIN_TYPICAL = 8
+MAX_PREFILLS = 256
+LONG_PROMPT_TOKENS = 1_024
+"""A prompt of so many tokens, and of half of all tokens that are ahead, is what others wait for."""
+SILENT_TEXTS = ("does not answer", "did not answer", "stalled")
+
+
+def name_of_loss(attempt: AttemptFacts) -> str:
+    """Return the name of the cause that ended an attempt."""
+    reason = attempt.reason or attempt.error
+    if attempt.error == WorkerDraining.code:
+        return "drained worker"
+    if any(text in reason for text in SILENT_TEXTS):
+        return "frozen worker"
+    if attempt.error in (WorkerFailed.code, InstanceGone.code):
+        return "lost worker"
+    return f"error {attempt.error}"
+
+
+class Surroundings(msgspec.Struct):
+    """Facts from around the time of a request. `pauses`: those of event loops by process, (end
+    as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
+    salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
+    by worker, (from, until, tokens). `moves`: those of requests that lost their worker, by the
+    worker to which they went, (from, until, lost worker, name of the cause)."""
+
+    pauses: dict[str, deque[tuple[float, float]]] = {}
+    planes: deque[tuple[float, float, str, str]] = deque(maxlen=256)
+    marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
+    prefills: dict[str, deque[tuple[float, float, int]]] = {}
+    moves: dict[str, deque[tuple[float, float, str, str]]] = {}
+
+    def add_moves(self, story: EndedStory) -> None:
+        """Note where a request went on after it had lost its worker."""
+        attempts = slowest_attempts(story)
+        for lost, again in pairwise(attempts):
+            if lost.error:
+                began_s = story.wall_s + again.placed_us / 1e6
+                until_us = again.ended_us if again.first_us is None else again.first_us
+                moves = self.moves.setdefault(again.worker, deque(maxlen=MAX_PREFILLS))
+                name = name_of_loss(lost)
+                moves.append((began_s, story.wall_s + until_us / 1e6, lost.worker, name))
+
+    def add_prefills(self, story: EndedStory) -> None:
+        """Note the long prompts that the workers of a request have computed."""
+        for attempt in story.attempts:
+            tokens = attempt.prompt_tokens - attempt.cached_tokens
+            if tokens >= LONG_PROMPT_TOKENS and attempt.first_us is not None:
+                worker = attempt.prefill_worker or attempt.worker
+                began_s = story.wall_s + attempt.placed_us / 1e6
+                until_s = story.wall_s + attempt.first_us / 1e6
+                prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
+                prefills.append((began_s, until_s, tokens))
+
+
+class TypicalTimes:
+    """The usual time of each stage of a model: the lower quartile of recent requests, which bursts
+    of late ones change little. The time of decode is by token of the answer."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[tuple[str, str], deque[float]] = defaultdict(
+            lambda: deque(maxlen=TYPICAL_STORIES)
+        )
+
+    def add(self, story: EndedStory) -> None:
+        """Learn from a request that ended well."""
+        if story.end or len(story.attempts) > story.choices * story.prompts:
+            return
+        sums: defaultdict[str, int] = defaultdict(int)
+        for stage in find_stages(story):
+            sums[stage.name] += stage.us
+        for name in STAGES:
+            self._times[story.model, name].append(sums[name] / _units(story, name))
+
+    def usual_us(self, story: EndedStory, stage: str) -> float:
+        """Return the usual time of a stage for a request of this size; 0 where none is known."""
+        times = self._times.get((story.model, stage))
+        if times is None or len(times) < MIN_TYPICAL:
+            return 0.0
+        return sorted(times)[len(times) // 4] * _units(story, stage)
+
+
+def _units(story: EndedStory, stage: str) -> int:
+    if stage == "decode":
+        return max(1, story.output_tokens // max(1, story.choices * story.prompts))
+    return 1
