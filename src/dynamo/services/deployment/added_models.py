@@ -104,9 +104,9 @@ def _defaults(settings: Settings) -> Settings:
 
 
 def save_model(path: str, entry: Mapping[str, Any] | None, name: str) -> str:
-    """Write an entry into the list `models` of a settings file, delete that of a name, or change
-    that of a name by `adapters` or an `alias`; an alias without a name is deleted. Returns the
-    file, whose other lines and mode stay as they are. Blocks. Raises `ConfigError`."""
+    """Change the list `models` of a settings file: write an entry, delete that of a name, change
+    its `adapters`, or move an `alias` to it. An alias without a name is deleted. Returns the file,
+    whose other lines and mode stay as they are. Blocks. Raises `ConfigError`."""
     if not path:
         raise ConfigError(
             "the deployment was started without a settings file, so nothing is saved",

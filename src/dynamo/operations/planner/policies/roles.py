@@ -56,7 +56,7 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     room = _room(scene)
     if room is not None and sum(map(math.ceil, sizes)) > room:
         present = [sum(kind.wanted for kind in kinds.values()) for kinds in (prompts, answers)]
-        sizes = list(_share(bare, sizes, room, present))
+        sizes = list(_share(bare, queued, sizes, room, present))
     counts = [
         _steady(at_least_one(scene, size), size, kinds)
         for size, kinds in zip(sizes, (prompts, answers), strict=True)
@@ -131,12 +131,16 @@ def _room(scene: Scene) -> int | None:
 
 
 def _share(
-    bare: Sequence[float], sizes: Sequence[float], room: int, present: Sequence[int]
+    bare: Sequence[float], queued: float, sizes: Sequence[float], room: int, present: Sequence[int]
 ) -> Sequence[float]:
-    """Divide the room: bare work of both first, the rest by what each wants beyond it. Sizes that
-    have room for the bare work stay while they differ by a worker, else chance turns roles."""
+    """Divide the room: bare work of both first, the rest by what each wants beyond it. Prompts that
+    are `queued` get what arriving work leaves. Sizes that have room for the bare work stay while
+    they differ by a worker, else chance turns roles."""
     total = sum(bare)
     if total >= room:
+        answers = math.ceil(bare[1])
+        if math.ceil(bare[0] - queued) + answers <= room:
+            return [float(room - answers), float(answers)]
         return [max(1.0, float(round(room * each / total))) for each in bare]
     beyond = [max(0.0, size - each) for size, each in zip(sizes, bare, strict=True)]
     left, share = room - total, sum(beyond) or 1.0
