@@ -14,7 +14,7 @@ CUSTOM_MODEL = next(path for path in SHIPPED if path.stem == "custom_model")
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DYNAMO_CONFIG_PATH", "DYNAMO_LOG", "RUST_LOG"):
+    for name in ("DYNAMO_CONFIG_PATH", "DYNAMO_LOG", "RUST_LOG", "DYNAMO_OBSERVER__ENABLED"):
         monkeypatch.delenv(name, raising=False)
 
 
