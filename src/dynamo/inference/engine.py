@@ -287,6 +287,7 @@ class BatchedEngine(EngineCore):
         self._work_arrived.clear()
         await self._work_arrived.wait()
         await self._time.wait_until_quiescent()
+        self.step_gaps.ended_s = asyncio.get_running_loop().time()
 
     async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1

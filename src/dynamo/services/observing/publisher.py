@@ -149,7 +149,10 @@ class StoryPublisher:
                 continue
             tables += bool(story.attempts)
             for attempt in story.attempts:
-                _fill_costs(attempt, keep=tables <= MAX_TABLES)
+                if tables <= MAX_TABLES:
+                    _fill_costs(attempt, keep=True)
+                else:
+                    attempt.costs = ()
             stories.append(story)
         dropped = max(0, good - MAX_STORIES)
         if dropped:
