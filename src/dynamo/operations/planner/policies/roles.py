@@ -53,17 +53,19 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     )
     means = tuple(_mean(scene, fact) for fact in ("wanted prefill", "wanted decode"))
     sizes = [max(each, mean) for each, mean in zip(wanted, means, strict=True)]
-    room = _room(scene)
+    room, both = _room(scene), (prompts, answers)
     if room is not None and sum(map(math.ceil, sizes)) > room:
-        present = [sum(kind.wanted for kind in kinds.values()) for kinds in (prompts, answers)]
+        present = [sum(kind.wanted for kind in kinds.values()) for kinds in both]
         sizes = list(_share(bare, queued, sizes, room, present))
-    counts = [
-        _steady(at_least_one(scene, size), size, kinds)
-        for size, kinds in zip(sizes, (prompts, answers), strict=True)
-    ]
+        counts = [at_least_one(scene, size) for size in sizes]
+    else:
+        counts = [
+            _steady(at_least_one(scene, size), size, kinds)
+            for size, kinds in zip(sizes, both, strict=True)
+        ]
     if room is not None and sum(counts) > room:  # rounding
         counts[counts.index(max(counts))] -= sum(counts) - room
-    lent = _lend(scene, counts, bare, (prompts, answers))
+    lent = _lend(scene, counts, bare, both)
     facts = {
         "work prefill": works["prefill"],
         "work decode": works["decode"],
