@@ -193,7 +193,7 @@ async def test_a_router_process_steers_the_price_of_pauses_by_the_target(
         file.write_text(json.dumps({"router": router}))
 
     set_target(1.0)  # below a step of TIMING
-    flags = ("-f", str(file))
+    flags = ("-f", str(file), "--observer")
     with Cluster(tiny_model, tmp_path, workers=2, flags=flags, timing=TIMING) as cluster:
         await cluster.wait_for(lambda: cluster.ready("router"))
 
@@ -207,7 +207,11 @@ async def test_a_router_process_steers_the_price_of_pauses_by_the_target(
         while (await weight_after_an_answer() or 0.0) <= START_WEIGHT:
             assert time.monotonic() < end, cluster.log[-2000:]
         await weight_after_an_answer()
-        *_, last = json.loads(await cluster.command("explain", "--json"))
+        decisions: list[dict[str, float | None]] = []
+        while not decisions or decisions[-1].get("harm_weight") is None:
+            assert time.monotonic() < end + 20, decisions
+            decisions = json.loads(await cluster.command("explain", "--json"))
+        last = decisions[-1]
         assert last["harm_weight"] > START_WEIGHT
         assert last["itl_slo_ms"] == 1.0
 

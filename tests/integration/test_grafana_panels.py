@@ -112,7 +112,7 @@ def missing_data(query: str, samples: list[Sample]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("grafana")
-    flags = ("--router-mode", "kv", "--router-replicas", "1", "--disagg", "always")
+    flags = ("--router-mode", "kv", "--router-replicas", "1", "--disagg", "always", "--observer")
     tiers = ("--kv-host-size", "1GB")
     cluster = Cluster(
         tiny_model, folder, workers=0, prefill=1, decode=2, frontends=2, flags=(*flags, *tiers)
@@ -127,8 +127,8 @@ def samples(cluster: Cluster) -> list[Sample]:
     for _ in range(6):
         ask(cluster.port)
     roles = [
-        *("decode_worker", "decode_worker", "frontend", "frontend", "prefill_worker", "router"),
-        "supervisor",
+        *("decode_worker", "decode_worker", "frontend", "frontend", "observer", "prefill_worker"),
+        *("router", "supervisor"),
     ]
     groups = until(
         lambda: len(listed := list_groups(cluster.port)) == len(roles) and listed, timeout_s=10

@@ -194,7 +194,7 @@ class DeploymentObserver:
         """Return the decisions for a request, oldest first; "" stands for the latest requests."""
         if not request_id:
             latest = self.stories.all()[:MAX_RECENT_REQUESTS]
-            return [each.explain() for entry in latest for each in self._decided(entry)]
+            return [each.explain() for entry in latest[::-1] for each in self._decided(entry)]
         stories = self.stories.find(request_id)[:1]
         return [each.explain() for entry in stories for each in self._decided(entry)]
 
