@@ -67,7 +67,7 @@ def test_a_graph_survives_the_death_of_each_router(
         time.sleep(0.1)
 
     def explain_next() -> tuple[str, str]:
-        """Ask, and explain it. What a new router decides before the observer knows it is lost."""
+        """Ask, and explain it. The observer misses what a router decides just after its start."""
         status, answer = serve.post("/v1/chat/completions", body(99))
         assert status == 200
         request_id = answer["id"].removeprefix("chatcmpl-")

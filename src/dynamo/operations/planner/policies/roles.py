@@ -41,8 +41,7 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     works = role_works(scene, capacity)
     lead_s = max(MIN_CLEAR_S, start_s({**prompts, **answers}))
     queued = capacity.prompt_work_ms(scene.demand.queued_tokens) / 1e3 / lead_s
-    batch = max(1.0, capacity.batch(RUNNING_SHARE, with_prompts=False))
-    running = scene.demand.running / batch
+    running = scene.demand.running / max(1.0, capacity.batch(RUNNING_SHARE, with_prompts=False))
     bare = (
         predictor(series(scene, "work prefill", works["prefill"])) + queued,
         max(predictor(series(scene, "work decode", works["decode"])), running),
