@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ _REASONS = {
 }
 _ROOT_FIELDS = {"apiVersion", "kind", "metadata"}
 _CHAIN = re.compile(r"\b(?:self|oldSelf)((?:\.[a-zA-Z_]\w*\b(?!\())+)")
-_FUNCTIONS = {
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "lowerAscii": str.lower,
     "upperAscii": str.upper,
     "trim": str.strip,
