@@ -165,7 +165,7 @@ async def test_a_process_ends_while_its_worker_falls_asleep_or_wakes_up(
             while not engine.report_load().running:
                 await asyncio.sleep(0)
         else:
-            await sleepy.order(1)
+            await sleepy.order(2)  # a wake from level 1 takes no time
         tasks.start(sleepy.order(level))
         while not worker._sleep._lock.locked():
             await asyncio.sleep(0)
