@@ -53,7 +53,7 @@ class Forks:
             with os.fdopen(writer, "wb", 0):
                 fds = (theirs.fileno(), writer, theirs.fileno())
                 process = await self.server.fork(engine, {**os.environ, "FORKED": "yes"}, fds)
-            return process, own, await asyncio.to_thread(output.read, 100)
+            return process, own, await asyncio.to_thread(output.readline, 100)
 
     async def facts(self, own: socket.socket) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(await asyncio.to_thread(own.recv, 4096))

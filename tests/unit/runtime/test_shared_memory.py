@@ -172,7 +172,7 @@ async def test_a_restarted_process_finds_the_memory_of_its_predecessor(
         before = descriptors()
         os.kill(child.pid, signal.SIGKILL)
         await until(lambda: child.restarts and child.ready)
-        await until(lambda: len(descriptors()) <= len(before))
+        await until(lambda: descriptors() <= before)
         supervisor.stop()
         await running
     assert out.getvalue().splitlines() == ["child | built it", "child | found built"]
