@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import pytest
 
@@ -19,11 +20,11 @@ from dynamo.runtime.processes.fork_server import ForkServer, StartedProcess
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux forks workers")
 
 SERVER = """
-import json, os, random, socket, sys, threading
+import json, os, random, sys, threading
 from dynamo.runtime.processes.fork_server import become_worker
 engines = []
 become_worker(engines.append)
-print("standard output", flush=True)
+code = int(os.read(0, 10))  # as a worker waits for its start message
 facts = {
     "engines": engines,
     "parent": os.getppid(),
@@ -33,36 +34,47 @@ facts = {
     "threads": threading.active_count(),
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
 }
-os.write(0, json.dumps(facts).encode())
-sys.exit(int(os.read(0, 10) or 0))
+print(json.dumps(facts))
+sys.exit(code)
 """
 
 
+class Forked(NamedTuple):
+    """A forked process, which waits for its exit code: its standard input and output."""
+
+    process: StartedProcess
+    stdin: socket.socket
+    stdout: IO[bytes]
+
+    async def end(self, code: int) -> dict[str, Any]:
+        """Let the process end, and return what it has said about itself."""
+        self.stdin.send(b"%d" % code)
+        output = await asyncio.to_thread(self.stdout.read)
+        assert os.waitstatus_to_exitcode(os.waitpid(self.process.pid, 0)[1]) == code
+        facts: dict[str, Any] = json.loads(output)
+        return facts
+
+
 class Forks:
-    """Forks processes of a server. Each has a socket as its standard input, a pipe as output."""
+    """Forks processes of a server."""
 
     def __init__(self) -> None:
         self.server = ForkServer((sys.executable, "-c", SERVER))
-        self._ends: list[socket.socket] = []
+        self._streams = ExitStack()
 
-    async def fork(self, engine: str = "native") -> tuple[StartedProcess, socket.socket, bytes]:
+    async def fork(self, engine: str = "native") -> Forked:
         own, theirs = socket.socketpair()
-        self._ends.append(own)
         reader, writer = os.pipe()
-        with os.fdopen(reader, "rb", 0) as output, theirs:
-            with os.fdopen(writer, "wb", 0):
-                fds = (theirs.fileno(), writer, theirs.fileno())
-                process = await self.server.fork(engine, {**os.environ, "FORKED": "yes"}, fds)
-            return process, own, await asyncio.to_thread(output.readline, 100)
-
-    async def facts(self, own: socket.socket) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(await asyncio.to_thread(own.recv, 4096))
-        return facts
+        output = self._streams.enter_context(os.fdopen(reader, "rb"))
+        self._streams.enter_context(own)
+        with theirs, os.fdopen(writer, "wb", 0):
+            fds = (theirs.fileno(), writer, theirs.fileno())
+            process = await self.server.fork(engine, {**os.environ, "FORKED": "yes"}, fds)
+        return Forked(process, own, output)
 
     def close(self) -> None:
         self.server.close()
-        for own in self._ends:
-            own.close()
+        self._streams.close()
 
 
 @pytest.fixture
@@ -72,24 +84,23 @@ async def forks() -> AsyncIterator[Forks]:
     forks.close()
 
 
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def children() -> set[int]:
+    """Return the children of this process. Other tests may have left servers."""
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return {int(pid) for pid in path.read_text().split()}
 
 
 async def test_forked_processes_are_children_with_own_streams(forks: Forks) -> None:
     workers = []
-    for number in range(2):
-        process, own, output = await forks.fork()
-        facts = await forks.facts(own)
+    for code in (3, 4):
+        forked = await forks.fork()
+        facts = await forked.end(code)
         workers.append(facts)
-        assert output == b"standard output\n"
         assert facts["parent"] == os.getpid()
         assert facts["session"]
         assert facts["variable"] == "yes"
         assert facts["threads"] == 1
-        assert set(process.fds) < set(facts["descriptors"])
-        own.send(b"%d" % (number + 3))
-        assert exit_code(process.pid) == number + 3
+        assert set(forked.process.fds) < set(facts["descriptors"])
     assert workers[0]["engines"] == ["native"]
     assert workers[1]["engines"] == ["native", "native"]
     assert len(workers[0]["descriptors"]) == len(workers[1]["descriptors"])
@@ -97,29 +108,20 @@ async def test_forked_processes_are_children_with_own_streams(forks: Forks) -> N
 
 
 async def test_its_death_ends_no_worker_and_the_next_order_starts_another(forks: Forks) -> None:
-    others = children()
-    process, own, _ = await forks.fork()
-    await forks.facts(own)
-    (server,) = children() - others - {process.pid}
+    before = children()
+    first = await forks.fork()
+    (server,) = children() - before - {first.process.pid}
     os.kill(server, signal.SIGKILL)
     with pytest.raises(OSError):
         await forks.fork()
-    later, other, _ = await forks.fork()
-    own.send(b"7")
-    assert exit_code(process.pid) == 7
-    other.send(b"8")
-    assert exit_code(later.pid) == 8
+    second = await forks.fork()
+    await first.end(7)
+    await second.end(8)
 
 
 async def test_a_server_that_cannot_start_is_an_error() -> None:
-    others = children()
+    before = children()
     server = ForkServer((sys.executable, "-c", ""))
     with pytest.raises(OSError, match=r"fork server ended|reset|Broken"):
         await server.fork("native", {}, (0, 1))
-    assert children() <= others
-
-
-def children() -> set[int]:
-    """Return the children of this process, among them servers of other tests."""
-    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return {int(pid) for pid in text.split()}
+    assert children() == before
