@@ -24,7 +24,7 @@ from dynamo.communication.frames import HELLO
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
-from dynamo.runtime.pids import start_ticks
+from dynamo.core.host.pids import start_ticks
 
 Report = Callable[[str], None]
 DYNAMO = (sys.executable, "-P", "-m", "dynamo")

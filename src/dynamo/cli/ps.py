@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dynamo.cli.parsing import Parser, format_table
-from dynamo.runtime.pids import age_s
+from dynamo.core.host.pids import age_s
 
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import ProcessRecord

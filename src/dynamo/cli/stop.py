@@ -102,7 +102,7 @@ def find_server_url(name_or_port: str | None, roles: Sequence[str] = ("frontend"
 def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
     """Signal the processes that have no ancestor in the deployment, and wait until all have ended.
     Raises `DeadlineExceeded`."""
-    from dynamo.runtime.pids import ancestors
+    from dynamo.core.host.pids import ancestors
 
     processes = deployment.live_processes()
     pids = {process.pid for process in processes}
@@ -133,7 +133,7 @@ def _send_signal(pidfd: int, number: signal.Signals) -> None:
 def _open_pidfd(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
     """Return a descriptor that becomes readable when the process ends; None if it has ended, or
     if another process has its pid now."""
-    from dynamo.runtime.pids import is_alive
+    from dynamo.core.host.pids import is_alive
 
     try:
         descriptor = os.pidfd_open(process.pid)

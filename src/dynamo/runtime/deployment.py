@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.pids import is_alive, is_stopped
 from dynamo.core.host.private_folders import close_to_others, foreign_reason, make_private
-from dynamo.runtime.pids import is_alive, is_stopped
 
 if TYPE_CHECKING:
     from dynamo.communication.discovery.disk_reserve import DiskReserve

@@ -10,9 +10,9 @@ import msgspec
 
 from dynamo.communication.addresses import is_loopback
 from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.host.pids import is_alive
 from dynamo.runtime.deployment import ProcessRecord
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.pids import is_alive
 from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 
 log = logging.getLogger(__name__)

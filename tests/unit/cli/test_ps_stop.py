@@ -15,9 +15,9 @@ from dynamo.cli import main, ps, stop
 from dynamo.cli.benchmark.bench_flags import parse_bench_config
 from dynamo.cli.benchmark.bench_flags import parser as bench_parser
 from dynamo.core.errors import ConfigError, NotFound
+from dynamo.core.host.pids import is_stopped, start_ticks
 from dynamo.runtime import deployment
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE, Deployment, ProcessRecord
-from dynamo.runtime.pids import is_stopped, start_ticks
 from dynamo.services.deployment.accelerators import cards_of_others
 
 Start = Callable[..., subprocess.Popen[bytes]]

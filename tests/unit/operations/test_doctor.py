@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import (
     EngineSettings,
@@ -20,7 +21,6 @@ from dynamo.core.settings.schema import (
 from dynamo.inference.engines.packages import ENGINE_PACKAGES, EngineStatus
 from dynamo.operations import doctor
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.pids import start_ticks
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from dynamo.core.host.pids import start_ticks
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.control import ControlRequest, ControlServer, send_control_request
 from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.processes.served_models import ServedModels

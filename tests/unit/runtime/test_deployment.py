@@ -15,6 +15,7 @@ import pytest
 from dynamo.communication.discovery.folder import FolderLease, record_file_name
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.pids import command_line, is_alive, start_ticks
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import (
     Deployment,
@@ -23,7 +24,6 @@ from dynamo.runtime.deployment import (
     live_deployments,
     live_processes,
 )
-from dynamo.runtime.pids import command_line, is_alive, start_ticks
 from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
 
 

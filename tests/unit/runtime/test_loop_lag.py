@@ -11,8 +11,8 @@ import sys
 import time
 from collections import deque
 
+from dynamo.core.host.pids import catches
 from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, STALL_S, LoopLagMonitor, describe_frame
-from dynamo.runtime.pids import catches
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from dynamo.core.clock import SystemClock
+from dynamo.core.host.pids import start_ticks
 from dynamo.runtime.deployment import Deployment, ProcessRecord, new_instance_id
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.process_record import ProcessRecordWriter
 
 

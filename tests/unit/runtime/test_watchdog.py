@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.deployment import ChildStatus, Deployment, ProcessRecord
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes import watchdog as watchdog_module
 from dynamo.runtime.processes.child import HUNG_EXIT_TEXT
 from dynamo.runtime.processes.child_spec import ChildSpec

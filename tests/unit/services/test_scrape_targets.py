@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from dynamo.core.clock import SystemClock
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessRecord
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 from dynamo.services.scrape_targets import ScrapeTargets
 

@@ -15,6 +15,7 @@ import msgspec
 from dynamo.core.errors import (
     Overloaded,
 )
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.values import EngineInfo, Feature
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.engine import (
@@ -30,7 +31,6 @@ from dynamo.inference.engines.packages import argument_names
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
 from dynamo.inference.sglang.requests import forward_output, sampling_params
-from dynamo.runtime.pids import start_ticks
 
 if TYPE_CHECKING:
     from dynamo.inference.engine_registry import EngineInputs

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, Unsupported, WorkerFailed
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.arguments import engine_arguments
@@ -23,7 +24,6 @@ from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
 from dynamo.inference.probe import CANARY_REQUEST
 from dynamo.inference.trtllm.requests import TrtllmTranslator
-from dynamo.runtime.pids import start_ticks
 
 EVENT_BUFFER: Final = 100_000
 """Events that TensorRT-LLM keeps until they are polled."""

@@ -17,10 +17,10 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
+from dynamo.core.host.pids import catches
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all, wait_at_most
 from dynamo.runtime.deployment import STATE_ROOT_VARIABLE
-from dynamo.runtime.pids import catches
 from dynamo.runtime.processes.child_spec import ChildSpec
 from dynamo.runtime.processes.exit_status import (
     count_oom_kills,

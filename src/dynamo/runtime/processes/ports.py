@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from dynamo.communication.http.errors import PortInUse
 from dynamo.core.errors import ConfigError
+from dynamo.core.host.pids import command_line
 from dynamo.runtime.deployment import ProcessRecord, live_processes
-from dynamo.runtime.pids import command_line
 
 TCP_LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""

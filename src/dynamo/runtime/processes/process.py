@@ -27,6 +27,7 @@ from dynamo.core.errors import (
     Unsupported,
     encode_error,
 )
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import wait_for_first
 from dynamo.runtime.cancellation import CancellationToken
@@ -34,7 +35,6 @@ from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState, d
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.loop_lag import LoopLagMonitor
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.parent_pipe import (
     EXIT_USAGE,
     STACKS_SIGNAL,

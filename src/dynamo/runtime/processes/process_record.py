@@ -21,6 +21,7 @@ from dynamo.communication.directory import WATCH_RETRY_S, RecordChange, follow_r
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.host.pids import start_ticks
 from dynamo.core.settings import Settings
 from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import (
@@ -31,7 +32,6 @@ from dynamo.runtime.deployment import (
     new_instance_id,
 )
 from dynamo.runtime.discovery import RepublishingDiscovery
-from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.planes import planes_of
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.process_names import kind_of_process
