@@ -1,17 +1,19 @@
-"""A client of the test cluster's API server."""
+"""A client of a cluster's API server, and pods without a kubelet."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.operations.operator.crds import custom_resources
 
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -118,4 +120,95 @@ def definition(
             "names": names,
             "versions": [version],
         },
+    }
+
+
+GRAPH = "qwen"
+SERVICE_LABELS = {
+    "nvidia.com/dynamo-graph-deployment-name": GRAPH,
+    "nvidia.com/dynamo-discovery-enabled": "true",
+}
+POD_LABELS = {"nvidia.com/dynamo-graph-deployment-name": GRAPH}
+
+
+class GraphPods:
+    """The pods of a graph without a kubelet: their objects, with the readiness that a test gives
+    them, and the graph's Service for discovery. Everything goes through the API server."""
+
+    def __init__(self, client: KubernetesClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+        self._core = f"/api/v1/namespaces/{namespace}"
+
+    async def create(self) -> None:
+        """Create the kinds, the namespace and the Service."""
+        await self._client.send(
+            "POST", "/api/v1/namespaces", {"metadata": {"name": self.namespace}}
+        )
+        for definition in custom_resources():
+            await self._client.send(
+                "POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition
+            )
+        spec = {"clusterIP": "None", "selector": POD_LABELS, "ports": [{"port": 9090}]}
+        body = {"metadata": {"name": "discovery", "labels": SERVICE_LABELS}, "spec": spec}
+        await self._client.create(f"{self._core}/services", body)
+
+    async def add(self, name: str, *, ready: bool = True) -> str:
+        """Create a pod, and return its uid once a slice lists it."""
+        spec = {"containers": [{"name": "main", "image": "dynamo"}], "nodeName": "node"}
+        body = {"metadata": {"name": name, "labels": POD_LABELS}, "spec": spec}
+        pod = await self._client.create(f"{self._core}/pods", body)
+        await self.set_ready(name, ready=ready)
+        return str(pod["metadata"]["uid"])
+
+    async def set_ready(self, name: str, *, ready: bool) -> None:
+        """Change the readiness of a pod, and return once its slice has it."""
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        status = {"phase": "Running", "podIP": "10.1.0.1", "conditions": conditions}
+        path = f"{self._core}/pods/{name}/status"
+        done, answer = await self._client.send("PATCH", path, {"status": status}, STRATEGIC)
+        assert done == 200, answer
+        while await self.readiness(name) is not ready:
+            await asyncio.sleep(0.01)
+
+    async def remove(self, name: str) -> None:
+        """Delete a pod at once, and return once no slice lists it."""
+        path = f"{self._core}/pods/{name}"
+        await self._client.send("DELETE", path, {"gracePeriodSeconds": 0})
+        while await self.readiness(name) is not None:
+            await asyncio.sleep(0.01)
+
+    async def readiness(self, name: str) -> bool | None:
+        """Return whether the slices have a pod as ready; None: it is not listed."""
+        for version in ("v1", "v1beta1"):
+            path = f"/apis/discovery.k8s.io/{version}/namespaces/{self.namespace}/endpointslices"
+            status, slices = await self._client.send("GET", path)
+            if status == 200:
+                break
+        for endpoint in (e for s in slices["items"] for e in s.get("endpoints") or ()):
+            if endpoint["targetRef"]["name"] == name:
+                return bool(endpoint["conditions"]["ready"])
+        return None
+
+    def environment(self, name: str, uid: str) -> dict[str, str]:
+        """Return the variables of a process in a pod."""
+        return {
+            "POD_NAME": name,
+            "POD_NAMESPACE": self.namespace,
+            "POD_UID": uid,
+            "DYN_PARENT_DGD_K8S_NAME": GRAPH,
+            "DYN_PARENT_DGD_K8S_NAMESPACE": self.namespace,
+        }
+
+
+def account_environment(url: str, token: str, folder: Path) -> dict[str, str]:
+    """Write the files of a service account, and return the variables by which processes in pods
+    find them and the API server."""
+    folder.mkdir(exist_ok=True)
+    (folder / "token").write_text(token, encoding="ascii")
+    parts = urlsplit(url)
+    return {
+        "KUBERNETES_SERVICE_HOST": parts.hostname or "",
+        "KUBERNETES_SERVICE_PORT": str(parts.port),
+        "DYN_SERVICE_ACCOUNT_FOLDER": str(folder),
     }

@@ -1,0 +1,1 @@
+"""Kubernetes as a server of planes: requests to its API, objects that are followed, discovery."""

@@ -1,0 +1,98 @@
+"""Requests to an API server: from a pod, and through `kubectl proxy`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.support.kubernetes import account_environment
+
+from dynamo.communication.kubernetes.link import ApiServerError, ProxyLink, open_link
+from dynamo.core.errors import PlaneUnavailable
+from dynamo.testing.kubernetes.server import ApiServer
+
+NAMESPACES = "/api/v1/namespaces"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer() as server:
+        yield server
+
+
+async def test_a_failure_says_what_the_server_says(server: ApiServer, tmp_path: Path) -> None:
+    token = server.access.account_token("default", "worker")
+    link = open_link(5.0, account_environment(server.url, token, tmp_path / "account"))
+    with pytest.raises(ApiServerError, match='User "system:serviceaccount:default:worker" cannot'):
+        await link.request("GET", NAMESPACES)
+    server.faults.code, server.faults.retry_after_s = 429, 7
+    with pytest.raises(ApiServerError) as caught:
+        await link.request("GET", NAMESPACES)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 7.0)
+    await link.close()
+
+
+async def test_a_namespace_is_that_of_the_account(server: ApiServer, tmp_path: Path) -> None:
+    environment = account_environment(server.url, "admintoken", tmp_path)
+    (tmp_path / "namespace").write_text("lab\n", encoding="ascii")
+    link = open_link(5.0, environment)
+    assert link.namespace == "lab"
+    await link.close()
+
+
+async def test_a_server_that_hangs_is_given_up(server: ApiServer, tmp_path: Path) -> None:
+    link = open_link(0.2, account_environment(server.url, "admintoken", tmp_path))
+    server.faults.hanging.clear()
+    with pytest.raises(PlaneUnavailable, match=r"no answer within 0\.2 s"):
+        await link.request("GET", NAMESPACES)
+    server.faults.hanging.set()
+    assert await link.request("GET", NAMESPACES)
+    await link.close()
+
+
+async def test_a_server_elsewhere_needs_a_ca(tmp_path: Path) -> None:
+    link = open_link(1.0, account_environment("https://192.0.2.1:443", "token", tmp_path))
+    with pytest.raises(PlaneUnavailable, match=r"has no ca\.crt"):
+        await link.request("GET", NAMESPACES)
+    await link.close()
+
+
+async def test_served_versions_are_chosen_by_the_client(server: ApiServer, tmp_path: Path) -> None:
+    link = open_link(5.0, account_environment(server.url, "admintoken", tmp_path))
+    assert await link.served_version("discovery.k8s.io", ("v2", "v1")) == "v1"
+    with pytest.raises(PlaneUnavailable, match=r"has discovery\.k8s\.io as v1, and v9 is"):
+        await link.served_version("discovery.k8s.io", ("v9",))
+    await link.close()
+
+
+async def test_outside_of_a_cluster_kubectl_is_the_way(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {}}],
+        "current-context": "x",
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_bytes(msgspec.json.encode(config))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    link = open_link(20.0, {})
+    assert isinstance(link, ProxyLink)
+    assert b'"default"' in await link.request("GET", NAMESPACES)
+    await link.close()
+
+
+async def test_without_account_and_kubectl_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    link = open_link(1.0, {})
+    with pytest.raises(PlaneUnavailable, match="no pod's service account, and finds no kubectl"):
+        await link.request("GET", NAMESPACES)
+    await link.close()
