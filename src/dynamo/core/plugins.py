@@ -97,6 +97,7 @@ DISCOVERY_BACKENDS = PluginTable(
         "file": "dynamo.communication.discovery.file:FileDiscovery",
         "etcd": "dynamo.communication.discovery.etcd:EtcdDiscovery",
         "etcds": "dynamo.communication.discovery.etcd:EtcdDiscovery",
+        "kubernetes": "dynamo.communication.kubernetes.discovery:KubernetesDiscovery",
     },
 )
 """URL scheme to a class with `async open(url, options) -> Discovery`."""
