@@ -55,13 +55,15 @@ def with_dyn_names(
         del names["DYNAMO_RUNTIME__STATUS_PORT"]
     backend = environ.get("DYN_DISCOVERY_BACKEND") or discovery or "etcd"
     endpoints, folder = environ.get("ETCD_ENDPOINTS"), environ.get("DYN_FILE_KV")
-    if backend not in {"etcd", "file", "mem"}:
+    if backend not in {"etcd", "file", "mem", "kubernetes"}:
         raise ConfigError(
             f"the discovery backend {backend!r} of NVIDIA Dynamo does not exist here",
-            hint="use etcd with ETCD_ENDPOINTS, or file with DYN_FILE_KV",
+            hint="use kubernetes, etcd with ETCD_ENDPOINTS, or file with DYN_FILE_KV",
         )
     if backend == "mem":
         names["DYNAMO_RUNTIME__DISCOVERY"] = "memory:dynamo"
+    elif backend == "kubernetes":
+        names["DYNAMO_RUNTIME__DISCOVERY"] = "kubernetes:"
     elif backend == "etcd" and endpoints:
         names["DYNAMO_ETCD_ENDPOINTS"] = endpoints
     elif folder:

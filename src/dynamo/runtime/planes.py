@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Final
 
@@ -21,6 +22,8 @@ UNENCRYPTED_TEXT: Final = (
     "security.secret only proves who is connected"
 )
 UNENCRYPTED_HINT: Final = "set security.tls_ca, security.tls_cert and security.tls_key"
+GRAPH_VARIABLE: Final = "DYN_PARENT_DGD_K8S_NAME"
+"""Names the DynamoGraphDeployment in the pods of a graph."""
 DEFAULT_ETCD_URL: Final = "etcd://127.0.0.1:2379"
 DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
@@ -73,13 +76,16 @@ class Planes(msgspec.Struct, frozen=True):
 def planes_of(settings: Settings) -> Planes:
     """The planes that the settings name. Raises `ConfigError`. `runtime.discovery`, `.requests` and
     `.events` take precedence over the servers of `discovery.etcd` and `messaging.nats`. Without
-    either, the planes need no server."""
+    either, pods of a graph use Kubernetes, and others need no server."""
     runtime = settings.runtime
     direct_url = f"tcp://{bracket_ipv6(runtime.plane_host)}:0"
     messaging = _nats_url(settings) or direct_url
     requests = runtime.requests or messaging
     return Planes(
-        discovery=runtime.discovery or _etcd_url(settings) or deployment_of(settings).discovery_url,
+        discovery=runtime.discovery
+        or _etcd_url(settings)
+        or _kubernetes_url(settings)
+        or deployment_of(settings).discovery_url,
         requests=requests,
         events=runtime.events or messaging,
         transfer=_transfer_url(runtime.transfer, requests, direct_url),
@@ -122,6 +128,12 @@ def _etcd_url(settings: Settings) -> str:
         )
     hosts = ",".join(url.rpartition("://")[2].rstrip("/") for url in endpoints)
     return f"{'etcds' if schemes == {'https'} else 'etcd'}://{hosts}"
+
+
+def _kubernetes_url(settings: Settings) -> str:
+    """The URL of discovery by Kubernetes if it is set, or if this is a pod of a graph."""
+    in_graph = os.environ.get(GRAPH_VARIABLE) and os.environ.get("POD_UID")
+    return "kubernetes:" if settings.discovery.type == "kubernetes" or in_graph else ""
 
 
 def _nats_url(settings: Settings) -> str:

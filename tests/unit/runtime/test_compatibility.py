@@ -375,6 +375,7 @@ async def test_a_worker_raises_why_its_planes_cannot_open(monkeypatch: pytest.Mo
         ({"ETCD_ENDPOINTS": "a:1"}, (), {"DYNAMO_ETCD_ENDPOINTS": "a:1"}),
         ({"ETCD_ENDPOINTS": "a:1", "DYN_DISCOVERY_BACKEND": "file"}, ("etcd",), {}),
         ({}, ("mem",), {"DYNAMO_RUNTIME__DISCOVERY": "memory:dynamo"}),
+        ({}, ("kubernetes",), {"DYNAMO_RUNTIME__DISCOVERY": "kubernetes:"}),
         ({"NATS_SERVER": "nats://a:1"}, ("", "tcp"), {}),
         ({"NATS_SERVER": "nats://a:1"}, ("", "nats"), {"DYNAMO_NATS_URL": "nats://a:1"}),
         ({"DYN_EVENT_PLANE": "nats"}, (), {"DYNAMO_RUNTIME__EVENTS": "nats://127.0.0.1:4222"}),
@@ -393,5 +394,5 @@ def test_own_variables_have_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_settings().runtime.namespace == "theirs"
     monkeypatch.setenv("DYNAMO_RUNTIME__NAMESPACE", "ours")
     assert environment_settings().runtime.namespace == "ours"
-    with pytest.raises(ConfigError, match="kubernetes"):
-        with_dyn_names({}, "kubernetes")
+    with pytest.raises(ConfigError, match="zookeeper"):
+        with_dyn_names({}, "zookeeper")

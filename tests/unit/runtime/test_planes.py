@@ -58,6 +58,18 @@ def test_a_type_without_servers_means_the_local_server() -> None:
     assert (result.discovery, result.events) == ("etcd://127.0.0.1:2379", "nats://127.0.0.1:4222")
 
 
+def test_kubernetes_is_chosen_by_its_type_and_by_pods_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert planes(discovery__type="kubernetes").discovery == "kubernetes:"
+    monkeypatch.setenv("DYN_PARENT_DGD_K8S_NAME", "qwen")
+    assert planes().discovery.startswith("file:")
+    monkeypatch.setenv("POD_UID", "1")
+    assert planes().discovery == "kubernetes:"
+    assert planes(discovery__etcd__endpoints="http://a:1").discovery == "etcd://a:1"
+    assert planes(runtime__discovery="memory:").discovery == "memory:"
+
+
 def test_a_plane_url_takes_precedence_over_the_sections() -> None:
     result = planes(
         {"DYNAMO_NATS_URL": "nats://n:4222"}, runtime__requests="tcp:", runtime__discovery="memory:"

@@ -165,9 +165,9 @@ class DiscoverySettings(SettingsSection, frozen=True):
     type: str = setting(
         "file",
         "kind of server; file: none, unless `etcd.endpoints` are set; etcd without endpoints: "
-        "127.0.0.1:2379",
-        choices=("file", "etcd"),
-        not_yet=(("kubernetes", ""),),
+        "127.0.0.1:2379; kubernetes: the API server of the cluster, which pods of a graph use "
+        "unless another one is set",
+        choices=("file", "etcd", "kubernetes"),
     )
     etcd: EtcdSettings = EtcdSettings()
 

@@ -44,7 +44,7 @@ REFRESH_INTERVAL_S = 15.0
 MAX_LEASE_TTL_S = 5.0
 """Requests wait for the processes of a dead supervisor until its lease has expired."""
 SELF_EXPIRING_PLANES = ("file:", "memory:")
-"""Planes that drop the records of a process when it dies."""
+"""Planes that drop the records of a process when it dies. Kubernetes drops them with the pod."""
 PROCESSES_PREFIX = "/_processes/"
 """The prefix of the keys of processes in discovery; the role and the instance follow."""
 
