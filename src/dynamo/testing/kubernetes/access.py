@@ -38,6 +38,8 @@ class Access:
     def __init__(self, objects: ClusterObjects) -> None:
         self._objects = objects
         self.tokens: dict[str, User] = {"admintoken": ADMINISTRATOR}
+        self.anonymous: User | None = ADMINISTRATOR
+        """The user of requests without a token. None: they are refused."""
         self.refused: list[str] = []
         """Messages of the answers 403."""
 
@@ -51,9 +53,9 @@ class Access:
 
     def user_of(self, authorization: str) -> User:
         """Return the user of a token. Raises `ApiFailure` 401."""
-        if not authorization:
-            return ADMINISTRATOR
         user = self.tokens.get(authorization.removeprefix("Bearer "))
+        if not authorization:
+            user = self.anonymous
         if user is None:
             raise ApiFailure(401, "Unauthorized")
         return user

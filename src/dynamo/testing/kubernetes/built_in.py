@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -89,11 +90,13 @@ def deletion_grace_s(kind: Kind, item: Object, options: Object) -> int:
 
 def fill_defaults(kind: Kind, item: Object) -> Object:
     """Return a built-in object with its defaults."""
+    if kind.id == "secrets":
+        return _secret_defaults(item)
     spec = item.get("spec")
     if not isinstance(spec, dict):
         return item
     if kind.id == "pods":
-        return item | {"spec": _pod_defaults(spec)}
+        return item | {"spec": {"serviceAccountName": "default"} | _pod_defaults(spec)}
     if kind.id in ("deployments.apps", "replicasets.apps", "statefulsets.apps", "jobs.batch"):
         defaults = _DEPLOYMENT_DEFAULTS if kind.id == "deployments.apps" else {"replicas": 1}
         defaults = {} if kind.id == "jobs.batch" else defaults
@@ -105,6 +108,12 @@ def fill_defaults(kind: Kind, item: Object) -> Object:
     if kind.id == "services":
         return item | {"spec": _service_defaults(item["metadata"], spec)}
     return item
+
+
+def _secret_defaults(item: Object) -> Object:
+    texts = item.pop("stringData", None) or {}
+    data = {name: base64.b64encode(str(text).encode()).decode() for name, text in texts.items()}
+    return {"type": "Opaque", **item, "data": (item.get("data") or {}) | data}
 
 
 def _pod_defaults(spec: Object) -> Object:
@@ -137,8 +146,8 @@ def _container_defaults(container: Object) -> Object:
 def _service_defaults(metadata: Object, spec: Object) -> Object:
     filled = {"type": "ClusterIP", "sessionAffinity": "None", **spec}
     if "clusterIP" not in filled and filled["type"] != "ExternalName":
-        number = int(str(metadata.get("uid", "1"))[:4], 16)
-        filled["clusterIP"] = f"10.254.{number >> 8}.{number & 255}"
+        high, middle, low = bytes.fromhex(str(metadata.get("uid", "100000"))[:6])
+        filled["clusterIP"] = f"10.{128 + high % 126}.{middle}.{low}"
     filled["ports"] = [
         {"protocol": "TCP", "targetPort": port.get("port"), **port}
         for port in spec.get("ports", ())

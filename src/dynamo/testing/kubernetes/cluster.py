@@ -27,7 +27,10 @@ CONTROLLERS: tuple[type[Controller], ...] = (
 
 
 class Cluster:
-    """`async with Cluster() as cluster`. `nodes` has the resources of each node by name."""
+    """`async with Cluster() as cluster`. `nodes` has the resources of each node by name.
+
+    Its pods are objects alone, whose status others write. `PodCluster` runs them.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Cluster:
     async def __aenter__(self) -> Self:
         await self.server.start()
         for kind in CONTROLLERS:
-            self._tasks.start(kind(self.objects).run(), kind.__name__)
+            self.run(kind(self.objects))
         for name, resources in self._nodes.items():
             self.add_node(name, {**NODE, **resources})
         return self
@@ -59,6 +62,10 @@ class Cluster:
     ) -> None:
         await self._tasks.close()
         await self.server.stop()
+
+    def run(self, controller: Controller) -> None:
+        """Run a controller until the cluster ends."""
+        self._tasks.start(controller.run(), type(controller).__name__)
 
     def add_node(
         self, name: str, resources: Mapping[str, str], labels: Mapping[str, str] | None = None

@@ -168,6 +168,8 @@ class ClusterObjects:
             return self.store.remove(target.kind.id, target.key)
         if "deletionTimestamp" not in metadata:
             metadata |= {"deletionTimestamp": self.now(), "deletionGracePeriodSeconds": grace}
+        elif grace < metadata.get("deletionGracePeriodSeconds", 0):
+            metadata["deletionGracePeriodSeconds"] = grace
         if finalizers:
             metadata["finalizers"] = finalizers
         if metadata == item["metadata"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -18,14 +19,17 @@ from dynamo.testing.kubernetes.failures import ApiFailure
 from dynamo.testing.kubernetes.faults import Faults
 from dynamo.testing.kubernetes.kinds import Kind, Object, kind_of_definition
 from dynamo.testing.kubernetes.objects import DEFINITIONS, ClusterObjects, Target, Write
-from dynamo.testing.kubernetes.store import Change, ClusterStore
+from dynamo.testing.kubernetes.store import Change, ClusterStore, Key
 from dynamo.testing.kubernetes.watches import JSON, Pages, Watch, selector_of
 
 BOOKMARK_S = 60.0
+LOG_POLL_S = 0.2
 _LIMITS = HttpLimits(
     max_body_bytes=8 << 20, stream_backlog_bytes=64 << 20, idle_timeout_s=600.0,
     stall_timeout_s=600.0,
 )  # fmt: skip
+ReadLog = Callable[[Key, Mapping[str, str]], bytes]
+"""Takes the key of a pod and the query. Raises `ApiFailure`."""
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
@@ -45,6 +49,8 @@ class ApiServer:
         self.requests: list[str] = []
         """Method and target of each request, with the user."""
         self.port = 0
+        self.read_log: ReadLog | None = None
+        """Returns the output of a container, for `kubectl logs`."""
         self._bookmark_s = bookmark_s
         self._pages = Pages()
         self._watches: set[Watch] = set()
@@ -253,6 +259,9 @@ class ObjectRequest:
             return
         if name:
             item = self._objects.read(target)
+            if target.subresource == "log":
+                await self._send_log(response)
+                return
             if target.subresource == "scale":
                 item = self._objects.scale_of(target, item)
             elif target.subresource not in ("", "status"):
@@ -268,6 +277,25 @@ class ObjectRequest:
         items = self._server.faults.stale(target.kind.id, items)
         items, metadata = self._server.page(items, query)
         _send(response, 200, self._shown(items, metadata))
+
+    async def _send_log(self, response: Any) -> None:
+        read, query = self._server.read_log, self._query
+        if read is None:
+            raise ApiFailure(400, "the pods of this cluster have no processes")
+        sent, response_type = 0, (("content-type", "text/plain"),)
+        while response.open:
+            output = read(self._target.key, query)
+            if sent == 0:
+                lines = output.splitlines(keepends=True)
+                skipped = lines[: len(lines) - int(query.get("tailLines", len(lines)))]
+                sent = sum(map(len, skipped))
+                response.start(200, response_type)
+            response.write(output[sent:])
+            sent = len(output)
+            if query.get("follow") != "true":
+                response.end()
+                return
+            await asyncio.sleep(LOG_POLL_S)
 
     def _delete(self, response: Any, write: Write) -> None:
         target = self._target

@@ -36,16 +36,18 @@ class EndpointSlices(Controller):
         service = self.store.get("services", key)
         if service is None or not service["spec"].get("selector"):
             return
-        endpoints = [
-            _endpoint(service, pod)
+        pods = [
+            pod
             for pod in self.store.items("pods", key[0])
             if _selects(service, pod)
             and pod.get("status", {}).get("podIP")
             and pod["status"].get("phase") not in ("Succeeded", "Failed")
         ]
+        endpoints = [_endpoint(service, pod) for pod in pods]
         ports = [
-            {"name": port.get("name", ""), "port": port["port"], "protocol": port["protocol"]}
+            {"name": port.get("name", ""), "port": number, "protocol": port["protocol"]}
             for port in service["spec"].get("ports") or ()
+            if (number := _target_port(port["targetPort"], pods)) is not None
         ]
         count = max(1, -(-len(endpoints) // MOST_ENDPOINTS))
         for index in range(count):
@@ -82,6 +84,14 @@ def _selects(service: Object, pod: Object) -> bool:
     labels = pod["metadata"].get("labels") or {}
     selector = service["spec"].get("selector") or {}
     return bool(selector) and all(labels.get(key) == value for key, value in selector.items())
+
+
+def _target_port(port: int | str, pods: Iterable[Object]) -> int | None:
+    """Return the number of a pods' port, which may be given by name."""
+    if isinstance(port, int):
+        return port
+    known = (p for pod in pods for c in pod["spec"]["containers"] for p in c.get("ports") or ())
+    return next((p["containerPort"] for p in known if p.get("name") == port), None)
 
 
 def _endpoint(service: Object, pod: Object) -> Object:
