@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dynamo.operations.operator.rules import GraphCheck
+
 ACTIONS = {
     "crds": "print the CustomResourceDefinitions",
     "convert": "print graphs of v1alpha1 as v1beta1",
+    "manifests": "print the objects that the operator makes of graphs",
     "place": "show where the pods of graphs would go, and why not elsewhere",
 }
 EXAMPLES = """\
   dynamo kubernetes crds | kubectl apply --server-side -f -
   dynamo kubernetes convert -f graph.yaml
+  dynamo kubernetes manifests -f graph.yaml
   kubectl get nodes,pods -A -o yaml | dynamo kubernetes place -f graph.yaml --nodes -"""
 
 
@@ -28,10 +34,16 @@ def parser() -> Parser:
     parser = Parser("dynamo kubernetes", lines, EXAMPLES, usage=f"{{{','.join(ACTIONS)}}} [FLAGS]")
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=" | ".join(ACTIONS))
     parser.add_argument(
-        "-f", "--file", metavar="FILE", help="convert, place: manifests; -: standard input"
+        "-f", "--file", metavar="FILE", help="convert, manifests, place: graphs; -: standard input"
     )
     parser.add_argument(
         "--nodes", metavar="FILE", help="place: nodes, and pods that use them; -: standard input"
+    )
+    parser.add_argument(
+        "--groups",
+        metavar="GROUPS",
+        help="manifests: API groups of the cluster beside its own, by comma; default: both that "
+        "replicas of several nodes need",
     )
     parser.add_argument(
         "--levels", metavar="LABELS", help="place: labels of the levels, broad to narrow, by comma"
@@ -45,6 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
         "crds": _print_crds,
         "convert": _convert,
+        "manifests": _print_objects,
         "place": _place,
     }
     return actions[args.action](args)
@@ -98,18 +111,41 @@ def _convert(args: argparse.Namespace) -> int:
     code = 0
     for item in find_graphs(objects, args.file):
         spec = item.get("spec") or {}
-        check = check_graph(spec)
-        name = item["metadata"].get("name", "")
-        for note in check.notes:
-            print(f"note: {name}: {note}", file=sys.stderr)
-        for problem in check.problems:
-            print(f"error: {name}: {problem}", file=sys.stderr)
-            code = 1
+        code = max(code, _print_findings(item["metadata"].get("name", ""), check_graph(spec)))
         item["apiVersion"] = f"{GROUP}/{BETA}"
         if "services" in spec:
             item["spec"] = upgrade(spec).spec
     print(write_manifests(objects), end="")
     return code
+
+
+def _print_objects(args: argparse.Namespace) -> int:
+    """Print what the operator makes of graphs. Problems and notes go to standard error."""
+    from dynamo.operations.operator.desired import desired
+    from dynamo.operations.operator.manifests import write_manifests
+    from dynamo.operations.operator.view import Observed
+    from dynamo.operations.operator.workloads import GROVE, LEADER_WORKER
+
+    objects = read_objects(args.file, "-f")
+    groups = frozenset(args.groups.split(",")) if args.groups else frozenset({GROVE, LEADER_WORKER})
+    code = 0
+    result: list[Mapping[str, Any]] = []
+    for graph in find_graphs(objects, args.file):
+        observed = Observed(0.0, groups=groups, secret=secrets.token_hex(32).encode())
+        wanted = desired(graph, observed)
+        code = max(code, _print_findings(graph["metadata"].get("name", ""), wanted.check))
+        result += wanted.objects
+    print(write_manifests(result), end="")
+    return code
+
+
+def _print_findings(name: str, check: GraphCheck) -> int:
+    """Print the notes and problems of a graph. Returns 1 if there is a problem."""
+    for note in check.notes:
+        print(f"note: {name}: {note}", file=sys.stderr)
+    for problem in check.problems:
+        print(f"error: {name}: {problem}", file=sys.stderr)
+    return 1 if check.problems else 0
 
 
 def _place(args: argparse.Namespace) -> int:
