@@ -45,7 +45,7 @@ SERVES = re.compile(
     r"(\w+=\S+ )*(make run|dynamo serve|dynamo run|dynamo indexer)"
     r"(?!.* (in=batch|in=text|--dry-run|&$))"
 )
-CHOOSES = re.compile(r"dynamo (why|chat|bench)(?! http| compare| draw)")
+CHOOSES = re.compile(r"dynamo (why|slo|top|chat|bench)(?! http| compare| draw)")
 """Commands that take the only deployment. A user who runs the tests may have others."""
 SHELL_BLOCK = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 READY_LINE = re.compile(r"^\w+ serves$", re.MULTILINE)

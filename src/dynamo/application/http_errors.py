@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from dynamo.communication.http.errors import STATUS_BY_CODE as SERVER_STATUS_BY_CODE
-from dynamo.core.errors import DynamoError, MethodNotAllowed
+from dynamo.core.errors import DynamoError, MethodNotAllowed, error_types
 
 DONE_EVENT = b"data: [DONE]\n\n"
 """The end of OpenAI's streams of chats and completions."""
@@ -52,12 +53,26 @@ RETRY_HINT = "the request is valid: send it again"
 
 
 def status_of(error: DynamoError) -> int:
-    """Return the HTTP status of an error; an unlisted code has the status of its base class."""
-    for cls in type(error).__mro__:
+    """Return the HTTP status of an error."""
+    return status_of_type(type(error))
+
+
+def status_of_type(error_type: type[DynamoError]) -> int:
+    """Return the HTTP status of a class of errors; an unlisted code has that of its base class."""
+    for cls in error_type.__mro__:
         status = STATUS_BY_CODE.get(getattr(cls, "code", ""))
         if status is not None:
             return status
     return 500
+
+
+def client_error_codes() -> frozenset[str]:
+    """Return the codes of errors that clients make. A limit of the deployment is none of them."""
+    own = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+    statuses = {code: status_of_type(cls) for code, cls in error_types().items()}
+    return frozenset(
+        code for code, status in statuses.items() if status < 500 and status not in own
+    )
 
 
 class ErrorFormat(ABC):

@@ -21,17 +21,18 @@ class StorySource(Protocol):
         self, slow: float, *, failed: bool, worker: str, limit: int
     ) -> Sequence[Any]: ...
     def group_causes(self, seconds: float) -> Sequence[Any]: ...
+    async def report_slo(self) -> Any: ...
 
 
 class ObserverHandler:
-    """Answers /requests and /causes."""
+    """Answers /requests, /causes and /slo."""
 
     def __init__(self, source: StorySource) -> None:
         self._source = source
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        routes = (self.find, self.list_stories, self.causes)
+        routes = (self.find, self.list_stories, self.causes, self.slo)
         return {path: {"GET": route} for path, route in zip(STORY_PATHS, routes, strict=True)}
 
     async def find(self, exchange: Exchange) -> None:
@@ -53,3 +54,7 @@ class ObserverHandler:
         seconds = query_number(exchange, "seconds")
         causes = self._source.group_causes(3600.0 if seconds is None else seconds)
         exchange.send_value({"causes": causes})
+
+    async def slo(self, exchange: Exchange) -> None:
+        """GET /slo: the share of requests that were answered right and in time."""
+        exchange.send_value(await self._source.report_slo())

@@ -68,6 +68,10 @@ class RouterClient:
         """Fetch what made the requests of the last `seconds` late."""
         return self._get_list(f"/causes?seconds={seconds:g}", "causes")
 
+    def slo(self) -> dict[str, Any]:
+        """Fetch a `SloReport`."""
+        return self._get_json("/slo", "windows")
+
     def _find_json(self, path: str, part: str) -> list[dict[str, Any]]:
         """Fetch a list of something that may have happened just now: its story comes within
         `ARRIVAL_S`. Raises `NotFound`."""

@@ -88,7 +88,8 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     read. `admitting_us`: the prompt was encoded; None: it never was. `waited_for`: what the request
     waited for before that or in admission, behind `ahead` others. `gap_us`: the longest pause
     between two texts. `stalled_us`: the client did not read. `prompt_mark`, `salt_mark`: equal for
-    equal beginnings of prompts, and for equal salts and adapters."""
+    equal beginnings of prompts, and for equal salts and adapters. `slo`: how the request met its
+    objective (`telemetry.slo`)."""
 
     request_id: str
     client_id: str
@@ -115,6 +116,7 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     prompt_mark: int
     salt_mark: int
     attempts: Sequence[AttemptFacts] = ()
+    slo: int = 0
 
 
 class StoryAttempt(Protocol):
@@ -229,7 +231,8 @@ class RouterChoice(msgspec.Struct, array_like=True):
 class StoryBatch(msgspec.Struct, array_like=True):
     """The event that a process publishes once a second. `dropped`: stories of good requests that
     were left out because there were too many. `pauses`: those of its event loop, (Unix time of the
-    end, seconds). `planes`: why planes are away."""
+    end, seconds). `planes`: why planes are away. `slo`: `SloCounts` of all requests of the process
+    by model."""
 
     process: str
     wall_s: float
@@ -239,6 +242,7 @@ class StoryBatch(msgspec.Struct, array_like=True):
     pauses: list[tuple[float, float]] = []
     planes: dict[str, str] = {}
     sample: ProcessSample | None = None
+    slo: dict[str, tuple[int, ...]] = {}
 
 
 STORIES_SUBJECT = "stories"

@@ -47,6 +47,26 @@ def test_a_request_like_others_has_no_cause() -> None:
     assert (verdict.causes, verdict.text) == ((), "nothing took longer than usual: 0.152 s")
 
 
+def test_the_first_requests_of_a_model_are_not_blamed_for_computing() -> None:
+    long_one = make_attempt(first_us=9_000_000, ended_us=30_000_000, times=replace(
+        USUAL, prefill_s=8.9, decode_s=21.0, gap_s=0.2
+    ))  # fmt: skip
+    story = make_story(long_one, ended_us=30_001_000, gap_us=200_000)
+    verdict = judge(story, "frontend-1", TypicalTimes(), Surroundings())
+    assert (verdict.causes, "too few requests" in verdict.text) == ((), True)
+
+    queued = make_attempt(first_us=2_051_000, ended_us=2_151_000, times=replace(
+        USUAL, queue_s=2.0, ahead_requests=9, ahead_tokens=400
+    ))  # fmt: skip
+    story = make_story(queued, ended_us=2_152_000)
+    assert judge(story, "frontend-1", TypicalTimes(), Surroundings()).cause == "overload"
+    paused = make_story(ended_us=5_152_000, gap_us=5_000_000)
+    paused.attempts[0].ended_us = 5_151_000
+    paused.attempts[0].times = replace(USUAL, decode_s=5.1)
+    cause = judge(paused, "frontend-1", TypicalTimes(), Surroundings()).cause
+    assert cause == "unexplained: decode"
+
+
 @pytest.mark.parametrize(
     ("requests", "tokens", "cause"),
     [(1, 31_000, "long prompt ahead"), (40, 3_000, "overload")],

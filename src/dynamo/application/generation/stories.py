@@ -64,6 +64,8 @@ class Stories:
         story.prompt_tokens, story.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         if missing:
             story.end = CANCELLED
+            last_s = max((times[-1] for times in timing.timestamps if times), default=now)
+            story.gap_s = max(story.gap_s, now - last_s)
         self.tell(story, now)
 
     def tell(self, story: Story, now: float) -> None:

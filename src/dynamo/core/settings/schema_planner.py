@@ -107,3 +107,22 @@ class ObserverSettings(SettingsSection, frozen=True):
     )
     host: str = setting("127.0.0.1", "address of the observer's HTTP port")
     port: int = setting(0, "the observer's HTTP port; 0: any free port", ge=0, le=65535)
+    ttft_slo: float = setting(
+        0.0,
+        "promised time to the first token, for `dynamo slo`; 0: `router.ttft_slo`, else 5 s",
+        unit="seconds",
+        ge=0,
+    )
+    gap_slo: float = setting(
+        2.0, "promised longest time between two texts of an answer", unit="seconds", ge=0.001
+    )
+    slo_target: float = setting(
+        0.999,
+        "promised share of requests that are answered right and in time",
+        unit="ratio",
+        ge=0.5,
+        le=0.999999,
+    )
+    slo_file: str = setting(
+        "", "SQLite file with the counts of 30 days; empty: in the deployment's state folder"
+    )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import asdict, replace
 
 from dynamo.core.clock import Clock
-from dynamo.core.errors import NotFound
+from dynamo.core.errors import NotFound, StoreUnavailable
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
 from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
+from dynamo.operations.observer.slo_books import SloBooks, SloReport
 from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
 from dynamo.operations.observer.stories import KeptStory, StoryStore
 from dynamo.operations.observer.surroundings import Surroundings, TypicalTimes
@@ -26,6 +28,7 @@ from dynamo.operations.observer.timeline import (
 )
 from dynamo.operations.observer.verdict import Cause, RequestVerdict, judge
 from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
+from dynamo.telemetry.slo import FAILED
 from dynamo.telemetry.story import EndedStory, ProcessSample, RouterChoice, StoryBatch
 
 MAX_RECENT_REQUESTS = 50
@@ -36,6 +39,9 @@ MAX_PAUSES = 1_000
 SAMPLE_KEPT_S = 5.0
 """The sample of a process that says nothing for so long does not count."""
 HOUR_S = 3_600.0
+MAX_BROKEN, MAX_JUDGED = 5_000, 200
+USUAL = "usual for the model"
+"""The cause of a request that took no longer than others."""
 
 
 class ShownStage(msgspec.Struct, frozen=True):
@@ -104,8 +110,12 @@ class CauseGroup(msgspec.Struct, frozen=True):
 class DeploymentObserver:
     """Receives the batches of all processes. Nothing here may raise for a batch's content."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, books: SloBooks | None = None) -> None:
+        """`promise`: the target, and the promised times to the first token and between texts."""
         self._clock = clock
+        self.slo_books = books or SloBooks(_no_file, clock.wall)
+        self.promise = (0.999, 5.0, 2.0)
+        self._broken: deque[KeptStory] = deque(maxlen=MAX_BROKEN)
         self.stories = StoryStore()
         self.collector = DecisionCollector(wall=clock.wall)
         self._routed: Counter[str] = Counter()
@@ -134,16 +144,20 @@ class DeploymentObserver:
             self._known.planes.append((batch.wall_s - 1.0, batch.wall_s, batch.process, why))
         if batch.sample is not None:
             self._samples[batch.process] = (self._clock.now(), batch.sample)
+        self.slo_books.add(batch.process, batch.slo)
         for story in batch.stories:
             self._add_story(KeptStory(story, batch.process))
 
     def on_process_gone(self, process: str) -> None:
         """Forget the sample of a process that has ended."""
         self._samples.pop(process, None)
+        self.slo_books.forget(process)
 
     def _add_story(self, entry: KeptStory) -> None:
         story = entry.story
         self.stories.add(entry)
+        if story.slo >= FAILED:
+            self._broken.append(entry)
         self._typical.add(story)
         self._known.add_prefills(story)
         self._known.add_moves(story)
@@ -252,6 +266,19 @@ class DeploymentObserver:
         shown = [self._group(cause, members) for cause, members in groups.items()]
         return sorted(shown, key=lambda group: (-group.seconds, -group.requests))
 
+    def find_causes(self) -> None:
+        """Note the causes of requests that broke a promise, at most so many at a time. By now, the
+        stories of other requests have come that explain them."""
+        for _ in range(min(len(self._broken), MAX_JUDGED)):
+            entry = self._broken.popleft()
+            cause = self._judge(entry).cause or USUAL
+            self.slo_books.add_cause(entry.story.model, cause)
+
+    async def report_slo(self) -> SloReport:
+        """Return how the promise was kept. Raises `StoreUnavailable`."""
+        self.find_causes()
+        return await self._clock.offload(self.slo_books.report, *self.promise)
+
     def _group(self, cause: str, members: Sequence[tuple[RequestVerdict, KeptStory]]) -> CauseGroup:
         workers = Counter(verdict.causes[0].worker for verdict, _ in members)
         del workers[""]
@@ -307,6 +334,10 @@ class DeploymentObserver:
                 for each in attempts
             ],
         )
+
+
+def _no_file() -> Path:
+    raise StoreUnavailable("no file for the counts of requests is set")
 
 
 def _seconds(us: int | None) -> float | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from itertools import pairwise
 
 import msgspec
 
 from dynamo.core.errors import InstanceGone, WorkerDraining, WorkerFailed
-from dynamo.operations.observer.stages import STAGES, find_stages, slowest_attempts
+from dynamo.operations.observer.stages import STAGES, UNKNOWN, find_stages, slowest_attempts
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 TYPICAL_STORIES = 256
 MIN_TYPICAL = 8
+COMPUTING_STAGES = ("prefill", UNKNOWN, "decode")
+MIN_PAUSE_US = 500_000
+"""A pause of an answer that is a pause even where nobody knows the usual pace."""
 MAX_PREFILLS = 256
 LONG_PROMPT_TOKENS = 1_024
 """A prompt of so many tokens, and of half of all tokens that are ahead, is what others wait for."""
@@ -86,12 +90,24 @@ class TypicalTimes:
         for name in STAGES:
             self._times[story.model, name].append(sums[name] / _units(story, name))
 
+    def knows(self, model: str) -> bool:
+        """Return whether there were enough requests of a model to know what is usual."""
+        return len(self._times.get((model, "decode"), ())) >= MIN_TYPICAL
+
     def usual_us(self, story: EndedStory, stage: str) -> float:
-        """Return the usual time of a stage for a request of this size; 0 where none is known."""
+        """Return the usual time of a stage for a request of this size. Before it is known, a stage
+        that computes takes as long as it takes, without its longest pause, and others none."""
         times = self._times.get((story.model, stage))
-        if times is None or len(times) < MIN_TYPICAL:
-            return 0.0
+        if times is None or not self.knows(story.model):
+            if stage not in COMPUTING_STAGES:
+                return 0.0
+            return math.inf if stage != "decode" else _steady_us(story)
         return sorted(times)[len(times) // 4] * _units(story, stage)
+
+
+def _steady_us(story: EndedStory) -> float:
+    took_us = sum(stage.us for stage in find_stages(story) if stage.name == "decode")
+    return took_us - story.gap_us if story.gap_us >= MIN_PAUSE_US else took_us
 
 
 def _units(story: EndedStory, stage: str) -> int:

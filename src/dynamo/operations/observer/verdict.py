@@ -59,6 +59,9 @@ def judge(
             return RequestVerdict(
                 f"ended with {story.end} after {total_s:.3g} s", (_end_cause(story),)
             )
+        if not typical.knows(story.model):
+            text = f"there were too few requests to know what is usual: {total_s:.3g} s"
+            return RequestVerdict(text)
         return RequestVerdict(f"nothing took longer than usual: {total_s:.3g} s")
     shown = "; ".join(f"{_of(cause, total_s)} {cause.text}" for cause in causes[:3])
     if story.end:
@@ -119,7 +122,7 @@ class _Judging:
     def _late_us(self, stage: StageTime) -> int:
         """Return how much longer a stage took than it should have, 0 for a little."""
         usual_us = self._typical.usual_us(self._story, stage.name)
-        late_us = int(stage.us - usual_us)
+        late_us = max(0, stage.us - int(min(usual_us, stage.us)))
         if stage.name == "deliver":
             late_us -= self._story.stalled_us
         if stage.name == "prefill" and self._missed is not None and self._missed.share:

@@ -10,16 +10,21 @@ from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
 from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.settings import Settings
 from dynamo.operations.observer.observer import DeploymentObserver
+from dynamo.operations.observer.slo_books import SloBooks
 from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
 from dynamo.services.observing.pages import serve_pages
+from dynamo.services.observing.slo_counter import promised_ttft_s, slo_file
 from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch
 
 log = logging.getLogger(__name__)
+
+BOOKS_INTERVAL_S = 5.0
 
 
 class ObserverService:
@@ -29,7 +34,10 @@ class ObserverService:
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Start to observe. Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
-        self._observer = DeploymentObserver(runtime.clock)
+        books = SloBooks(lambda: slo_file(runtime.settings), runtime.clock.wall)
+        self._observer = DeploymentObserver(runtime.clock, books)
+        self._apply_settings(runtime.settings)
+        runtime.on_settings_change(self._apply_settings)
         self._loads = LoadView(runtime.clock)
         namespace = runtime.settings.runtime.namespace
         await self._loads.subscribe(runtime.events, f"{namespace}.{WORKER_COMPONENT}")
@@ -40,8 +48,13 @@ class ObserverService:
         await serve_pages(runtime, settings.host, settings.port, routes, self._health_facts)
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.tasks.start(self._sample_every_second(), "worker samples")
+        runtime.tasks.start(self._write_books(), "slo")
         key = f"{OBSERVERS_PREFIX}{namespace}/{runtime.instance_id}"
         await runtime.discovery.put(key, runtime.public_address.encode())
+
+    def _apply_settings(self, settings: Settings) -> None:
+        target, gap_s = settings.observer.slo_target, settings.observer.gap_slo
+        self._observer.promise = (target, promised_ttft_s(settings), gap_s)
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "gone":
@@ -67,6 +80,11 @@ class ObserverService:
             "Stories of requests that this observer has received",
             callback=lambda: {(): observer.received},
         )
+        metrics.counter(
+            "dynamo_observer_slo_failures_total",
+            "Times that the counts of `dynamo slo` could not be written; they are written later",
+            callback=lambda: {(): observer.slo_books.failures},
+        )
         metrics.gauge(
             "dynamo_router_alert_ratio",
             "Value of a broken routing rule over its threshold; 0 while the rule holds",
@@ -82,6 +100,16 @@ class ObserverService:
                 self._observer.sample(self._loads.loads)
             except Exception:
                 log.exception("workers were not sampled")
+
+    async def _write_books(self) -> None:
+        """Write the counts of requests. A disk that is full is reported once."""
+        clock, books, written = self._runtime.clock, self._observer.slo_books, True
+        while True:
+            await clock.sleep(BOOKS_INTERVAL_S)
+            self._observer.find_causes()
+            before, written = written, await clock.offload(books.write)
+            if before and not written:
+                log.warning("requests for `dynamo slo` are not written; it is tried again")
 
     def _health_facts(self) -> Mapping[str, Any]:
         return {

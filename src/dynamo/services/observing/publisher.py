@@ -10,6 +10,7 @@ from dynamo.communication.events import EventSource
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
+from dynamo.services.observing.slo_counter import SloCounter
 from dynamo.telemetry.metrics import Counter
 from dynamo.telemetry.story import (
     STORIES_SUBJECT,
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 MAX_STORIES = 500
 """Stories of good requests beyond so many in a batch are left out, and counted."""
-MAX_PENDING = 10_000
+MAX_PENDING = 100_000
 MAX_TABLES = 32
 """The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
 LATE_US = 5_000_000
@@ -46,6 +47,8 @@ class StoryPublisher:
         self._pending: deque[EndedStory | None] = deque(maxlen=MAX_PENDING)
         self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
         self._source: EventSource
+        self._slo = SloCounter(runtime.settings, runtime.metrics)
+        runtime.on_settings_change(self._slo.update_settings)
         self._dropped: Counter = runtime.metrics.counter(
             "dynamo_stories_dropped_total",
             "Stories of requests that were not sent to the observer: too many of good ones",
@@ -131,6 +134,7 @@ class StoryPublisher:
             pauses,
             dict(runtime.unreachable_planes()),
             self._sample(),
+            self._slo.sums(),
         )
         self._source.publish(encode_batch(batch))
 
@@ -143,7 +147,8 @@ class StoryPublisher:
             if story is None:
                 continue
             moved = len(story.attempts) > story.choices * story.prompts
-            matters = bool(story.end) or moved or story.ended_us > LATE_US
+            broken = self._slo.count(story)
+            matters = broken or bool(story.end) or moved or story.ended_us > LATE_US
             good += not matters
             if not matters and good > MAX_STORIES:
                 continue
