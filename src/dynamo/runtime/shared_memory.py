@@ -124,6 +124,12 @@ class SharedMemoryBroker:
             finally:
                 self._disconnect(loop, own_end)
 
+    def drop_unused(self) -> None:
+        """Give back what no process uses, before its time."""
+        for key, memory in list(self._memories.items()):
+            if memory.fd >= 0 and not memory.users:
+                self._drop(key)
+
     def close(self) -> None:
         """Give all memory back."""
         for key in list(self._memories):

@@ -20,7 +20,7 @@ from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.processes import process_group
-from dynamo.runtime.processes.child_spec import ChildSpec
+from dynamo.runtime.processes.child_spec import ChildSpec, MemoryNeed
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.exit_status import (
     OOM_KILL_TEXT,
@@ -293,6 +293,29 @@ async def test_impossible_requests_raise(
     async with serving(supervise(spec(SERVE, "worker"))):
         with pytest.raises(error):
             await control(deployment, *wrong)
+
+
+async def test_workers_that_do_not_fit_into_the_memory_are_refused(
+    spec: Spec, deployment: Deployment
+) -> None:
+    need = MemoryNeed(100 << 20, 50 << 20, "weights")
+    worker = replace(spec(SERVE, "a-worker"), model="a", memory=need)
+    runtime = replace(Settings().runtime, memory=350 << 20, discovery=deployment.discovery_url)
+    supervisor = Supervisor(
+        [worker, spec(SERVE, "frontend", role="frontend")],
+        deployment,
+        replace(Settings(), runtime=runtime),
+    )
+    async with serving(supervisor):
+        assert await control(deployment, "scale", "a", 3) == [
+            "a-worker-1 serves",
+            "a-worker-2 serves",
+        ]
+        message = "no room for 2 workers of a .* need 200 MiB, and 350 MiB of the 350 MiB"
+        with pytest.raises(ConfigError, match=message):
+            await control(deployment, "scale", "a", 5)
+        assert len(names(supervisor)) == 4
+        assert await control(deployment, "scale", "frontend", 2) == ["frontend-1 serves"]
 
 
 @pytest.mark.parametrize("request_", [("scale", "rare", 2), ("restart", "rare-worker")])

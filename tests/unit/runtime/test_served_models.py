@@ -38,7 +38,9 @@ class Sources:
         self.saved: list[object] = []
         self.fault: ConfigError | None = None
 
-    async def make_specs(self, entry: Mapping[str, Any], workers: int) -> Sequence[ChildSpec]:
+    async def make_specs(
+        self, entry: Mapping[str, Any], workers: int, spare: int
+    ) -> Sequence[ChildSpec]:
         assert workers == 2
         added = [model(self._spec, entry["name"], entry["script"])]
         if entry.get("standby"):

@@ -10,7 +10,9 @@ import signal
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from msgspec.structs import replace
 from tests.support.shared_memory import MemoryUsers, descriptors
+from tests.support.supervisors import serving
 
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import Deployment
@@ -134,6 +136,19 @@ async def test_memory_without_users_is_given_back_after_a_while() -> None:
     users.close()
 
 
+async def test_memory_without_users_can_be_given_back_at_once(users: MemoryUsers) -> None:
+    first, second = users.start(), users.start()
+    await read(first, lambda: sealed(b"weights"))
+    users.broker.drop_unused()
+    assert await read(second, never) == b"weights"
+    for user in (first, second):
+        users.die(user)
+    await asyncio.sleep(0)
+    assert users.broker.size_bytes
+    users.broker.drop_unused()
+    assert users.broker.size_bytes == 0
+
+
 WORKER = """
 import fcntl, socket
 memory = socket.socket(fileno=start["memory_fd"])
@@ -176,3 +191,19 @@ async def test_a_restarted_process_finds_the_memory_of_its_predecessor(
         supervisor.stop()
         await running
     assert out.getvalue().splitlines() == ["child | built it", "child | found built"]
+
+
+async def test_a_model_that_is_unloaded_leaves_no_memory(
+    spec: Callable[..., ChildSpec],
+    supervise: Callable[..., Supervisor],
+) -> None:
+    rare = spec(WORKER, "rare-worker")
+    model = replace(rare.settings.model, load="on_demand", names=("rare",))
+    rare = replace(rare, model="rare", settings=replace(rare.settings, model=model))
+    supervisor = supervise(spec("tell(state='ready'); signal.pause()"), rare, out=io.StringIO())
+    async with serving(supervisor):
+        group, memory = supervisor._group, supervisor._shared_memory
+        await group.start_model([rare], lambda _: None)
+        assert memory.size_bytes == len(b"built")
+        await group.stop_model("rare", lambda _: None)
+        assert memory.size_bytes == 0

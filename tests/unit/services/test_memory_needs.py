@@ -75,16 +75,16 @@ def shares(specs: list[ChildSpec], limit_bytes: int = 0) -> dict[str, tuple[int,
 
 
 @pytest.mark.usefixtures("sizes")
-def test_what_weights_leave_is_divided_by_need() -> None:
+def test_a_share_of_what_is_left_is_divided_by_need() -> None:
     specs = [
         worker("big"),
         worker("tiny"),
         ChildSpec(role="frontend", name="f", settings=Settings()),
     ]
-    limit_bytes = WEIGHTS + TINY_WEIGHTS + 1100 * MIB
+    limit_bytes = WEIGHTS + TINY_WEIGHTS + 770 * MIB
     assert shares(specs, limit_bytes) == {
-        "big": (1000, 400, 500),
-        "tiny": (100, 40, 50),
+        "big": (400, 400, 200),
+        "tiny": (40, 40, 20),
         "f": (0, 0, 0),
     }
 
@@ -100,7 +100,7 @@ def test_without_room_for_more_each_gets_what_it_needs() -> None:
 @pytest.mark.usefixtures("sizes")
 def test_a_given_size_overrides_the_share() -> None:
     specs = [worker("big"), worker("tiny", memory=240 * MIB), worker("", "m", "mock", memory=MIB)]
-    limit_bytes = 440 * MIB + 200 * MIB + MIB + 400 * MIB
+    limit_bytes = 440 * MIB + 200 * MIB + MIB + 700 * MIB
     assert shares(specs, limit_bytes) == {
         "big": (400, 400, 200),
         "tiny": (200, 40, 100),
@@ -148,12 +148,12 @@ def test_what_never_fits_is_refused_at_the_start_with_the_numbers() -> None:
     assert memory_needs.share_memory(limited(1), [worker("big")])[1][0].memory.own_bytes == 0
 
 
-def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+def write_model(folder: Path, vocabulary: int, tokenizer: str = "{}") -> None:
+    (folder / "tokenizer.json").write_text(tokenizer)
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 1000,
+        "vocab_size": vocabulary,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -162,7 +162,43 @@ def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.usefixtures("sizes")
+def test_supervisor_and_frontends_get_their_part_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_needs, "host_memory_bytes", lambda: 1000 * MIB)
+    others = [
+        ChildSpec(role=role, name=role, settings=Settings()) for role in ("frontend", "observer")
+    ]
+    own_bytes = memory_needs.own_processes_bytes([*others, worker("tiny"), worker("big")])
+    assert 160 * MIB <= own_bytes <= 256 * MIB
+    settings, _ = memory_needs.share_memory(Settings(), [*others, worker("tiny"), worker("big")])
+    assert settings.runtime.memory == 1000 * MIB - own_bytes
+    more = [worker("big"), *(worker("big", str(number), memory=600 * MIB) for number in range(2))]
+    with pytest.raises(ConfigError, match="do not fit together") as raised:
+        memory_needs.share_memory(Settings(), [*others, worker("tiny"), *more])
+    assert f"of 1000 MiB, {own_bytes >> 20} MiB are for supervisor" in raised.value.hint
+
+
+def test_a_tokenizer_counts_once_in_each_frontend(tmp_path: Path) -> None:
+    workers = []
+    for name, vocabulary, tokenizer in (("a", 1000, "{}"), ("b", 1000, "{}"), ("c", 2000, "{ }")):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, vocabulary, tokenizer)
+        workers.append(worker(str(tmp_path / name), name))
+    frontends = [ChildSpec(role="frontend", name=n, settings=Settings()) for n in ("f-1", "f-2")]
+    assert memory_needs.own_processes_bytes([*workers, *frontends]) == (
+        memory_needs.SUPERVISOR_BYTES
+        + 2 * memory_needs.SERVICE_BYTES
+        + 2 * 3000 * memory_needs.VOCABULARY_ENTRY_BYTES
+    )
+
+
+def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    write_model(tmp_path, 1000)
     settings = worker(str(tmp_path)).settings
     weights, cache_bytes = memory_needs._weights_and_cache(settings)
     assert weights == 4 * (1000 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128))

@@ -269,7 +269,7 @@ class RuntimeSettings(SettingsSection, frozen=True):
     memory: int = setting(
         0,
         "memory that the workers of this host may use together; 0: what the host or its control "
-        "group has",
+        "group leaves beside the other processes of the deployment",
         unit="bytes",
         ge=0,
     )

@@ -15,8 +15,8 @@ class HostMemory:
 
     def lack_of(self, specs: Sequence[ChildSpec], others: Sequence[ChildSpec]) -> str:
         """Return what processes lack beside others, with the numbers, or "" if they fit."""
-        used = _sum(others)
-        needed = _sum([*others, *specs]) - used
+        used = needed_bytes(others)
+        needed = needed_bytes([*others, *specs]) - used
         if not self._limit_bytes or needed + used <= self._limit_bytes:
             return ""
         return (
@@ -24,8 +24,12 @@ class HostMemory:
             f"{self._limit_bytes >> 20} MiB for workers are taken (runtime.memory)"
         )
 
+    def spare_bytes(self, specs: Sequence[ChildSpec]) -> int:
+        """Return what processes leave, at least 1; 0 without a limit."""
+        return max(1, self._limit_bytes - needed_bytes(specs)) if self._limit_bytes else 0
 
-def _sum(specs: Sequence[ChildSpec]) -> int:
+
+def needed_bytes(specs: Sequence[ChildSpec]) -> int:
     """Return the memory of processes. Shared memory counts once."""
     needs = [spec.memory for spec in specs]
     shared = {need.shared_key: need.shared_bytes for need in needs}

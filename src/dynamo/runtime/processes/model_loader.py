@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -54,6 +55,9 @@ class Memory(Protocol):
 
     def lack_of(self, specs: Sequence[ChildSpec], others: Sequence[ChildSpec]) -> str:
         """Return what processes lack beside others, with the numbers, or "" if they fit."""
+
+    def spare_bytes(self, specs: Sequence[ChildSpec]) -> int:
+        """Return what processes leave, at least 1; 0 without a limit."""
 
 
 class OnDemandModel:
@@ -142,13 +146,29 @@ class ModelLoader:
         self._changed.set()
 
     def check_room(self, specs: Sequence[ChildSpec]) -> None:
-        """Raise `ConfigError` for processes that never fit beside those that always run."""
-        if lack := self._memory.lack_of(specs, self._always()):
+        """Raise `ConfigError` for processes of a model that do not fit beside those that always
+        run and the others of the model."""
+        model, always = specs[0].model, self._always()
+        always += [
+            child.spec
+            for child in self._group.children
+            if child.spec.model == model and child.spec.on_demand and child.desired
+        ]
+        if any(spec.memory.own_bytes for spec in specs) and (
+            lack := self._memory.lack_of(specs, always)
+        ):
+            workers = "a worker" if len(specs) == 1 else f"{len(specs)} workers"
             raise ConfigError(
-                f"{specs[0].model} never fits beside what is always loaded: {lack}",
-                hint="give it less with --memory, or remove another model",
+                f"no room for {workers} of {model} beside what is always loaded: {lack}",
+                hint="give each less with --memory, or remove other workers or models",
                 param="model.memory",
             )
+
+    def spare_bytes(self) -> int:
+        """Return the memory that nothing needs when all models are loaded, at least 1; 0 without a
+        limit."""
+        models = map(self._group.specs_of_model, self._models)
+        return self._memory.spare_bytes([*self._always(), *chain.from_iterable(models)])
 
     def forget(self, name: str) -> None:
         """Forget a model that is removed. Its processes stay."""

@@ -50,8 +50,8 @@ class ProcessGroup:
     """Starts, stops and replaces children. `children` holds all of them in order of their start,
     at first without those that are on demand.
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
-    settings changed. `require_space` raises if the host has no room for another process.
-    `on_removed` is called when a child has left."""
+    settings changed. `require_space` raises if the disk has no room for another process, and
+    `check_room` if the memory has none for these. `on_removed` is called when a child has left."""
 
     def __init__(
         self,
@@ -61,10 +61,11 @@ class ProcessGroup:
         drain_s: float,
         refresh_specs: Callable[[], Awaitable[None]],
         require_space: Callable[[], Awaitable[None]],
+        check_room: Callable[[Sequence[ChildSpec]], None],
         on_removed: Callable[[], None],
     ) -> None:
         self._on_removed = on_removed
-        self._require_space = require_space
+        self._require_space, self._check_room = require_space, check_room
         self._refresh_specs = refresh_specs
         self._create_child = create_child
         self._run_child = run_child
@@ -126,8 +127,8 @@ class ProcessGroup:
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
         """Change the number of replicas of a kind. Unready ones leave first, then those with the
         fewest calls. Other requests are executed while replicas start or drain. Raises
-        `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot start or the disk
-        is full."""
+        `NotFound`, `ConfigError`, also if new replicas do not fit into the memory, and
+        `ModelUnavailable` if one cannot start or the disk is full."""
         added: Sequence[ChildProcess] | None = None
         while added is None:
             added = []
@@ -145,8 +146,7 @@ class ProcessGroup:
                 await self._wait_for_departure(kind)
         if len(replicas) == count:
             progress(f"{kind}: {count} as before")
-        else:
-            await self._stop_leaving(leaving, progress)
+        await self._stop_leaving(leaving, progress)
         for child in added:
             await self._wait_until_ready(child)
             progress(f"{child.spec.name} serves")
@@ -307,6 +307,7 @@ class ProcessGroup:
             if not self._leaving_of(kind):
                 raise
             return None
+        self._check_room(new_specs)
         return [self._start_new_child(new_spec) for new_spec in new_specs]
 
     def _free_names(self, kind: str) -> Iterator[str]:

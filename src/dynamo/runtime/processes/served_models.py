@@ -22,9 +22,9 @@ FRONTENDS_S = 10.0
 """Commands wait so long for the frontends of the deployment to serve a model under a name."""
 POLL_S = 0.05
 
-MakeModelSpecs = Callable[[Mapping[str, Any], int], Awaitable[Sequence[ChildSpec]]]
-"""Returns the processes of an entry of `models`, beside a number of other workers. Raises
-`DynamoError`."""
+MakeModelSpecs = Callable[[Mapping[str, Any], int, int], Awaitable[Sequence[ChildSpec]]]
+"""Returns the processes of an entry of `models`, beside a number of other workers that leave some
+memory (0: unknown). Raises `DynamoError`."""
 SaveModel = Callable[[Mapping[str, Any] | None, str], Awaitable[str]]
 """Writes an entry into the settings file, deletes that of a name, or changes that of a name.
 `adapters` changes its adapters, where the folder "" deletes one, and `alias` its names. Returns the
@@ -98,7 +98,8 @@ class ServedModels:
         """Start the workers of an entry of `models`, and wait until they serve. If one cannot
         start, all are stopped and the error is raised. A model on demand is only listed."""
         sources = self._require_sources()
-        specs = await sources.make_specs(entry, self._group.count_workers())
+        others, spare_bytes = self._group.count_workers(), self._loader.spare_bytes()
+        specs = await sources.make_specs(entry, others, spare_bytes)
         spec = specs[0]
         for name in dict.fromkeys((spec.model, *spec.settings.model.names)):
             self._require_free(name)

@@ -16,10 +16,7 @@ from dynamo.communication.http import raise_open_file_limit
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, wait_for_first
-from dynamo.runtime.deployment import (
-    Deployment,
-    report_unsafe_roots,
-)
+from dynamo.runtime.deployment import Deployment, report_unsafe_roots
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
 from dynamo.runtime.processes.child import ChildProcess
@@ -274,6 +271,7 @@ class Supervisor:
             self._drain_s,
             lambda: self._reloader.refresh(self._group, self._clock),
             self._disk_space.require_space,
+            lambda specs: self._loader.check_room(specs),  # noqa: PLW0108 - it is created later
             self._on_child_removed,
         )
 
@@ -356,6 +354,8 @@ class Supervisor:
         self._announce_processes()
 
     def _on_child_removed(self) -> None:
+        if self._loader.records:
+            self._shared_memory.drop_unused()  # another model may wait for it
         if not self._stop_requested.is_set():
             self._announce_processes()
 

@@ -40,10 +40,10 @@ STOP_ORDER = 1 << 10
 
 
 def added_model_specs(
-    settings: Settings, entry: Mapping[str, Any], other_workers: int
+    settings: Settings, entry: Mapping[str, Any], other_workers: int, spare_bytes: int = 0
 ) -> Sequence[ChildSpec]:
-    """Return the processes of an entry of `models` for a deployment with these settings. Blocks.
-    Raises `ConfigError` and `ModelUnavailable`."""
+    """Return the processes of an entry of `models` for a deployment with these settings, whose
+    models leave `spare_bytes` (0: unknown). Blocks. Raises `ConfigError` and `ModelUnavailable`."""
     model = with_engine(with_model_entry(_defaults(settings), sourced_entry(entry)))
     if model.engine.urls and model.engine.standby == settings.engine.standby:
         model = replace(model, engine=replace(model.engine, standby=0))  # meant for other models
@@ -64,7 +64,8 @@ def added_model_specs(
     return with_memory(
         assign_cards(
             [replace(spec, stop_order=STOP_ORDER, needs_preparation=False) for spec in specs]
-        )
+        ),
+        spare_bytes,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -238,8 +239,11 @@ def make_model_sources(source: SettingsSource, port: int, deployment: str) -> Mo
     """Return what makes the processes of models that commands add, and saves them."""
     settings = with_port_and_deployment(source.defaults, port, deployment)
 
-    async def make_specs(entry: Mapping[str, Any], other_workers: int) -> Sequence[ChildSpec]:
-        return await asyncio.to_thread(added_model_specs, settings, entry, other_workers)
+    async def make_specs(
+        entry: Mapping[str, Any], other_workers: int, spare_bytes: int
+    ) -> Sequence[ChildSpec]:
+        make = partial(added_model_specs, settings, entry, other_workers, spare_bytes)
+        return await asyncio.to_thread(make)
 
     async def save(entry: Mapping[str, Any] | None, name: str) -> str:
         return await asyncio.to_thread(save_model, source.config, entry, name)

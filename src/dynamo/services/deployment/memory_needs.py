@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -13,18 +15,31 @@ from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.core.settings.server_url import lacks_tokenizer
 from dynamo.inference.engines.model_facts import ModelFacts, read_model_facts
-from dynamo.inference.native.engine_sizing import available_memory_bytes
+from dynamo.inference.native.engine_sizing import KV_MEMORY_SHARE, available_memory_bytes
 from dynamo.inference.native.kv_storage import FLOAT_BYTES, KvShape
 from dynamo.models.location import computes_embeddings, locate_model
 from dynamo.runtime.processes.child_spec import ChildSpec, MemoryNeed
-from dynamo.runtime.processes.host_memory import HostMemory
+from dynamo.runtime.processes.host_memory import HostMemory, needed_bytes
 from dynamo.services.deployment.accelerators import cards_needed
 
+log = logging.getLogger(__name__)
+
 PROCESS_BYTES = 64 << 20
-"""A process without weights and with empty KV blocks, which take memory when they are written."""
+"""A worker without weights and with empty KV blocks, which take memory when they are written."""
+SUPERVISOR_BYTES = 64 << 20
+"""The supervisor, and the process from which workers are forked."""
+SERVICE_BYTES = 36 << 20
+"""A frontend without tokenizers, a router, or the observer."""
+VOCABULARY_ENTRY_BYTES = 832
+"""The memory of a tokenizer for each token that it knows."""
+DEFAULT_VOCABULARY = 1 << 17
+"""The size of a vocabulary that cannot be read yet."""
 NEEDED_TOKENS = 4096
 """The cache of a model holds so many tokens at least, or a whole context."""
 MEMORY_HINT = "serve fewer or smaller models, or load some with load: on_demand"
+CACHE_SHARE = 2 * KV_MEMORY_SHARE
+"""Share of the memory that is left which caches get, for blocks and areas of running sequences. The
+rest is for workers and models that are added."""
 HOST_SHARE = 0.9
 """Share of the free memory of the host that workers may use together."""
 
@@ -36,9 +51,9 @@ def host_memory_bytes() -> int:
 
 
 def with_memory(specs: Sequence[ChildSpec], limit_bytes: int = 0) -> Sequence[ChildSpec]:
-    """Return processes with the memory that their workers need. Of a limit, workers without
-    `memory` get the rest by need, for their caches; without a limit, those that are on demand get
-    what they need, and others decide. Blocks. Raises `ConfigError`."""
+    """Return processes with the memory that their workers need. Of what a limit leaves,
+    workers without `memory` get a share by need, for their caches. Without a limit, those that are
+    on demand get what they need, and others decide. Blocks. Raises `ConfigError`."""
     workers = [spec for spec in specs if spec.role == "worker"]
     needs = {spec.name: _need_of(spec.settings) for spec in workers}
     weights = {need.shared_key: need.shared_bytes for need in needs.values()}
@@ -46,8 +61,8 @@ def with_memory(specs: Sequence[ChildSpec], limit_bytes: int = 0) -> Sequence[Ch
         needs[spec.name].own_bytes for spec in workers if _grows(spec.settings, needs[spec.name])
     ]
     fixed = sum(need.own_bytes for need in needs.values()) - sum(growing)
-    rest = limit_bytes - sum(weights.values()) - fixed
-    factor = max(1.0, rest / sum(growing)) if growing else 1.0
+    rest = limit_bytes - sum(weights.values()) - fixed - sum(growing)
+    factor = 1 + max(0.0, CACHE_SHARE * rest / sum(growing)) if growing else 1.0
     return [
         _with_need(spec, needs[spec.name], factor, sized=bool(limit_bytes) or spec.on_demand)
         if spec.name in needs
@@ -66,20 +81,65 @@ def share_memory(
     wanted = dict.fromkeys(spec.model for spec in workers if spec.on_demand)
     if not wanted and len({spec.model for spec in workers}) < 2:
         return settings, processes
-    limit_bytes = settings.runtime.memory or host_memory_bytes()
+    limit_bytes, hint = settings.runtime.memory, MEMORY_HINT
+    if not limit_bytes:
+        own_bytes, free_bytes = own_processes_bytes(processes), host_memory_bytes()
+        limit_bytes = max(free_bytes - own_bytes, free_bytes // 2)
+        hint = (
+            f"{hint}; of {free_bytes >> 20} MiB, {own_bytes >> 20} MiB are for supervisor, "
+            "frontends and observer"
+        )
     processes = with_memory(processes, limit_bytes)
     memory, always = HostMemory(limit_bytes), [spec for spec in processes if not spec.on_demand]
     if lack := memory.lack_of(always, ()):
-        raise ConfigError(f"the models do not fit together: {lack}", hint=MEMORY_HINT)
+        raise ConfigError(f"the models do not fit together: {lack}", hint=hint)
     for model in wanted:
         own = [spec for spec in processes if spec.on_demand and spec.model == model]
         if lack := memory.lack_of(own, always):
-            raise ConfigError(
-                f"{model} never fits beside what is always loaded: {lack}", hint=MEMORY_HINT
-            )
-    if wanted:
-        settings = replace(settings, runtime=replace(settings.runtime, memory=limit_bytes))
-    return settings, processes
+            raise ConfigError(f"{model} never fits beside what is always loaded: {lack}", hint=hint)
+    _log_plan(processes, limit_bytes)
+    return replace(settings, runtime=replace(settings.runtime, memory=limit_bytes)), processes
+
+
+def _log_plan(processes: Sequence[ChildSpec], limit_bytes: int) -> None:
+    models: dict[str, list[ChildSpec]] = {}
+    for spec in processes:
+        if spec.memory.own_bytes:
+            models.setdefault(spec.model, []).append(spec)
+    needs = [f"{model} {needed_bytes(specs) >> 20} MiB" for model, specs in models.items()]
+    fields = {
+        "workers": f"{limit_bytes >> 20} MiB",
+        "models": ", ".join(needs),
+        "others": f"{own_processes_bytes(processes) >> 20} MiB",
+    }
+    log.info("memory is planned", extra={"fields": fields})
+
+
+def own_processes_bytes(processes: Sequence[ChildSpec]) -> int:
+    """Return the memory of what a deployment runs beside its workers. Each frontend has the
+    tokenizers of all models, one for those that have the same. Blocks."""
+    models = {
+        spec.settings.model.path: spec.settings for spec in processes if spec.role == "worker"
+    }
+    vocabularies = dict(map(_vocabulary, models.values()))
+    tokenizer_bytes = VOCABULARY_ENTRY_BYTES * sum(vocabularies.values())
+    others = [spec.role for spec in processes if spec.role != "worker"]
+    return (
+        SUPERVISOR_BYTES + SERVICE_BYTES * len(others) + tokenizer_bytes * others.count("frontend")
+    )
+
+
+def _vocabulary(settings: Settings) -> tuple[tuple[int, int], int]:
+    """Return what equal tokenizers have in common, and the number of tokens."""
+    if lacks_tokenizer(settings):
+        return (0, 0), 0
+    size, file_bytes = DEFAULT_VOCABULARY, 0
+    with suppress(DynamoError, OSError):
+        path = locate_model(settings.model.path).path
+        if path is not None and (config := read_model_facts(settings.model.path).config):
+            size = config.vocab_size
+            file_bytes = 0 if path.is_file() else (path / "tokenizer.json").stat().st_size
+    return (size, file_bytes), size
 
 
 def _need_of(settings: Settings) -> MemoryNeed:
