@@ -10,6 +10,7 @@ import pytest
 
 from dynamo.communication.discovery.file import FileDiscovery
 from dynamo.communication.discovery.folder import FolderLease, FolderReader, record_file_name
+from dynamo.communication.discovery.folder_events import FolderEvents
 from dynamo.core.errors import ConfigError
 from dynamo_conformance.discovery import read_until
 
@@ -99,3 +100,37 @@ def test_changes_within_one_tick_of_the_clock_are_seen(tmp_path: Path) -> None:
     reader.close()
     lease.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_events_tell_changes_and_the_death_of_a_process(tmp_path: Path) -> None:
+    events = FolderEvents()
+    events.watch(tmp_path)
+    assert not events.read()
+    with (tmp_path / "lock").open("w"):  # as the lock of a process, which dies
+        events.wait(60.0, woken_only=False)
+        assert events.read()
+        assert not events.read()
+    events.wait(60.0, woken_only=False)
+    assert events.read()
+    events.wake()
+    events.wait(60.0, woken_only=True)
+    events.watch(tmp_path / "missing")
+    assert not events.read()
+    events.watch(tmp_path / "lock" / "no folder")  # as where the kernel watches no more folders
+    assert events.read()
+    assert events.read()
+    events.close()
+    events.wake()
+
+
+async def test_a_folder_without_events_is_polled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FolderEvents, "read", lambda _: True)
+    monkeypatch.setattr(FolderEvents, "watch", lambda *_: None)
+    planes = [await FileDiscovery.open(f"file:{tmp_path / 'records'}") for _ in range(2)]
+    async with planes[0].watch("/") as changes:
+        await planes[1].put("/k", b"1")
+        await read_until(changes, "/k", b"1")
+    for plane in planes:
+        await plane.close()

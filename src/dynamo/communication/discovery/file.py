@@ -15,7 +15,6 @@ from dynamo.communication.discovery.change_queue import ChangeQueue
 from dynamo.communication.discovery.folder import (
     MAX_RECORD_BYTES,
     FolderLease,
-    FolderReader,
     prepare_root,
 )
 from dynamo.communication.discovery.folder_poller import FolderPoller
@@ -40,8 +39,8 @@ def folder_of(url: str) -> Path:
 class FileDiscovery(Discovery):
     """The backend `file:PATH`.
 
-    One thread does the writes in order. A second thread polls the folder every 100 ms and calls the
-    loop only if something changed. The first `put` takes the lease.
+    One thread does the writes in order. A second thread reads the folder when it changes, and calls
+    the loop. The first `put` takes the lease.
     """
 
     def __init__(self, root: Path, secret: str = "") -> None:
@@ -79,8 +78,8 @@ class FileDiscovery(Discovery):
         self._poller.wake()
 
     async def get(self, prefix: str) -> Mapping[str, bytes]:
-        state = await self._run_on_writer(_read_once, self._root)
-        return {key: value for key, value in state.items() if key.startswith(prefix)}
+        await self._poller.poll()
+        return {key: value for key, value in self._state.items() if key.startswith(prefix)}
 
     @asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
@@ -159,11 +158,3 @@ class FileDiscovery(Discovery):
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
-
-
-def _read_once(root: Path) -> dict[str, bytes]:
-    reader = FolderReader(root)
-    try:
-        return reader.poll() or {}
-    finally:
-        reader.close()

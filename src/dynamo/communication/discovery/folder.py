@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +29,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.host.private_folders import close_to_others, foreign_reason, make_private
 
 log = logging.getLogger(__name__)
+OnOpen = Callable[[Path], None]
 
 LOCK_FILE: Final = "lock"
 _LEASE_NAME: Final = re.compile(r"[0-9a-f]{16}")
@@ -125,8 +126,9 @@ def remove_dead_leases(root: Path) -> None:
 class _ChangeDetector:
     """Tells whether a folder changed since the last call. An open descriptor makes it one fstat."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_open: OnOpen) -> None:
         self._path = path
+        self._on_open = on_open
         self._descriptor = -1
         self._last_mtime_ns = -1
 
@@ -138,6 +140,7 @@ class _ChangeDetector:
                 self._descriptor = os.open(self._path, flags)
             except OSError:
                 return True
+            self._on_open(self._path)
         status = os.fstat(self._descriptor)
         if status.st_nlink == 0:
             self.close()
@@ -156,11 +159,13 @@ class _ChangeDetector:
 
 
 class FolderReader:
-    """Reads the live records of a folder. Unchanged files are not read again."""
+    """Reads the live records of a folder. Unchanged files are not read again. `on_open` is called
+    with each folder before it is read for the first time."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, on_open: OnOpen = lambda _: None) -> None:
         self._root = root
-        self._change_detector = _ChangeDetector(root)
+        self._on_open = on_open
+        self._change_detector = _ChangeDetector(root, on_open)
         self._lease_readers: dict[str, _LeaseReader] = {}
 
     def poll(self) -> dict[str, bytes] | None:
@@ -189,7 +194,7 @@ class FolderReader:
         for name in removed:
             self._lease_readers.pop(name).close()
         for name in new:
-            self._lease_readers[name] = _LeaseReader(self._root / name)
+            self._lease_readers[name] = _LeaseReader(self._root / name, self._on_open)
         return bool(removed or new)
 
     def close(self) -> None:
@@ -233,9 +238,9 @@ class _RecordFile:
 class _LeaseReader:
     """Reads one lease folder and checks whether its owner lives."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_open: OnOpen) -> None:
         self._folder = folder
-        self._change_detector = _ChangeDetector(folder)
+        self._change_detector = _ChangeDetector(folder, on_open)
         self._reported: set[str] = set()
         self.abandoned = False
         self.records: dict[str, _RecordFile] = {}

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.communication.discovery.folder import FolderReader
+from dynamo.communication.discovery.folder_events import FolderEvents
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S: Final = 0.1
+IDLE_INTERVAL_S: Final = 1.0
+"""Folders whose changes the kernel does not tell, such as those of other machines, change later."""
 
 
 class FolderPoller:
-    """Polls a folder every 100 ms, and at once after `wake`.
+    """Polls a folder at once when it changes or after `wake`, 100 ms after that, and every second.
 
+    The second poll sees what the first one cannot: the lock of a process that dies is free only
+    after its event. Without events of the kernel the folder is polled every 100 ms.
     `on_state` is called on the loop with all records when some changed. `after_poll` is called on
     the thread after every poll.
     """
@@ -31,10 +36,10 @@ class FolderPoller:
         after_poll: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._reader = FolderReader(root)
+        self._events = FolderEvents()
+        self._reader = FolderReader(root, self._events.watch)
         self._on_state = on_state
         self._after_poll = after_poll
-        self._wake = threading.Event()
         self._stopping = False
         self._waiters: list[asyncio.Future[None]] = []
         self._thread: threading.Thread | None = None
@@ -47,7 +52,7 @@ class FolderPoller:
 
     def wake(self) -> None:
         """Poll now."""
-        self._wake.set()
+        self._events.wake()
 
     async def poll(self) -> None:
         """Return after a complete poll that began after this call."""
@@ -56,22 +61,25 @@ class FolderPoller:
         self.start()
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
-        self._wake.set()
+        self._events.wake()
         await waiter
 
     def stop(self) -> None:
         """End the thread. Blocks."""
         self._stopping = True
-        self._wake.set()
+        self._events.wake()
         if self._thread is not None:
             self._thread.join()
         self._reader.close()
+        self._events.close()
 
     def _run(self) -> None:
+        has_changed = True
         with suppress(RuntimeError):  # the loop was closed before the plane
             while not self._stopping:
-                self._wake.wait(POLL_INTERVAL_S)
-                self._wake.clear()
+                seconds = POLL_INTERVAL_S if has_changed else IDLE_INTERVAL_S
+                self._events.wait(seconds, woken_only=has_changed)
+                has_changed = self._events.read()
                 waiters, self._waiters = self._waiters, []
                 state = self._poll_folder()
                 if state is not None:
