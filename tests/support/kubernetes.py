@@ -193,6 +193,7 @@ class GraphPods:
     def environment(self, name: str, uid: str) -> dict[str, str]:
         """Return the variables of a process in a pod."""
         return {
+            "CONTAINER_NAME": "main",
             "POD_NAME": name,
             "POD_NAMESPACE": self.namespace,
             "POD_UID": uid,

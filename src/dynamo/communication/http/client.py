@@ -23,7 +23,8 @@ HEAD_TIMEOUT_S = 15.0
 MAX_BODY_BYTES = 8 << 20
 """A longer body fails, unless it is passed on as it arrives."""
 MAX_ERROR_BYTES = 64 << 10
-"""The rest of the body of another status than 200 is not read."""
+"""The rest of the body of another status than 200 and 201 is not read."""
+GOOD_STATUSES = (200, 201)
 MAX_HEADER_BYTES = 64 << 10
 """Most bytes of an answer's head, and of what comes between two parts of its body."""
 MAX_HEADERS = 200
@@ -160,7 +161,7 @@ class HttpClientConnection(asyncio.Protocol):
         ended = self._ended
         if ended is None or ended.done():
             return
-        if self._on_data is None or self._parser.get_status_code() != 200:
+        if self._on_data is None or self._parser.get_status_code() not in GOOD_STATUSES:
             self._collect(data)
             return
         try:
@@ -188,7 +189,7 @@ class HttpClientConnection(asyncio.Protocol):
     def _collect(self, data: bytes) -> None:
         """Collect a part of the body. Of an error, its beginning says enough."""
         self._body += data
-        if self._parser.get_status_code() == 200:
+        if self._parser.get_status_code() in GOOD_STATUSES:
             if len(self._body) > MAX_BODY_BYTES:
                 self._fail(f"the answer has more than {MAX_BODY_BYTES} bytes")
         elif len(self._body) > MAX_ERROR_BYTES:
@@ -250,7 +251,7 @@ class HttpClient:
         authorization: str = "",
         content_type: str = "",
     ) -> HttpAnswer:
-        """Send a request. Parts of the body of an answer 200 go to `on_data`, if given.
+        """Send a request. Parts of the body of an answer 200 or 201 go to `on_data`, if given.
         `authorization` and `content_type` replace the headers of these names. Raises `OSError` if
         the server cannot be reached or breaks off. Cancellation closes the connection, by which
         servers notice it."""

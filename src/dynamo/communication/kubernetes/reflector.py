@@ -217,16 +217,16 @@ class Reflector(Generic[T]):
             query["continue"] = page.metadata.continue_
 
     def _apply_list(self, version: int, items: Sequence[msgspec.Raw], *, replaces: bool) -> None:
-        """Apply the differences to a list. `replaces`: also to objects that seem to be newer."""
+        """Apply the differences to a list. `replaces`: whatever their versions are, since
+        a restored server gives versions a second time."""
         missing = self.objects.keys() | self._versions.keys()
         for item in items:
             metadata = _identify(item).metadata
             key = _key(metadata)
             missing.discard(key)
-            known, listed = self._versions.get(key, -1), int(metadata.resource_version)
-            if known == listed or (
-                not replaces and max(known, self._deleted.get(key, -1)) > listed
-            ):
+            listed = int(metadata.resource_version)
+            known = max(self._versions.get(key, -1), self._deleted.get(key, -1))
+            if not replaces and known >= listed:
                 continue
             self._put(key, listed, metadata, item)
         for key in missing:
@@ -242,7 +242,12 @@ class Reflector(Generic[T]):
             "resourceVersion": str(self._version),
             "timeoutSeconds": str(int(seconds)),
         }
-        await self._link.stream(f"{self.path}?{urlencode(query)}", self._on_line, seconds + 10)
+        try:
+            await self._link.stream(f"{self.path}?{urlencode(query)}", self._on_line, seconds + 10)
+        except ApiServerError:
+            raise
+        except PlaneUnavailable as error:  # cut: the next request shows whether the server is away
+            log.debug("watch cut", extra={"fields": {"path": self.path, "error": error.message}})
 
     def _on_line(self, line: bytes) -> None:
         """Apply an event. Raises `PlaneUnavailable` for an error of the server."""
@@ -282,6 +287,8 @@ class Reflector(Generic[T]):
             return
         before = self.objects.get(key)
         self.objects[key] = value
+        if value == before:
+            return
         self._pending.append(ObjectChange(key, value, before))
 
     def _remove(self, key: str) -> None:
