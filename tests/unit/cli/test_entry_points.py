@@ -11,7 +11,16 @@ import pytest
 
 from dynamo.cli import main
 from dynamo.cli.commands import COMMANDS
-from dynamo.cli.entry_points.entry import FRONTEND, MOCKER, VLLM, EntryPoint
+from dynamo.cli.entry_points.entry import (
+    FRONTEND,
+    MOCKER,
+    PLANNER,
+    ROUTER,
+    SGLANG,
+    TRTLLM,
+    VLLM,
+    EntryPoint,
+)
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import resolve_settings
 from dynamo.core.settings.keys import setting_specs_by_key
@@ -20,7 +29,7 @@ NAMES: dict[str, Any] = msgspec.json.decode(
     (Path(__file__).parents[2] / "data" / "nvidia_dynamo_flags.json").read_bytes()
 )
 """All flags and variables of the parsers of the release `version`, by process."""
-ENTRY_POINTS = (FRONTEND, MOCKER, VLLM)
+ENTRY_POINTS = (FRONTEND, MOCKER, VLLM, SGLANG, TRTLLM, ROUTER, PLANNER)
 NAMED = pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.name)
 
 
@@ -114,6 +123,37 @@ def test_flags_of_vllm_are_settings_or_its_own_arguments() -> None:
         settings_of(VLLM, "--model", "/models/qwen", "--seed", "7", "stray")
 
 
+def test_flags_of_other_engines_are_settings_or_their_own_arguments() -> None:
+    settings = settings_of(
+        SGLANG,
+        *("--model-path", "/models/qwen", "--served-model-name", "qwen", "--tp", "2"),
+        *("--disaggregation-mode", "prefill", "--disable-radix-cache", "--host", "0.0.0.0"),
+        *("--schedule-policy", "lpm"),
+    )
+    assert (settings.engine.kind, settings.engine.tensor_parallel_size) == ("sglang", 2)
+    assert (settings.engine.role, settings.engine.prefix_caching) == ("prefill", False)
+    assert settings.engine.args == {"schedule_policy": "lpm"}
+    settings = settings_of(
+        TRTLLM, *("--model-path", "/models/qwen", "--max-batch-size", "8", "--kv-block-size", "32")
+    )
+    assert (settings.engine.kind, settings.engine.max_num_seqs) == ("trtllm", 8)
+    assert (settings.model.path, settings.engine.block_size) == ("/models/qwen", 32)
+
+
+def test_a_planner_reads_its_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"environment": "virtual", "ttft_ms": 200, "enable_load_scaling": True,
+              "max_gpu_budget": -1, "advisory": False, "backend": "vllm"}  # fmt: skip
+    text = msgspec.json.encode(fields).decode()
+    settings = settings_of(PLANNER, "--config", text)
+    assert (settings.planner.connector, settings.planner.ttft) == ("virtual", 0.2)
+    assert settings.planner.budget is None
+    assert "flag --enable-load-scaling has no effect" in capsys.readouterr().err
+
+    (tmp_path / "planner.yaml").write_text("environment: virtual\nitl: 20\nmin_endpoint: 2\n")
+    settings = settings_of(PLANNER, f"--config={tmp_path}/planner.yaml")
+    assert (settings.planner.itl, settings.planner.min) == (20, 2)
+
+
 def test_planes_of_flags_win_over_the_environment() -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "mem", "DYN_FILE_KV": "/shared/kv"}
 
@@ -144,6 +184,10 @@ def test_processes_without_a_folder_share_one() -> None:
         (FRONTEND, ["--response-plane", "quic"]),
         (MOCKER, ["--reasoning", "{}"]),
         (VLLM, ["--disaggregation-mode", "encode"]),
+        (SGLANG, ["--embedding-worker"]),
+        (TRTLLM, ["--extra-engine-args", "x.yaml"]),
+        (ROUTER, ["--serve-indexer"]),
+        (PLANNER, ["--environment", "global-planner"]),
     ],
 )
 def test_what_does_not_exist_is_refused_by_name(entry: EntryPoint, arguments: list[str]) -> None:
@@ -166,15 +210,18 @@ def test_a_flag_without_effect_is_named_with_the_reason(
     ]
 
 
-def test_unknown_flags_and_missing_processes_end_with_2(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_flags_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["_frontend", "--htp-port", "1"]) == 2
     assert "did you mean '--http-port'?" in capsys.readouterr().err
-    for name in ("sglang", "trtllm", "router", "planner"):
-        assert main([f"_{name}", "--endpoint", "x"]) == 2
-        error = capsys.readouterr().err
-        assert f"python -m dynamo.{name} does not exist here" in error
-        assert "hint: " in error
-        assert COMMANDS[f"_{name}"].hidden
+    assert main(["_planner", "--config", '{"ttft_m": 1}']) == 2
+    assert "did you mean '--ttft-ms'?" in capsys.readouterr().err
+    for text, problem in (
+        ("[1", "No such file"),
+        ('{"a"', "no document"),
+        ('{"ttft": "x"}', "no number"),
+    ):
+        assert main(["_planner", "--config", text]) == 2
+        assert problem in capsys.readouterr().err
+    for entry in ENTRY_POINTS:
+        assert COMMANDS[f"_{entry.name}"].hidden
     assert "DYNAMO_RUNTIME__DISCOVERY" not in os.environ

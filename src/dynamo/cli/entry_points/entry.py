@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,26 +18,30 @@ from dynamo.cli.entry_points.flags import (
     translate,
 )
 from dynamo.cli.parsing import Parser
-from dynamo.core.errors import ConfigError, Unsupported
-from dynamo.core.settings import SourcedValue
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import LoadedSettings, SourcedValue
 
 ROUTER_OF_WORKERS = "the router of each frontend has the settings of that frontend"
 
 
 class EntryPoint(msgspec.Struct, frozen=True):
     """A process of NVIDIA Dynamo. `tables` have its flags, and `router` those that only matter to
-    frontends. `engine` is that of its workers, "" for a frontend. Other flags are passed on to the
-    engine if it `passes_flags`."""
+    frontends and routers. `engine` is that of its workers, and `service` the ready-made service
+    that runs alone; a frontend has neither. Other flags are passed on to the engine if it
+    `passes_flags`."""
 
     name: str
     description: str
     tables: tuple[str, ...]
     engine: str = ""
     passes_flags: bool = False
+    service: str = ""
 
     def flags(self) -> list[DynFlag]:
         """Return the flags, with those of routers without effect for workers."""
         flags = [flag for table in self.tables for flag in read_flags(table)]
+        if self.service == "Planner":
+            return flags
         if not self.engine:
             return [*flags, *read_flags("router")]
         own = {name for flag in flags for name in flag.names}
@@ -49,6 +54,10 @@ class EntryPoint(msgspec.Struct, frozen=True):
     def parser(self) -> Parser:
         """Return the parser."""
         parser = Parser(f"python -m dynamo.{self.name}", self.description)
+        if self.service == "Planner":
+            parser.add_argument(
+                "--config", metavar="TEXT|FILE", help="flags as fields, JSON or YAML"
+            )
         add_flags(parser, self.flags())
         return parser
 
@@ -61,8 +70,27 @@ class EntryPoint(msgspec.Struct, frozen=True):
 
         args = argparse.Namespace(config="")
         loaded = load_settings(args, extra=settings)
+        if self.service:
+            return self._serve_service(args, settings)
         checked = checked_settings(loaded, print_note)
         return serve_http(checked, args, settings, workers_only=bool(self.engine))
+
+    def _serve_service(self, args: argparse.Namespace, settings: Mapping[str, SourcedValue]) -> int:
+        """Serve a ready-made service without its graph until stopped."""
+        from dynamo.cli.serve import check_plan, serve_plan
+        from dynamo.cli.settings_flags import read_settings
+        from dynamo.services import components
+        from dynamo.services.deployment.plan import DeploymentPlan, plan_deployment
+
+        def load(extra: Mapping[str, SourcedValue]) -> LoadedSettings:
+            return read_settings(args, extra={**settings, **extra})
+
+        def make_plan() -> DeploymentPlan:
+            return plan_deployment(getattr(components, self.service), load({}), load, only=True)
+
+        plan = make_plan()
+        check_plan(plan, {})
+        return serve_plan(plan, make_plan, args)
 
     def settings(
         self, arguments: Sequence[str], environ: Mapping[str, str]
@@ -72,6 +100,8 @@ class EntryPoint(msgspec.Struct, frozen=True):
         from dynamo.cli.run import print_note
 
         flags, parser = self.flags(), self.parser()
+        if self.service == "Planner":
+            arguments = expand_document(arguments, flags)
         native: list[str] = []
         if self.passes_flags:
             args, native = parser.parse_known_args(list(arguments))
@@ -88,28 +118,32 @@ class EntryPoint(msgspec.Struct, frozen=True):
 
     def _basis(self) -> dict[str, SourcedValue]:
         origin = f"dynamo.{self.name}"
-        if not self.engine:
+        if not (self.engine or self.service):
             return {"engine.workers": SourcedValue(0, origin)}
         name = f"{self.name}-{os.getpid()}"
-        return {
-            "engine.kind": SourcedValue(self.engine, origin),
-            "runtime.deployment": SourcedValue(name, origin),
-        }
+        deployment = {"runtime.deployment": SourcedValue(name, origin)}
+        return (
+            deployment
+            if self.service
+            else {"engine.kind": SourcedValue(self.engine, origin), **deployment}
+        )
 
 
 def plane_settings(
     environ: Mapping[str, str], flags: Mapping[str, str]
 ) -> Mapping[str, SourcedValue]:
     """Return the settings of planes that `flags`, by their variables, and the environment stand
-    for, without those that the environment has itself. Without a server or a folder, all processes
-    of the user on this host share the folder that programs use."""
+    for, without those that the environment has itself. Without a server or a folder, pods of a
+    graph find each other by Kubernetes; others share the folder that programs of the user use."""
     from dynamo.core.settings import Settings
     from dynamo.core.settings.load import read_environment
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.environment import with_dyn_names
+    from dynamo.runtime.planes import GRAPH_VARIABLE
 
     variables = with_dyn_names({**environ, **flags})
-    if "DYNAMO_ETCD_ENDPOINTS" not in variables:
+    in_graph = environ.get(GRAPH_VARIABLE) and environ.get("POD_UID")
+    if "DYNAMO_ETCD_ENDPOINTS" not in variables and not in_graph:
         shared = deployment_of(Settings()).discovery_url
         variables = {"DYNAMO_RUNTIME__DISCOVERY": shared, **variables}
     own = read_environment(environ)
@@ -138,21 +172,39 @@ def engine_arguments(words: Sequence[str]) -> list[str]:
     return pairs
 
 
-class MissingEntryPoint(msgspec.Struct, frozen=True):
-    """A process of NVIDIA Dynamo that does not exist here. `hint` says what to use."""
+def expand_document(arguments: Sequence[str], flags: Sequence[DynFlag]) -> list[str]:
+    """Return arguments with the fields of the document that `--config` is or names as flags.
+    Raises `ConfigError`."""
+    switches = {name for flag in flags if flag.takes_no_value for name in flag.names}
+    words: list[str] = []
+    remaining = iter(arguments)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            words.append(word)
+            continue
+        for field, content in read_document(value if equals else next(remaining, "")).items():
+            flag = f"--{field.replace('_', '-')}"
+            if flag in switches:
+                words.append(flag if content else f"--no-{flag[2:]}")
+            elif content is not None:
+                text = (
+                    content if isinstance(content, str) else msgspec.json.encode(content).decode()
+                )
+                words.append(f"{flag}={text}")
+    return words
 
-    name: str
-    hint: str
 
-    def parser(self) -> Parser:
-        """Return a parser without flags, whose help says what to use."""
-        return Parser(f"python -m dynamo.{self.name}", f"Does not exist here: {self.hint}.")
+def read_document(text: str) -> dict[str, Any]:
+    """Return the fields of a JSON text, or of the JSON or YAML file that it names. Raises
+    `ConfigError`."""
+    from dynamo.runtime.environment import read_config_file
 
-    def run(self, arguments: Sequence[str]) -> int:
-        """Raise `Unsupported`."""
-        if set(arguments) & {"-h", "--help"}:
-            self.parser().parse(["--help"])
-        raise Unsupported(f"python -m dynamo.{self.name} does not exist here", hint=self.hint)
+    content = text if text.lstrip().startswith("{") else read_config_file(text)[0]
+    try:
+        return msgspec.yaml.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--config is no document with fields: {error}") from None
 
 
 FRONTEND = EntryPoint(
@@ -171,15 +223,35 @@ VLLM = EntryPoint(
     "vllm",
     "Run a worker with vLLM for a frontend.\n\n"
     "Flags and DYN_... variables are those of NVIDIA Dynamo; others are passed on to vLLM.",
-    ("planes", "tls", "vllm"),
+    ("planes", "tls", "worker", "vllm"),
     engine="vllm",
     passes_flags=True,
 )
-SGLANG = MissingEntryPoint("sglang", "use `dynamo run in=none out=sglang MODEL`")
-TRTLLM = MissingEntryPoint("trtllm", "use `dynamo run in=none out=trtllm MODEL`")
-ROUTER = MissingEntryPoint(
-    "router", "frontends route by themselves; `dynamo run --router-replicas N` starts routers apart"
+SGLANG = EntryPoint(
+    "sglang",
+    "Run a worker with SGLang for a frontend.\n\n"
+    "Flags and DYN_... variables are those of NVIDIA Dynamo; others are passed on to SGLang.",
+    ("planes", "tls", "worker", "sglang"),
+    engine="sglang",
+    passes_flags=True,
 )
-PLANNER = MissingEntryPoint(
-    "planner", "`dynamo serve --planner` sets the number of workers, and `dynamo plan` shows why"
+TRTLLM = EntryPoint(
+    "trtllm",
+    "Run a worker with TensorRT-LLM for a frontend.\n\nFlags are those of NVIDIA Dynamo.",
+    ("planes", "tls", "worker", "trtllm"),
+    engine="trtllm",
+)
+ROUTER = EntryPoint(
+    "router",
+    "Run a router apart from frontends, which use it with router.replicas.\n\n"
+    "Flags are those of NVIDIA Dynamo.",
+    ("planes", "standalone_router"),
+    service="Router",
+)
+PLANNER = EntryPoint(
+    "planner",
+    "Run a planner, which changes the number of workers by the load.\n\n"
+    "Flags, and fields of the document --config, are those of NVIDIA Dynamo.",
+    ("planes", "planner"),
+    service="Planner",
 )

@@ -1,10 +1,10 @@
 """The flags of NVIDIA Dynamo's processes: tables, and their translation to settings.
 
-A table has groups. The first line of a group says what becomes of its flags: `setting KEY`, with
-translations OLD>NEW of values, where `!` refuses one; `plane`; `no effect: REASON`; or `refused:
-REASON`. A line of a flag has its names, its environment variable and its kind: `value`, `list`,
-`set` (without a value), `on` or `off` (a switch with that default), or `=DEFAULT`. A value that is
-the flag's default does nothing.
+A table has groups. The first line of a group says what becomes of its flags: `setting KEY`,
+`plane`, `no effect: REASON`, or `refused: REASON`. A setting may have translations OLD>NEW of
+values, where `!` refuses one, or a factor *NUMBER. A line of a flag has its names, its environment
+variable and its kind: `value`, `list`, `set` (without a value), `on` or `off` (a switch with that
+default), or `=DEFAULT`. A value that is the flag's default does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import SettingAction
-from dynamo.core.errors import Unsupported
+from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import SourcedValue
 
 NO_EFFECT = "no effect"
@@ -63,6 +63,8 @@ class DynFlag(msgspec.Struct, frozen=True):
     def setting(self, value: Any, origin: str) -> tuple[str, Any]:
         """Return the key of the setting and the value there. Raises `Unsupported`."""
         key, *pairs = self.text.split()
+        if pairs and pairs[0].startswith("*"):
+            return key, scaled(value, float(pairs[0][1:]), origin)
         translations = dict(pair.split(">") for pair in pairs)
         word = str(value).lower() if isinstance(value, bool) else value
         if isinstance(word, str) and (new := translations.get(word)):
@@ -72,6 +74,14 @@ class DynFlag(msgspec.Struct, frozen=True):
         if self.names[0] == "--endpoint":  # dyn://namespace.component.endpoint
             value = value.removeprefix("dyn://").partition(".")[0]
         return key, value
+
+
+def scaled(value: Any, factor: float, origin: str) -> float:
+    """Return a number in the unit of the setting. Raises `ConfigError`."""
+    try:
+        return float(value) * factor
+    except ValueError:
+        raise ConfigError(f"{origin}: {value!r} is no number") from None
 
 
 def read_flags(name: str) -> list[DynFlag]:
