@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 ACTIONS = {
     "crds": "print the CustomResourceDefinitions",
     "convert": "print graphs of v1alpha1 as v1beta1",
+    "operator": "run the operator, until SIGTERM",
     "manifests": "print the objects that the operator makes of graphs",
     "place": "show where the pods of graphs would go, and why not elsewhere",
 }
+DEFAULT_IMAGE = "dynamo:latest-vllm"
 EXAMPLES = """\
   dynamo kubernetes crds | kubectl apply --server-side -f -
   dynamo kubernetes convert -f graph.yaml
@@ -46,6 +48,18 @@ def parser() -> Parser:
         "replicas of several nodes need",
     )
     parser.add_argument(
+        "--namespace",
+        default="",
+        metavar="NAME",
+        help="operator: graphs of this namespace alone; default: of all",
+    )
+    parser.add_argument(
+        "--image",
+        default=DEFAULT_IMAGE,
+        metavar="IMAGE",
+        help="operator: image of pods whose manifest names none; default: %(default)s",
+    )
+    parser.add_argument(
         "--levels", metavar="LABELS", help="place: labels of the levels, broad to narrow, by comma"
     )
     return parser
@@ -57,6 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
         "crds": _print_crds,
         "convert": _convert,
+        "operator": _run_operator,
         "manifests": _print_objects,
         "place": _place,
     }
@@ -137,6 +152,13 @@ def _print_objects(args: argparse.Namespace) -> int:
         result += wanted.objects
     print(write_manifests(result), end="")
     return code
+
+
+def _run_operator(args: argparse.Namespace) -> int:
+    from dynamo.operations.operator.pods import PodOptions
+    from dynamo.services.operator.process import run_operator
+
+    return run_operator(args.namespace, PodOptions(image=args.image))
 
 
 def _print_findings(name: str, check: GraphCheck) -> int:

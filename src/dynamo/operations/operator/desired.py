@@ -105,8 +105,9 @@ class GraphPlan:
             if has_adapter(component):
                 if (ADAPTER, view.adapter_name(component)) not in observed.objects:
                     result.objects.append(objects.adapter(view.key, component))
-                if component.replicas != view.targets[role]:
-                    result.replicas[component.name] = view.targets[role]
+                result.replicas[component.name] = view.targets[role]
+        if all(view.targets[role] == part.replicas for role, (_, part) in view.components.items()):
+            result.replicas.clear()
         self._add_deletions()
         self._add_ready()
         if conflicts := observed.scaling_conflicts:

@@ -59,7 +59,11 @@ def own_path(path: str, merged: Any, own: Any) -> str | None:
     default."""
     result = ""
     parent = ""
-    for name, index in _STEP.findall(path):
+    for name, step in _STEP.findall(path):
+        index = step
+        if step.startswith('name="') and isinstance(merged, list):
+            names = [item.get("name") for item in merged]
+            index = str(names.index(step[6:-1])) if step[6:-1] in names else step
         if name or not index.isdigit():
             merged = merged.get(name) if isinstance(merged, Mapping) else None
             own = own.get(name) if isinstance(own, Mapping) else None

@@ -52,7 +52,7 @@ class Desired(msgspec.Struct):
     if `status_first`, then `scales` (objects whose replicas change alone), `objects`, `deletions`,
     and the status.
 
-    `replicas` are the numbers of adapters that the manifest does not have yet.
+    `replicas` are the numbers of all adapters, if the manifest has others.
     """
 
     status: GraphStatus

@@ -1,0 +1,296 @@
+"""The objects of a cluster as the operator sees them, and its writes.
+
+Kinds are followed by reflectors. The answer of a write counts until the reflector has it, so that
+no write is repeated for want of its event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import msgspec
+
+from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
+from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector
+from dynamo.core.errors import PlaneUnavailable
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.operations.operator.difference import lacks
+from dynamo.operations.operator.kinds import ADAPTER, BETA, GRAPH, GROUP
+from dynamo.operations.operator.names import APPLIED, GRAPH_LABEL, OPERATOR, bounded, digest
+from dynamo.operations.operator.workloads import (
+    API_VERSIONS,
+    CLIQUE_SET,
+    DEPLOYMENT,
+    LEADER_SET,
+    SCALING_GROUP,
+)
+
+Object = dict[str, Any]
+APPLY: Final = "application/apply-patch+yaml"
+JSON_PATCH: Final = "application/json-patch+json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+NOT_FOUND, CONFLICT, INVALID = 404, 409, 422
+RBAC = "rbac.authorization.k8s.io/v1"
+PATHS: Final[Mapping[str, tuple[str, str]]] = {
+    GRAPH: (f"{GROUP}/{BETA}", "dynamographdeployments"),
+    ADAPTER: (f"{GROUP}/{BETA}", f"{ADAPTER.lower()}s"),
+    DEPLOYMENT: (API_VERSIONS[DEPLOYMENT], "deployments"),
+    "Pod": ("v1", "pods"),
+    "Service": ("v1", "services"),
+    "ServiceAccount": ("v1", "serviceaccounts"),
+    "Role": (RBAC, "roles"),
+    "RoleBinding": (RBAC, "rolebindings"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    CLIQUE_SET: (API_VERSIONS[CLIQUE_SET], "podcliquesets"),
+    SCALING_GROUP: (API_VERSIONS[CLIQUE_SET], "podcliquescalinggroups"),
+    LEADER_SET: (API_VERSIONS[LEADER_SET], "leaderworkersets"),
+}
+UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
+    "Secret": ("v1", "secrets"),
+    "ConfigMap": ("v1", "configmaps"),
+    "PersistentVolumeClaim": ("v1", "persistentvolumeclaims"),
+    "Event": ("v1", "events"),
+    "Lease": ("coordination.k8s.io/v1", "leases"),
+}
+OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)
+Owner = tuple[str, str]
+"""Namespace, and label of the graph."""
+
+
+def collection(kind: str, namespace: str) -> str:
+    """Return the path of the objects of a kind, of all namespaces for ""."""
+    version, plural = PATHS.get(kind) or UNFOLLOWED[kind]
+    base = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    return f"{base}/namespaces/{namespace}/{plural}" if namespace else f"{base}/{plural}"
+
+
+def decode_object(metadata: Metadata, data: bytes) -> Object:
+    """Decode an object, without the owners of its fields except those of an adapter."""
+    del metadata
+    item: Object = msgspec.json.decode(data)
+    if item.get("kind") != ADAPTER:
+        item["metadata"].pop("managedFields", None)
+    return item
+
+
+def version_of(item: Object) -> int:
+    """Return the resource version of an object."""
+    return int(item["metadata"]["resourceVersion"])
+
+
+class ClusterView:
+    """Follows the kinds that matter, and writes. All methods raise `PlaneUnavailable`."""
+
+    def __init__(
+        self,
+        link: KubernetesLink,
+        namespace: str,
+        on_owner: Callable[[Owner], None],
+        may_write: Callable[[], bool],
+    ) -> None:
+        """`namespace`: only graphs of it; "": of all. `on_owner` is called with each graph of which
+        something has changed."""
+        self._link = link
+        self._namespace = namespace
+        self._on_owner = on_owner
+        self._may_write = may_write
+        self._reflectors: dict[str, Reflector[Object]] = {}
+        self._written: dict[tuple[str, str], Object | None] = {}
+        """The answers of writes, by kind and NAMESPACE/NAME; None for a deleted object."""
+        self._owned: dict[Owner, dict[tuple[str, str], Object]] = {}
+        self._owners: dict[tuple[str, str], Owner] = {}
+        self.groups: frozenset[str] = frozenset()
+
+    async def start(self, tasks: BackgroundTasks) -> None:
+        """Follow all kinds that the cluster serves, and return when they are listed."""
+        listed = msgspec.json.decode(await self._link.request("GET", "/apis"))
+        self.groups = frozenset(group["name"] for group in listed["groups"])
+        for kind, (version, _) in PATHS.items():
+            if kind in OPTIONAL and version.partition("/")[0] not in self.groups:
+                continue
+            self._follow(kind, tasks)
+        for reflector in self._reflectors.values():
+            await reflector.listed.wait()
+
+    def _follow(self, kind: str, tasks: BackgroundTasks) -> None:
+        def on_changes(changes: Sequence[ObjectChange[Object]], after_outage: bool) -> None:
+            del after_outage
+            for change in changes:
+                self._on_change(kind, change)
+
+        selector = "" if kind in (GRAPH, SCALING_GROUP) else GRAPH_LABEL
+        path = collection(kind, self._namespace)
+        reflector = Reflector(self._link, path, decode_object, on_changes, selector=selector)
+        self._reflectors[kind] = reflector
+        tasks.start(reflector.run(), f"kubernetes {kind}")
+
+    @property
+    def connection_error(self) -> str:
+        """Why the API server cannot be reached, or ""."""
+        errors = (reflector.connection_error for reflector in self._reflectors.values())
+        return next((error for error in errors if error), "")
+
+    def _on_change(self, kind: str, change: ObjectChange[Object]) -> None:
+        written = self._written.get((kind, change.key))
+        if (
+            change.value is None
+            or written is None
+            or version_of(written) <= version_of(change.value)
+        ):
+            self._written.pop((kind, change.key), None)
+            self._put(kind, change.key, change.value)
+
+    def _put(self, kind: str, key: str, item: Object | None) -> None:
+        """Note an object, or its end, and report the graph that it belongs to."""
+        where = (kind, key)
+        owner = self._owners.get(where)
+        if item is not None:
+            owner = self._owners[where] = self._owner_of(kind, item)
+            self._owned.setdefault(owner, {})[where] = item
+        elif owner is not None:
+            del self._owners[where]
+            self._owned[owner].pop(where, None)
+            if not self._owned[owner]:
+                del self._owned[owner]
+        if owner is not None:
+            self._on_owner(owner)
+
+    def _owner_of(self, kind: str, item: Object) -> Owner:
+        metadata = item["metadata"]
+        namespace = metadata.get("namespace", "")
+        if kind == GRAPH:
+            return namespace, bounded(metadata["name"])
+        if kind == SCALING_GROUP:  # these have the labels of Grove
+            for owner in metadata.get("ownerReferences") or ():
+                place = (CLIQUE_SET, f"{namespace}/{owner['name']}")
+                if place in self._owners:
+                    return self._owners[place]
+        return namespace, (metadata.get("labels") or {}).get(GRAPH_LABEL, "")
+
+    def owned(self, owner: Owner) -> Mapping[tuple[str, str], Object]:
+        """Return the objects of a graph by kind and NAMESPACE/NAME, itself included."""
+        return self._owned.get(owner, {})
+
+    def owners(self) -> Sequence[Owner]:
+        """Return all graphs of which anything is there."""
+        return list(self._owned)
+
+    async def read(self, kind: str, namespace: str, name: str) -> Object | None:
+        """Return an object as it is now, None if there is none."""
+        try:
+            body = await self._link.request("GET", f"{collection(kind, namespace)}/{name}")
+        except ApiServerError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        item: Object = msgspec.json.decode(body)
+        return item
+
+    async def create(self, kind: str, item: Object) -> bool:
+        """Create an object. False: there is one already."""
+        path = collection(kind, item["metadata"]["namespace"])
+        try:
+            await self._send("POST", path, item)
+        except ApiServerError as error:
+            if error.status != CONFLICT:
+                raise
+            return False
+        return True
+
+    async def apply(self, item: Object, live: Object | None) -> bool:
+        """Apply an object if the live one lacks anything of it. Returns whether it was written."""
+        marked = marked_object(item)
+        if live is not None and not lacks(live, marked):
+            return False
+        await self.apply_fields(marked, OPERATOR)
+        return True
+
+    async def dry_run(self, item: Object) -> None:
+        """Let the API server check an object."""
+        metadata = item["metadata"]
+        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        query = {"fieldManager": OPERATOR, "force": "true", "dryRun": "All"}
+        query["fieldValidation"] = "Strict"
+        await self._link.request("PATCH", f"{path}?{urlencode(query)}", item, content_type=APPLY)
+
+    async def apply_fields(self, item: Object, manager: str) -> None:
+        """Apply an object, or some fields of an object that others own."""
+        metadata = item["metadata"]
+        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        query = urlencode({"fieldManager": manager, "force": "true"})
+        await self._change(item["kind"], "PATCH", f"{path}?{query}", item, APPLY)
+
+    async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
+        """Order another number of replicas."""
+        path = f"{collection(kind, namespace)}/{name}/scale?fieldManager={OPERATOR}"
+        await self._send("PATCH", path, {"spec": {"replicas": replicas}}, MERGE_PATCH)
+
+    async def annotate(self, kind: str, namespace: str, name: str, **texts: str) -> None:
+        """Set annotations of an object. Nothing happens if there is none."""
+        path = f"{collection(kind, namespace)}/{name}?fieldManager={OPERATOR}"
+        body = {"metadata": {"annotations": texts}}
+        try:
+            await self._change(kind, "PATCH", path, body, MERGE_PATCH)
+        except ApiServerError as error:
+            if error.status != NOT_FOUND:
+                raise
+
+    async def put_status(self, item: Object, status: Object) -> None:
+        """Write the status of an object if it differs."""
+        if item.get("status") == status:
+            return
+        metadata = item["metadata"]
+        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}/status"
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
+            {"op": "add", "path": "/status", "value": status},
+        ]
+        query = f"?fieldManager={OPERATOR}"
+        await self._change(item["kind"], "PATCH", path + query, patch, JSON_PATCH)
+
+    async def delete(self, kind: str, item: Object) -> None:
+        """Delete an object, with what it owns, unless another one has taken its name."""
+        metadata = item["metadata"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": metadata["uid"]},
+        }
+        try:
+            await self._send("DELETE", f"{collection(kind, namespace)}/{name}", body)
+        except ApiServerError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):
+                raise
+        self._written[kind, f"{namespace}/{name}"] = None
+        self._put(kind, f"{namespace}/{name}", None)
+
+    async def _change(self, kind: str, method: str, path: str, body: Any, form: str) -> None:
+        """Write an object of a kind that is followed, and take its new state from the answer."""
+        data = await self._send(method, path, body, form)
+        item = decode_object(Metadata(), data)
+        metadata = item["metadata"]
+        where = (kind, f"{metadata['namespace']}/{metadata['name']}")
+        known = self._reflectors[kind].objects.get(where[1])
+        if known is None or version_of(known) < version_of(item):
+            self._written[where] = item
+            self._put(*where, item)
+
+    async def _send(
+        self, method: str, path: str, body: Any, form: str = "application/json"
+    ) -> bytes:
+        if not self._may_write():
+            raise PlaneUnavailable("this operator does not hold the Lease")
+        return await self._link.request(method, path, body, content_type=form)
+
+
+def marked_object(item: Object) -> Object:
+    """Return an object with the hash of itself, by which fields that are no longer in it are
+    noticed."""
+    metadata = item["metadata"]
+    annotations = {**metadata.get("annotations", {}), APPLIED: digest(item)}
+    return {**item, "metadata": {**metadata, "annotations": annotations}}

@@ -1,0 +1,315 @@
+"""The loop of the operator: graphs that something has changed about are reconciled, one after the
+other for each graph, until nothing differs from what is desired."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import msgspec
+
+from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
+from dynamo.core.clock import Backoff, Clock
+from dynamo.core.errors import DynamoError
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.operations.operator.desired import adapter_status, desired
+from dynamo.operations.operator.kinds import ADAPTER, GRAPH
+from dynamo.operations.operator.merge import own_path
+from dynamo.operations.operator.names import SCALING, bounded, object_name
+from dynamo.operations.operator.pods import PodOptions
+from dynamo.operations.operator.rules import manifest_path, references
+from dynamo.operations.operator.upgrade import Problem
+from dynamo.operations.operator.view import Desired, Observed
+from dynamo.services.operator.cluster import INVALID, ClusterView, Object, Owner
+from dynamo.services.operator.events import EventRecorder
+
+log = logging.getLogger(__name__)
+FIRST_RETRY_S, MAX_RETRY_S = 0.05, 60.0
+RECHECK_MISSING_S = 1.0
+"""Missing objects that a manifest refers to are looked for again so often."""
+CONCURRENT_GRAPHS = 8
+POD_FIELD = re.compile(r'spec\.template\.((?:[^\s:",\[\]]|\[[^\]]*\])+)')
+"""The path of a field of a pod template, in a message of an API server."""
+
+
+class GraphState(msgspec.Struct):
+    """The memory of a graph between reconciliations. All of it is found again
+    after a restart."""
+
+    backoff: Backoff
+    timer: asyncio.TimerHandle | None = None
+    has_secret: bool = False
+    checked: tuple[str, int] = ("", 0)
+    """Uid and generation of the manifest that `missing` and `refused` are of."""
+    missing: list[Problem] = []
+    refused: list[Problem] = []
+    failure: str = ""
+
+
+class OperatorLoop:
+    """Reconciles graphs while this process leads."""
+
+    def __init__(
+        self,
+        link: KubernetesLink,
+        namespace: str,
+        clock: Clock,
+        options: PodOptions,
+        may_write: Any = lambda: True,
+    ) -> None:
+        self.cluster = ClusterView(link, namespace, self.mark, may_write)
+        self._events = EventRecorder(link, clock)
+        self._clock = clock
+        self._options = options
+        self._rng = Random()
+        self._tasks = BackgroundTasks()
+        self._states: dict[Owner, GraphState] = {}
+        self._dirty: dict[Owner, None] = {}
+        self._busy: set[Owner] = set()
+        self._leads = False
+
+    async def start(self) -> None:
+        """Follow the cluster. Graphs are reconciled from `lead` on."""
+        await self.cluster.start(self._tasks)
+
+    def lead(self) -> None:
+        """Begin to reconcile, with all graphs."""
+        self._leads = True
+        for owner in self.cluster.owners():
+            self.mark(owner)
+
+    def stop_leading(self) -> None:
+        """Reconcile nothing more."""
+        self._leads = False
+        self._dirty.clear()
+
+    async def close(self) -> None:
+        """End all tasks."""
+        self._leads = False
+        for state in self._states.values():
+            if state.timer is not None:
+                state.timer.cancel()
+        await self._tasks.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be reconciled now."""
+        return not self._dirty and not self._busy
+
+    def mark(self, owner: Owner) -> None:
+        """Reconcile a graph soon."""
+        if not self._leads:
+            return
+        self._dirty[owner] = None
+        self._start_next()
+
+    def _start_next(self) -> None:
+        for owner in list(self._dirty):
+            if len(self._busy) >= CONCURRENT_GRAPHS:
+                return
+            if owner not in self._busy:
+                del self._dirty[owner]
+                self._busy.add(owner)
+                self._tasks.start(self._run(owner), f"reconcile {owner[0]}/{owner[1]}")
+
+    async def _run(self, owner: Owner) -> None:
+        """Reconcile a graph once, and again later after a failure."""
+        state = self._states.get(owner)
+        if state is None:
+            state = self._states[owner] = GraphState(Backoff(FIRST_RETRY_S, MAX_RETRY_S, 0.5))
+        if state.timer is not None:
+            state.timer.cancel()
+            state.timer = None
+        delay_s = 0.0
+        try:
+            await asyncio.sleep(0)  # events of the same moment are of one reconciliation
+            delay_s = await self._reconcile(owner, state)
+            state.backoff.reset()
+            state.failure = ""
+        except DynamoError as error:
+            delay_s = state.backoff.next_s(self._rng)
+            if error.message != state.failure:
+                state.failure = error.message
+                fields = {"graph": f"{owner[0]}/{owner[1]}", "error": error.message}
+                log.warning("a graph could not be reconciled", extra={"fields": fields})
+        except Exception:
+            delay_s = state.backoff.next_s(self._rng)
+            fields = {"graph": f"{owner[0]}/{owner[1]}"}
+            log.exception("reconciling a graph failed", extra={"fields": fields})
+        finally:
+            self._busy.discard(owner)
+        if delay_s and self._leads:
+            loop = asyncio.get_running_loop()
+            state.timer = loop.call_later(delay_s, self.mark, owner)
+        self._start_next()
+
+    async def _reconcile(self, owner: Owner, state: GraphState) -> float:
+        """Write what differs. Returns after how many seconds to look again, 0: after a change."""
+        owned = self.cluster.owned(owner)
+        graph = next((item for (kind, _), item in owned.items() if kind == GRAPH), None)
+        if graph is None or "deletionTimestamp" in graph["metadata"]:
+            del self._states[owner]
+            return 0.0
+        uid = graph["metadata"]["uid"]
+        if state.checked[0] not in ("", uid):
+            state.has_secret = False
+        observed = await self._observe(graph, owned, state)
+        if any(_is_of_another(item, uid) for _, item in observed.objects.items()):
+            return RECHECK_MISSING_S  # objects of an older graph of this name go first
+        wanted = desired(graph, observed, self._options)
+        await self._check_manifest(graph, wanted, observed, state)
+        if observed.missing != state.missing or observed.refused != state.refused:
+            observed.missing, observed.refused = state.missing, state.refused
+            wanted = desired(graph, observed, self._options)
+        await self._write(graph, wanted, observed, state)
+        if state.missing:
+            return RECHECK_MISSING_S
+        return wanted.recheck_s
+
+    async def _observe(
+        self, graph: Object, owned: Mapping[tuple[str, str], Object], state: GraphState
+    ) -> Observed:
+        metadata = graph["metadata"]
+        namespace = metadata["namespace"]
+        secret = None
+        if not state.has_secret:
+            name = object_name(metadata["name"], "planes")
+            if await self.cluster.read("Secret", namespace, name) is None:
+                secret = secrets.token_hex(32).encode()
+            else:
+                state.has_secret = True
+        return Observed(
+            self._clock.wall(),
+            {
+                (kind, item["metadata"]["name"]): item
+                for (kind, _), item in owned.items()
+                if kind not in (GRAPH, "Pod")
+            },
+            [item for (kind, _), item in owned.items() if kind == "Pod"],
+            self.cluster.groups,
+            state.missing,
+            state.refused,
+            secret,
+        )
+
+    async def _check_manifest(
+        self, graph: Object, wanted: Desired, observed: Observed, state: GraphState
+    ) -> None:
+        """Find what only the API server knows: objects that are missing, pod templates that it
+        refuses. The answers of a manifest are kept, except what is missing."""
+        metadata = graph["metadata"]
+        now = (metadata["uid"], metadata.get("generation", 1))
+        if state.checked != now or state.missing:
+            namespace = metadata["namespace"]
+            state.missing = [
+                Problem(reference.path, f"there is no {reference.kind} {reference.name!r}")
+                for reference in references(wanted.check)
+                if await self.cluster.read(reference.kind, namespace, reference.name) is None
+            ]
+        if state.checked != now:
+            state.refused = []
+            for item in wanted.objects:
+                key = (item["kind"], item["metadata"]["name"])
+                if key in wanted.templates and self._is_new(item, observed.objects.get(key)):
+                    state.refused += await self._refusals(item, key, wanted)
+        state.checked = now
+
+    def _is_new(self, item: Object, live: Object | None) -> bool:
+        if live is None:
+            return True
+        annotations = live["metadata"].get("annotations") or {}
+        return any(
+            annotations.get(name) != text for name, text in item["metadata"]["annotations"].items()
+        )
+
+    async def _refusals(self, item: Object, key: tuple[str, str], wanted: Desired) -> list[Problem]:
+        """Return what the API server refuses in a workload, by paths of the manifest."""
+        try:
+            await self.cluster.dry_run(item)
+        except ApiServerError as error:
+            if error.status not in (400, INVALID):
+                raise
+            return pod_problems(error, wanted, *wanted.templates[key])
+        return []
+
+    async def _write(
+        self,
+        graph: Object,
+        wanted: Desired,
+        observed: Observed,
+        state: GraphState,
+    ) -> None:
+        """Write all that differs, in the order of `Desired`."""
+        cluster, namespace = self.cluster, graph["metadata"]["namespace"]
+        status = msgspec.to_builtins(wanted.status)
+        if wanted.status_first:
+            await cluster.put_status(graph, status)
+        for (kind, name), replicas in wanted.scales:
+            await cluster.scale(kind, namespace, name, replicas)
+            self._events.add(graph, "Scaled", f"{kind} {name} has {replicas} replicas now")
+        for item in wanted.objects:
+            kind, name = item["kind"], item["metadata"]["name"]
+            if kind == "Secret":
+                await cluster.create(kind, item)
+                state.has_secret = True
+                continue
+            live = observed.objects.get((kind, name))
+            if await cluster.apply(item, live):
+                self._events.add(graph, "Applied", f"{kind} {name}")
+        for kind, name in wanted.deletions:
+            await cluster.delete(kind, observed.objects[kind, name])
+            self._events.add(graph, "Deleted", f"{kind} {name}")
+        if wanted.replicas:
+            await cluster.apply_fields(_replica_fields(graph, wanted), SCALING)
+            text = ", ".join(f"{name} {count}" for name, count in wanted.replicas.items())
+            self._events.add(graph, "ScalingAdapterWins", f"replicas of adapters: {text}")
+        for item in list(cluster.owned((namespace, bounded(graph["metadata"]["name"]))).values()):
+            if item["kind"] == ADAPTER:
+                await cluster.put_status(item, adapter_status(item, observed))
+        await cluster.put_status(graph, status)
+        self._events.add_status(graph, wanted.status)
+        self._events.flush(self._tasks)
+
+
+def pod_problems(
+    error: ApiServerError, wanted: Desired, number: int, template: Object
+) -> list[Problem]:
+    """Return what the API server refuses in the pod template of a component, by paths of the
+    manifest."""
+    assert wanted.check.spec is not None  # noqa: S101 - there are templates of valid specs alone
+    component = wanted.check.spec.components[number]
+    problems = []
+    for cause in error.details.get("causes") or [{"message": error.message.split(": ", 1)[-1]}]:
+        match = POD_FIELD.search(cause.get("field") or cause["message"])
+        own = match and own_path(match[1], template, component.pod_template)
+        path = f"spec.components[{number}].podTemplate{'.' + own if own else ''}"
+        text = cause.get("message", "")
+        problems.append(Problem(manifest_path(path, wanted.check.paths), text))
+    return problems
+
+
+def _is_of_another(item: Object, uid: str) -> bool:
+    """Whether an object belongs to a graph that was there before under this name."""
+    owners = item["metadata"].get("ownerReferences") or ()
+    return any(owner["kind"] == GRAPH and owner["uid"] != uid for owner in owners)
+
+
+def _replica_fields(graph: Object, wanted: Desired) -> Object:
+    """Return the replicas of all components with an adapter, for an apply of these fields."""
+    metadata = graph["metadata"]
+    services = graph["spec"].get("services")
+    counts = wanted.replicas
+    spec: Object = {"components": [{"name": n, "replicas": c} for n, c in counts.items()]}
+    if services is not None:
+        spec = {"services": {name: {"replicas": count} for name, count in counts.items()}}
+    return {
+        "apiVersion": graph["apiVersion"],
+        "kind": GRAPH,
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+        "spec": spec,
+    }

@@ -1,0 +1,106 @@
+"""Two operators and one Lease: one writes at a time, and stops before its Lease ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.support.kubernetes import KubernetesClient, account_environment
+from tests.support.kubernetes_graphs import CRDS, GraphCluster, component, graph
+
+from dynamo.communication.kubernetes.link import KubernetesLink, open_link
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import ConfigError
+from dynamo.operations.operator.pods import PodOptions
+from dynamo.services.operator.lease import LeaseTimes
+from dynamo.services.operator.process import GraphOperator, check_cluster
+
+TIMES = LeaseTimes(duration_s=1, renew_limit_s=0.6, retry_s=0.05)
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dynamo-operator"
+GRAPH = graph(component("Frontend", "frontend"), component("decode", "decode"))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[GraphCluster]:
+    async with GraphCluster(tmp_path) as cluster:
+        yield cluster
+
+
+class Contender:
+    """An operator with its own link."""
+
+    def __init__(self, cluster: GraphCluster, folder: Path) -> None:
+        environ = account_environment(cluster.server.url, "admintoken", folder)
+        self.link: KubernetesLink = open_link(0.3, environ)
+        self.operator = GraphOperator(self.link, SystemClock(), PodOptions(), times=TIMES)
+
+    async def __aenter__(self) -> GraphOperator:
+        return await self.operator.__aenter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.operator.__aexit__(*error)
+        await self.link.close()
+
+
+async def test_the_second_waits_until_the_first_is_gone(
+    cluster: GraphCluster, tmp_path: Path
+) -> None:
+    first, second = (Contender(cluster, tmp_path / name) for name in ("a", "b"))
+    async with second as waiting:
+        async with first as leading:
+            await cluster.until(lambda: leading.lease.is_held != waiting.lease.is_held)
+            await cluster.apply(GRAPH)
+            await cluster.until(lambda: cluster.state() == "successful")
+            for _ in range(30):
+                assert not (leading.lease.is_held and waiting.lease.is_held)
+                await asyncio.sleep(0.01)
+        await cluster.until(lambda: waiting.lease.is_held)
+        await cluster.apply(graph(*GRAPH["spec"]["components"], component("more", "worker")))
+        await cluster.until(lambda: cluster.state() == "successful")
+
+
+async def test_who_cannot_renew_stops_writing_and_goes_on_later(
+    cluster: GraphCluster, tmp_path: Path
+) -> None:
+    async with Contender(cluster, tmp_path / "a") as operator:
+        await cluster.until(lambda: operator.lease.is_held)
+        await cluster.apply(GRAPH)
+        await cluster.until(lambda: cluster.state() == "successful")
+        cluster.server.faults.code = 500
+        await cluster.until(operator.lease.lost.is_set)
+        assert not operator.lease.is_held
+        cluster.server.faults.code = 0
+        await cluster.until(lambda: operator.lease.is_held)
+        await cluster.client.send("DELETE", "/api/v1/namespaces/default/services/llm-frontend")
+        await cluster.until(lambda: len(cluster.items("services")) == 2)
+
+
+async def test_a_lease_of_somebody_else_is_respected_until_it_ends(
+    cluster: GraphCluster, tmp_path: Path
+) -> None:
+    spec = {"holderIdentity": "another", "leaseDurationSeconds": 1}
+    path = LEASE.rpartition("/")[0]
+    await cluster.client.create(path, {"metadata": {"name": "dynamo-operator"}, "spec": spec})
+    async with Contender(cluster, tmp_path / "a") as operator:
+        assert not operator.lease.is_held
+        await cluster.until(lambda: operator.lease.is_held)
+        lease = await cluster.client.get(LEASE)
+        assert lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_kinds_of_another_operator_are_named(cluster: GraphCluster, tmp_path: Path) -> None:
+    client: KubernetesClient = cluster.client
+    name = "dynamographdeployments.nvidia.com"
+    environ = account_environment(cluster.server.url, "admintoken", tmp_path / "a")
+    link = open_link(5.0, environ)
+    await check_cluster(link)
+    labels = {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm-of-another"}}}
+    await client.send("PATCH", f"{CRDS}/{name}", labels, "application/merge-patch+json")
+    with pytest.raises(ConfigError, match="managed by Helm-of-another"):
+        await check_cluster(link)
+    await client.send("DELETE", f"{CRDS}/{name}")
+    with pytest.raises(ConfigError, match=f"has no kind {name}"):
+        await check_cluster(link)
+    await link.close()

@@ -1,0 +1,194 @@
+"""The operator's loop, against an API server: graphs become objects, and stay so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.support.kubernetes import MERGE
+from tests.support.kubernetes_graphs import (
+    ADAPTERS,
+    DEPLOYMENTS,
+    GRAPHS,
+    GraphCluster,
+    built_in_problems,
+    component,
+    graph,
+)
+
+from dynamo.operations.operator.pods import PodOptions
+
+GRAPH = graph(component("Frontend", "frontend"), component("decode", "decode", 2))
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[GraphCluster]:
+    async with GraphCluster(tmp_path) as cluster:
+        yield cluster
+
+
+def writes(cluster: GraphCluster) -> list[str]:
+    """Return the requests of the operator that write, without events."""
+    return [
+        line
+        for line in cluster.server.requests
+        if not line.startswith("GET") and "/events" not in line and "dryRun" not in line
+    ]
+
+
+async def test_a_graph_becomes_objects_and_is_ready(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful")
+    names = {
+        item["metadata"]["name"].rpartition("-")[0] for item in cluster.items("deployments.apps")
+    }
+    assert names == {"llm-frontend", "llm-decode"}
+    assert len(cluster.items("pods")) == 3
+    assert {item["metadata"]["name"] for item in cluster.items("services")} == {
+        "llm-frontend", "llm-pods",
+    }  # fmt: skip
+    assert cluster.condition("Ready")[:2] == ("True", "all_resources_are_ready")
+    parts = cluster.graph()["status"]["components"]
+    assert parts["decode"]["readyReplicas"] == parts["decode"]["updatedReplicas"] == 2
+
+
+async def test_an_operator_that_starts_again_writes_nothing(cluster: GraphCluster) -> None:
+    loop = await cluster.operator()
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful" and loop.is_idle)
+    await cluster.kill(loop)
+    before = len(writes(cluster))
+    version = cluster.server.store.version
+    loop = await cluster.operator(PodOptions(image="dynamo:next", drain_s=99))
+    await cluster.until(lambda: loop.is_idle)
+    await asyncio.sleep(0.2)
+    assert writes(cluster)[before:] == []
+    assert cluster.server.store.version == version
+
+
+async def test_what_others_change_is_put_right_and_their_own_stays(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful")
+    (item,) = cluster.items("deployments.apps", **{"nvidia.com/dynamo-component": "decode"})
+    name = item["metadata"]["name"]
+    patch = {"metadata": {"annotations": {"mine": "1"}}, "spec": {"replicas": 5}}
+    await cluster.client.send("PATCH", f"{DEPLOYMENTS}/{name}", patch, MERGE)
+
+    def is_right() -> bool:
+        (item,) = cluster.items("deployments.apps", **{"nvidia.com/dynamo-component": "decode"})
+        return item["spec"]["replicas"] == 2 and item["metadata"]["annotations"]["mine"] == "1"
+
+    await cluster.until(is_right)
+    await cluster.client.send("DELETE", "/api/v1/namespaces/default/services/llm-frontend")
+    await cluster.until(lambda: len(cluster.items("services")) == 2)
+
+
+async def test_everything_goes_with_the_graph(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful")
+    await cluster.client.send("DELETE", f"{GRAPHS}/llm")
+    kinds = ("deployments.apps", "pods", "services", "secrets", "poddisruptionbudgets.policy")
+    await cluster.until(lambda: not any(cluster.items(kind) for kind in kinds))
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful")
+
+
+async def test_the_number_of_an_adapter_is_the_truth(cluster: GraphCluster) -> None:
+    loop = await cluster.operator()
+    item = graph(
+        component("Frontend", "frontend"), component("decode", "decode", scalingAdapter={})
+    )
+    await cluster.apply(item)
+    await cluster.until(lambda: cluster.state() == "successful")
+    scale = f"{ADAPTERS}/llm-decode/scale"
+    await cluster.client.send("PATCH", scale, {"spec": {"replicas": 3}}, MERGE)
+
+    async def settled(count: int) -> None:
+        await cluster.until(
+            lambda: (
+                cluster.state() == "successful"
+                and cluster.graph()["spec"]["components"][1]["replicas"] == count
+                and len(cluster.items("pods")) == count + 1
+                and loop.is_idle
+            )
+        )
+
+    await settled(3)
+    shown = await cluster.client.get(scale)
+    assert shown["status"]["replicas"] == 3
+    selector = dict(part.split("=") for part in shown["status"]["selector"].split(","))
+    assert len(cluster.items("pods", **selector)) == 3
+    await cluster.apply(item)  # with its old number
+    await settled(3)
+    await cluster.until(
+        lambda: any(row["reason"] == "ScalingAdapterWins" for row in cluster.items("events"))
+    )
+
+
+POD = "spec.components[0].podTemplate.spec"
+WRONG = [
+    ({"image": 3}, {}, f"{POD}.containers[0].image: 3 is not of type"),
+    ({"imagee": "x"}, {}, f"{POD}.containers[0].imagee: strict decoding error: unknown field"),
+    ({}, {"restartPolicy": "No"}, f'{POD}.restartPolicy: Unsupported value: "No": supported'),
+    (
+        {"volumeMounts": [{"name": "disk", "mountPath": "/d"}]},
+        {},
+        f'{POD}.containers[0].volumeMounts[0].name: Not found: "disk"',
+    ),
+    (
+        {"resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "2"}}},
+        {},
+        f"{POD}.containers[0].resources.requests: Invalid value",
+    ),
+    (
+        {"envFrom": [{"secretRef": {"name": "token"}}]},
+        {},
+        f"{POD}.containers[0].envFrom[0].secretRef.name: there is no Secret 'token'",
+    ),
+    (
+        {},
+        {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "disk"}}]},
+        f"{POD}.volumes[0].persistentVolumeClaim.claimName: there is no PersistentVolumeClaim",
+    ),
+    (
+        {"env": [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "k"}}}]},
+        {},
+        f"{POD}.containers[0].env[0].valueFrom.configMapKeyRef.name: there is no ConfigMap 'cm'",
+    ),
+    (
+        {},
+        {"serviceAccountName": "nobody"},
+        f"{POD}.serviceAccountName: there is no ServiceAccount 'nobody'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("main", "pod", "text"), WRONG, ids=lambda value: str(value)[:30])
+async def test_what_only_the_server_knows_is_told_by_field(
+    cluster: GraphCluster, main: dict[str, object], pod: dict[str, object], text: str
+) -> None:
+    cluster.server.objects.strict_built_in = built_in_problems
+    await cluster.operator()
+    part = component("Frontend", "frontend")
+    part["podTemplate"]["spec"] |= pod
+    part["podTemplate"]["spec"]["containers"][0] |= main
+    await cluster.apply(graph(part))
+    await cluster.until(lambda: cluster.condition("SpecValid")[0] == "False")
+    assert cluster.condition("SpecValid")[2].startswith(text)
+
+
+async def test_a_missing_reference_that_comes_is_noticed(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    part = component("Frontend", "frontend")
+    part["podTemplate"]["spec"]["containers"][0]["envFrom"] = [{"secretRef": {"name": "token"}}]
+    await cluster.apply(graph(part))
+    await cluster.until(lambda: cluster.condition("SpecValid")[1] == "ReferenceMissing")
+    await cluster.client.create(
+        "/api/v1/namespaces/default/secrets", {"metadata": {"name": "token"}}
+    )
+    await cluster.until(lambda: cluster.condition("SpecValid")[0] == "True")
