@@ -41,7 +41,11 @@ def start(args: argparse.Namespace, names: Sequence[str], workers: int = WORKERS
         "server": {"http_port": port, "http_workers": args.frontends},
         "router": {"mode": "kv", "replicas": args.routers, "port": 0},
         "index": {"shared": args.shared_index},
-        "engine": {"kind": "mock", "timing": f"constant:0.01,{STEP_MS}", "max_num_seqs": SLOTS},
+        "engine": {
+            "kind": "mock",
+            "timing": f"constant:0.01,{STEP_MS}",
+            "max_num_seqs": args.slots,
+        },
         "models": entries,
     }
     if args.tiers:
@@ -105,7 +109,7 @@ async def converse(args: argparse.Namespace, servers: Mapping[str, Server]) -> d
     words, used = vocabulary(args.model), list(dict.fromkeys(servers.values()))
     clients = {model: StreamClient(server.url, words) for model, server in servers.items()}
     streams = {model: list[Stream]() for model in servers}
-    rate = args.load * args.workers * SLOTS / (TOKENS * STEP_MS / 1e3)
+    rate = args.load * args.workers * args.slots / (TOKENS * STEP_MS / 1e3)
     period, before = GROUPS / rate, routing_cpu(used)
     turns = round(args.seconds / period)
 

@@ -4,7 +4,8 @@
     benchmarks/several_models.py isolation [--seconds 20] [--long] [--model DIR]
     benchmarks/several_models.py index [--seconds 20] [--model DIR] [--workers 4] [--rounds 2]
         [--frontends 4] [--routers 2] [--shared-index] [--roles] [--tiers]
-    benchmarks/several_models.py live [--changes 30] [--rate 40] [--frontends 2] [--model DIR]
+    benchmarks/several_models.py live [--changes 100] [--rate 200] [--frontends 4] [--campaigns 3]
+        [--slots 64] [--model DIR]
 
 `isolation`: model `a` is offered five times what its two mock workers compute, and they are killed
 every 5 s; model `b` is offered half of what its own compute. The first token of `b` is compared with
@@ -15,9 +16,9 @@ share beginnings. Hit ratios, first tokens, CPU and bytes of indexes are compare
 deployments of one model each. These run at once, so that the machine is as busy. `--rounds`
 alternates the two.
 
-`live`: `--campaigns` of changes follow each other: what a frontend grows in the first and not in later
-ones is no leak. Models are added and removed, aliases moved and workers scaled in random order under load. A
-request may only fail under a name that was removed, with 404. At the end everything is as before.
+`live`: models are added and removed, aliases moved and workers scaled in random order, while requests come
+at a fixed rate. A request may only fail under a name that was removed, with 404. At the end all is as
+before. `--campaigns` follow each other: what a frontend grows in the first and not in later ones is no leak.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ import asyncio
 import itertools
 import json
 import os
-import random
-import re
 import signal
-import sys
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -38,7 +36,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import uvloop
-from load import rss_mb, vocabulary
+from live_models import live
+from load import vocabulary
 from own_index import SLOTS, STEP_MS, TOKENS, WORKERS, index, start
 from processes import deployment_of, ready
 from servers import Server
@@ -48,8 +47,6 @@ CAPACITY = WORKERS * SLOTS / (TOKENS * STEP_MS / 1e3)
 """Requests a second that the workers of a model compute."""
 FLOOD, KILL_S = 5, 5.0
 PROMPT, LONG_PROMPT = 30, 1500
-GRACE_S = 1.0
-"""A removed name may be answered for this long."""
 
 
 class Load:
@@ -136,111 +133,6 @@ async def isolation(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     return report
 
 
-async def dynamo(server: Server, *words: str) -> str:
-    """Run a command on the deployment, and return its output."""
-    command = [sys.executable, "-m", "dynamo", *words, "--deployment", server.url.rsplit(":", 1)[1]]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    output, _ = await process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {output.decode()}")
-    return output.decode()
-
-
-class Changes:
-    """Changes the models of a deployment. `removed` has the times at which names went."""
-
-    def __init__(self, args: argparse.Namespace, server: Server) -> None:
-        self._args, self._server, self._rng = args, server, random.Random(args.seed)
-        self._numbers = itertools.count()
-        self.added: list[str] = []
-        self.removed: dict[str, float] = {}
-        self.names = ["a", "b", "chat"]
-        self.done = Counter[str]()
-
-    async def run(self) -> None:
-        """Make all changes, then remove what was added."""
-        for _ in range(self._args.changes):
-            change = self._rng.choice([self._add, self._remove, self._move, self._scale])
-            await change()
-        while self.added:
-            await self._remove()
-        await dynamo(self._server, "models", "--alias", "chat=a")
-
-    async def _add(self) -> None:
-        name = f"m{next(self._numbers)}"
-        await dynamo(self._server, "add", self._args.model, "out=mock", "--model-name", name)
-        self.added.append(name)
-        self.names.append(name)
-        self.done["added"] += 1
-
-    async def _remove(self) -> None:
-        if not self.added:
-            return
-        name = self.added.pop(self._rng.randrange(len(self.added)))
-        if name in (await dynamo(self._server, "models")).split("chat", 1)[0].split()[-1:]:
-            await dynamo(self._server, "models", "--alias", "chat=a")
-        # Requests for the name go on for a while after it is removed.
-        self.removed[name] = now()
-        await dynamo(self._server, "remove", name)
-        self.names.remove(name)
-        self.done["removed"] += 1
-
-    async def _move(self) -> None:
-        model = self._rng.choice(["a", "b"])
-        await dynamo(self._server, "models", "--alias", f"chat={model}")
-        self.done["moved"] += 1
-
-    async def _scale(self) -> None:
-        count = self._rng.choice([1, 2, 3])
-        await dynamo(self._server, "scale", f"{self._rng.choice('ab')}-worker={count}")
-        self.done["scaled"] += 1
-
-
-def series(url: str) -> set[str]:
-    """Return the gauges of the frontends and how many workers each model has."""
-    with urllib.request.urlopen(url + "/metrics") as answer:
-        text = answer.read().decode()
-    return {line.rpartition(" ")[0] for line in text.splitlines() if re.search(r'model="m\d', line)}
-
-
-async def live(args: argparse.Namespace, server: Server) -> dict[str, Any]:
-    """Return how requests fared while models changed."""
-    load = Load(StreamClient(server.url, vocabulary(args.model)), itertools.count())
-    changes = Changes(args, server)
-    await dynamo(server, "models", "--alias", "chat=a")
-    await load.run(["a", "b"], args.rate, 5)
-    deployment = deployment_of(server)
-    memory = [[rss_mb(process.pid) for process in ready(deployment, "frontend")]]
-    for _ in range(args.campaigns):
-        changing = asyncio.create_task(changes.run())
-        while not changing.done():
-            await load.run(tuple(changes.names), args.rate, 1)
-        await changing
-        await asyncio.sleep(3)
-        memory.append([rss_mb(process.pid) for process in ready(deployment, "frontend")])
-    failed, late = Counter[str](), 0
-    for name, stream in load.streams:
-        if stream.is_complete(TOKENS):
-            late += stream.started > changes.removed.get(name, now()) + GRACE_S
-        elif not (name in changes.removed and stream.status == 404):
-            failed[f"{name[:1]}: {stream.error[:80]}"] += 1
-    return {
-        "requests": len(load.streams),
-        "changes": changes.done,
-        "refused_404": sum(stream.status == 404 for _, stream in load.streams),
-        "answered_late": late,
-        "failed": failed,
-        "series_left": sorted(series(server.url)),
-        "processes": sorted(process.name for process in deployment.live_processes()),
-        "frontend_mb_grown": [
-            [round(a - b, 1) for a, b in zip(after, before, strict=True)]
-            for before, after in itertools.pairwise(memory)
-        ],
-    }
-
-
 PARTS = {"isolation": isolation, "live": live}
 
 
@@ -251,9 +143,10 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--changes", type=int, default=30)
-    parser.add_argument("--campaigns", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=40)
+    parser.add_argument("--changes", type=int, default=100)
+    parser.add_argument("--campaigns", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=200)
+    parser.add_argument("--slots", type=int, help="default: 64 for live, else 4")
     parser.add_argument("--frontends", type=int, default=2)
     parser.add_argument("--routers", type=int, default=0)
     parser.add_argument("--workers", type=int, default=4)
@@ -264,6 +157,7 @@ def main() -> None:
     parser.add_argument("--tiers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.slots = args.slots or (64 if args.part == "live" else SLOTS)
     if args.part == "index":
         print(json.dumps(uvloop.run(index(args)), indent=1))
         return

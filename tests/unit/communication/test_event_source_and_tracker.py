@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from dynamo.communication.events import source
-from dynamo.communication.events.plane import Dump, Event
+from dynamo.communication.events.plane import MAX_RING_BYTES, Dump, Event
 from dynamo.communication.events.sequence_tracker import SequenceTracker
 from dynamo.communication.events.source import BufferedEventSource, CatchUp, new_epoch
 
@@ -20,8 +20,12 @@ def schedule_nothing(flush: Callable[[], None]) -> None:
     """Schedule nothing: the tests call flush."""
 
 
-def filled(count: int, dump: Dump | None = None) -> BufferedEventSource:
-    source = BufferedEventSource(dump, schedule_nothing, lambda first, payloads: None, nothing)
+def filled(
+    count: int, dump: Dump | None = None, max_bytes: int = MAX_RING_BYTES
+) -> BufferedEventSource:
+    source = BufferedEventSource(
+        dump, schedule_nothing, lambda first, payloads: None, nothing, max_bytes=max_bytes
+    )
     for number in range(1, count + 1):
         source.publish(b"%d" % number)
     source.flush()
@@ -83,9 +87,8 @@ def test_a_full_ring_drops_events_and_answers_with_a_dump(monkeypatch: pytest.Mo
     assert filled(5).catch_up(-1) == CatchUp(5, 6, ())
 
 
-def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_RING_BYTES", 10)
-    assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
+def test_a_ring_is_bounded_in_bytes() -> None:
+    assert [*filled(100, max_bytes=10)._ring] == [b"97", b"98", b"99", b"100"]
 
 
 def test_a_latest_source_keeps_only_the_newest_event() -> None:

@@ -1,4 +1,4 @@
-"""Capacity and its predictions: durations, foreign requests and the dequeue rate."""
+"""Capacity and its predictions: durations and foreign requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.workers.durations import (
     DEFAULT_OUTPUT_TOKENS,
     DEFAULT_TPOT_S,
-    DequeueRate,
     DurationHistogram,
     DurationModel,
 )
@@ -271,17 +270,6 @@ def test_the_predicted_wait_for_a_slot() -> None:
     assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0])
     capacity.assign_next_slot(60)
     assert capacity.predict_wait_s(0, 60) == pytest.approx(1.0)
-
-
-def test_the_dequeue_rate() -> None:
-    rate = DequeueRate()
-    assert rate.predict_wait_s(3) == 0.0
-    rate.record_dequeue(0.0, 5)
-    rate.record_dequeue(0.5, 4)
-    rate.record_dequeue(1.0, 0)
-    rate.record_dequeue(60.0, 1)  # no request waited in between
-    rate.record_dequeue(60.5, 1)
-    assert rate.predict_wait_s(3) == pytest.approx(2.0)
 
 
 def test_a_worker_with_full_memory_has_no_slot() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -37,6 +37,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 
 EventListener = Callable[[Event], None]
+MAX_RING_BYTES: Final = 8 << 20
 Dump = Callable[[], Sequence[bytes]]
 """Returns payloads that rebuild the publisher's current state from nothing."""
 
@@ -63,14 +64,20 @@ class Events(ABC):
 
     @abstractmethod
     async def open_source(
-        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+        self,
+        subject: str,
+        publisher: str,
+        dump: Dump | None = None,
+        *,
+        latest: bool = False,
+        max_bytes: int = MAX_RING_BYTES,
     ) -> EventSource:
         """Start publishing `subject` as `publisher` (an instance id).
 
         With `dump`, new listeners and listeners with a gap that cannot be repaired get the current
         state. Without it, new listeners get all events if the source still holds the first one,
         else only future ones. `latest` means that each event holds the whole state: only the newest
-        is kept, and serves as the dump.
+        is kept, and serves as the dump. `max_bytes` of events are kept for listeners with a gap.
         """
 
     @abstractmethod

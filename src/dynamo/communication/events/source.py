@@ -9,12 +9,11 @@ from typing import Final
 
 import msgspec
 
-from dynamo.communication.events.plane import Dump, EventSource
+from dynamo.communication.events.plane import MAX_RING_BYTES, Dump, EventSource
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES
 from dynamo.core.errors import TooLarge
 
 MAX_RING_EVENTS: Final = 16_384
-MAX_RING_BYTES: Final = 8 << 20
 RING_DIVISOR_WITH_DUMP: Final = 4
 """The ring is smaller by this factor with a dump, which is usually smaller than a full ring."""
 
@@ -42,7 +41,7 @@ class BufferedEventSource(EventSource):
 
     `schedule_flush(flush)` must call `flush` in the next iteration of the loop. `send(first,
     payloads)` then gets the published events. Sequences start at 1. See `Events.open_source` for
-    `latest`.
+    `latest` and `max_bytes`.
     """
 
     def __init__(
@@ -53,11 +52,12 @@ class BufferedEventSource(EventSource):
         on_close: Callable[[], Awaitable[None]],
         *,
         latest: bool = False,
+        max_bytes: int = MAX_RING_BYTES,
     ) -> None:
         self._dump = self._dump_latest if latest else dump
         self._latest_only = latest
         divisor = 1 if dump is None else RING_DIVISOR_WITH_DUMP
-        self._max_events, self._max_bytes = MAX_RING_EVENTS // divisor, MAX_RING_BYTES // divisor
+        self._max_events, self._max_bytes = MAX_RING_EVENTS // divisor, max_bytes // divisor
         self._schedule_flush = schedule_flush
         self._send = send
         self._on_close = on_close

@@ -10,7 +10,13 @@ from typing import Self
 import msgspec
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
+from dynamo.communication.events.plane import (
+    MAX_RING_BYTES,
+    Dump,
+    EventListener,
+    Events,
+    EventSource,
+)
 from dynamo.communication.events.protocol import EVENTS, GONE, pack_events
 from dynamo.communication.events.publisher_connection import PublisherConnection
 from dynamo.communication.events.records import SourceKey, SourceRecord
@@ -56,7 +62,13 @@ class TcpEvents(Events):
         return cls(await TcpPlaneTransport.open(url, options), directory)
 
     async def open_source(
-        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+        self,
+        subject: str,
+        publisher: str,
+        dump: Dump | None = None,
+        *,
+        latest: bool = False,
+        max_bytes: int = MAX_RING_BYTES,
     ) -> EventSource:
         async with self._listen_lock:
             if not self._transport.is_listening:
@@ -69,6 +81,7 @@ class TcpEvents(Events):
             partial(self._send_events, subject, number),
             partial(self._close_source, subject, number, key),
             latest=latest,
+            max_bytes=max_bytes,
         )
         self._sources[number] = source
         record = SourceRecord(self._transport.address, number)

@@ -26,7 +26,6 @@ from dynamo.scheduling.admission.label_queues import DispatchKey, LabelQueues, Q
 from dynamo.scheduling.admission.worker_starts import WorkerStarts
 from dynamo.scheduling.router.features import excluded_workers
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.telemetry import Registry
@@ -76,7 +75,6 @@ class Admission(Operator):
         self._queue = LabelQueues(settings.queue_order, settings.queue_bound)
         self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
         self._last_retry_at_s = 0.0
-        self._dequeue_rate = DequeueRate()
         self._no_workers_since_s: float | None = None
         self._cancel_recheck: Callable[[], None] | None = None
         registry = metrics or Registry()
@@ -232,8 +230,8 @@ class Admission(Operator):
         ahead = queued.ahead = self._queue.count_ahead(queued) + len(self._dispatching)
         max_tokens, excluded = queued.request.stops.max_tokens, queued.excluded_workers
         wait_s = self.capacity.predict_wait_s(ahead, max_tokens, excluded)
-        if self.capacity.has_foreign_requests:
-            wait_s = max(wait_s, self._dequeue_rate.predict_wait_s(ahead))
+        if self.capacity.has_foreign_requests and self._queue.rate.is_reliable(now):
+            wait_s = max(wait_s, self._queue.rate.predict_wait_s(ahead))
         margin_s = min(self._first_tokens.compute_margin_s(), queued.ttft_limit_s / 2)
         predicted_s = wait_s + queued.predicted_prefill_s
         self._reject_over_limit(queued, wait_s, predicted_s + margin_s)
@@ -341,7 +339,6 @@ class Admission(Operator):
             self._dispatching[queued.key] = queued
             max_tokens = queued.request.stops.max_tokens
             self.capacity.assign_next_slot(max_tokens, queued.excluded_workers)
-            self._dequeue_rate.record_dequeue(self._clock.now(), self._queue.count)
             if queued.slot_ready is not None and not queued.slot_ready.done():
                 queued.slot_ready.set_result(None)
 

@@ -15,6 +15,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.features import find_excluded_workers
 from dynamo.scheduling.router.queue import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.workers.durations import DequeueRate
 from dynamo.telemetry.story import Story
 
 DispatchKey = str
@@ -66,7 +67,8 @@ class QueuedRequest:
 
 
 class LabelQueues:
-    """Hold queued requests by labels. `bound` limits their total number, `count`."""
+    """Hold queued requests by labels. `bound` limits their total number, `count`. `rate` is that at
+    which the present workers take them."""
 
     def __init__(self, order: str, bound: int) -> None:
         self._order = order
@@ -75,6 +77,7 @@ class LabelQueues:
         self._excluded: dict[str, frozenset[str]] = {"": frozenset()}
         self._workers: frozenset[str] = frozenset()
         self.count = 0
+        self.rate = DequeueRate()
         self._last_number = 0
 
     def push(self, queued: QueuedRequest) -> None:
@@ -84,6 +87,8 @@ class LabelQueues:
             queue = WaitingQueue(self._order, self._bound)
         if self.count >= self._bound:
             raise queue.overload_error()
+        if not self.count:
+            self.rate.skip_gap()
         self._last_number += 1
         queued.queue_number = self._last_number
         queue.push(str(queued.queue_number), queued, queued.order_key)
@@ -97,6 +102,8 @@ class LabelQueues:
         if queue is None or queue.pop(str(queued.queue_number), now) is None:
             return False
         self.count -= 1
+        if now is not None:
+            self.rate.record_dequeue(now, self.count)
         if queued.labels and not queue:
             del self._queues[queued.labels], self._excluded[queued.labels]
         return True
@@ -126,7 +133,9 @@ class LabelQueues:
 
     def update_instances(self, instances: Mapping[str, Instance]) -> None:
         """Match the labels of all queued requests with the present instances."""
-        self._workers = frozenset(instances)
+        if self._workers != instances.keys():
+            self._workers = frozenset(instances)
+            self.rate.reset()
         for labels in self._excluded:
             self._excluded[labels] = find_excluded_workers(instances, labels)
         for queued in self:

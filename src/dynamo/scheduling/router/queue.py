@@ -209,6 +209,8 @@ class WaitingQueue(Generic[T]):
         full, unless `bounded` is False."""
         if bounded and len(self._entries) >= self._bound:
             raise self.overload_error()
+        if not self._entries:
+            self._departures.skip_gap()
         self._count += 1
         sort_key = (self.sort_key(key), key.arrived_s, self._count)
         insort(self._sorted, (sort_key, name))

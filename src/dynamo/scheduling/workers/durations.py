@@ -18,7 +18,10 @@ DEFAULT_OUTPUT_TOKENS = 512
 OVERDUE_SHARE = 0.25
 """A request older than all observed ones is predicted to last this share of its age longer."""
 GAP_WEIGHT = 0.1
-"""Weight of the newest gap between two dequeues in their running mean."""
+"""Weight of the newest gap between two dequeues in their running mean, after the first ten."""
+MAX_GAP_AGE_S = 10.0
+"""A rate of dequeues without a newer gap for this time, and another mean gap, is not reliable.
+Requests that are rejected because of a wrong rate are not queued, and so would never correct it."""
 _MAX_WEIGHT = 1e100
 
 
@@ -143,14 +146,31 @@ class DequeueRate:
 
     def __init__(self) -> None:
         self._mean_gap_s = 0.0
+        self._gaps = 0
+        self._last_gap_s = 0.0
         self._last_dequeue_s: float | None = None
 
     def record_dequeue(self, now: float, still_waiting: int) -> None:
         """Record a dequeue. After the last waiting request the next gap is not measured."""
         if self._last_dequeue_s is not None:
-            weight = GAP_WEIGHT if self._mean_gap_s else 1.0
+            self._gaps += 1
+            weight = max(GAP_WEIGHT, 1 / self._gaps)
             self._mean_gap_s += (now - self._last_dequeue_s - self._mean_gap_s) * weight
+            self._last_gap_s = now
         self._last_dequeue_s = now if still_waiting else None
+
+    def skip_gap(self) -> None:
+        """Measure no gap up to the next dequeue, because no request waited for some of its time."""
+        self._last_dequeue_s = None
+
+    def reset(self) -> None:
+        """Forget all gaps, because other workers serve from now on."""
+        self._gaps, self._mean_gap_s, self._last_dequeue_s = 0, 0.0, None
+
+    def is_reliable(self, now: float) -> bool:
+        """Whether enough gaps were measured, the last one not long ago."""
+        age_s = now - self._last_gap_s
+        return self._gaps >= MIN_OBSERVATIONS and age_s <= MAX_GAP_AGE_S + self._mean_gap_s
 
     def predict_wait_s(self, ahead: int) -> float:
         """Return the predicted wait behind `ahead` other requests, in seconds."""

@@ -29,6 +29,8 @@ INTERVAL_S = 1.0
 MAX_STORIES = 500
 """Stories of good requests beyond so many in a batch are left out, and counted."""
 MAX_PENDING = 100_000
+MAX_KEPT_BYTES = 1 << 20
+"""Batches of this size are kept for an observer whose connection broke."""
 MAX_TABLES = 32
 """The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
 LATE_US = 5_000_000
@@ -58,7 +60,9 @@ class StoryPublisher:
         """Publish until the runtime shuts down."""
         runtime = self._runtime
         subject = f"{runtime.settings.runtime.namespace}.{STORIES_SUBJECT}"
-        self._source = await runtime.events.open_source(subject, runtime.instance_id)
+        self._source = await runtime.events.open_source(
+            subject, runtime.instance_id, max_bytes=MAX_KEPT_BYTES
+        )
         runtime.tasks.start(self._run(), "stories")
 
     def add(self, story: Story) -> None:
