@@ -69,6 +69,7 @@ def test_an_interrupted_search_prints_what_it_found(
     ("words", "message"),
     [
         (["--trace", "TRACE", "--rows", "20"], "the record has 20 requests; a search needs 50"),
+        (["--trace", "TRACE", "--speed", "0"], "--speed: 0 is not above 0"),
         (["--trace", "missing.jsonl"], "missing.jsonl: No such file"),
         (["http-1", "--trace", "trace.jsonl"], "two sources of requests"),
         (["no-such-deployment"], "no record of a deployment 'no-such-deployment'"),

@@ -32,6 +32,11 @@ EXAMPLES = """\
   dynamo replay trace.jsonl --smear 3 --capacity ttft_p90=1s,itl_p99=25ms --pareto a.png"""
 
 
+def named_flags(*names: str) -> Sequence[Flag]:
+    """Return the flags of these names, for other commands that replay."""
+    return [flag for flags in FLAGS.values() for flag in flags if flag.names in names]
+
+
 def parser() -> Parser:
     """Return the parser: the trace, the replay's flags, and the router and engine settings."""
     parser = Parser(

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
-from dynamo.cli.benchmark.replay_flags import set_replay_defaults
+from dynamo.cli.benchmark.replay_flags import numbers, set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, check_writable, format_table, write_json
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
@@ -26,7 +26,7 @@ EXAMPLES = """\
 FLAGS: Mapping[str, Sequence[Flag]] = {
     "calibration": (
         Flag("--out", "write the timing, for --timing", metavar="FILE"),
-        Flag("--rows", "at most so many requests of each run", 1000, "N"),
+        Flag("--rows", "at most so many requests of each run", 1000, "N", numbers(int)),
         Flag("--json", "print the timing and its errors as JSON", False),
     )
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
-from dynamo.cli.benchmark.replay_flags import set_replay_defaults
+from dynamo.cli.benchmark.replay_flags import named_flags, set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, check_writable, format_table
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError, NotFound
@@ -33,9 +33,7 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
         Flag("--explain", "print each decision as sentences", False),
         Flag("--last", "at most so many decisions", 20, "N"),
         Flag("--plot", "draw the sizes over time", metavar="PNG"),
-        Flag("--rows", "--dry-run: at most so many requests (0: all)", 0, "N"),
-        Flag("--speed", "--dry-run: divide the times between requests", 1.0, "X"),
-        next(row for row in REPLAY_FLAGS["workers that start and leave"] if row[0] == "--startup"),
+        *named_flags("--rows", "--speed", "--startup"),
     )
 }
 START_S = 30.0
@@ -128,17 +126,19 @@ def _dry_run(args: argparse.Namespace, loaded: LoadedSettings) -> int:
     result = play(trial, make_planner(settings, **tested))
     if args.explain:
         _print_decisions(result.decisions[-args.last :], wall=False)
-    rows.append(_row(settings, result))
+    rows.append(_row(settings, result, trial.from_s))
     print("\n".join(format_table(rows)))
-    for note in dict.fromkeys(note for each in result.decisions for note in each.notes):
+    notes = [note for each in result.decisions for note in each.notes]
+    for note in {note.partition(":")[0]: note for note in notes}.values():
         print(f"note: {note}")
     if args.plot:
         _draw(args.plot, result.decisions)
     return 0
 
 
-def _row(settings: Settings, result: TrialResult) -> tuple[str, str, str, str]:
-    totals = [sum(kind.wanted for kind in each.kinds.values()) for each in result.decisions]
+def _row(settings: Settings, result: TrialResult, from_s: float) -> tuple[str, str, str, str]:
+    scored = [each.kinds.values() for each in result.decisions if each.now_s >= from_s]
+    totals = [sum(kind.wanted for kind in kinds) for kinds in scored]
     sizes = f"{min(totals)}-{max(totals)}" if totals else "-"
     return settings.planner.policy, f"{result.broken:.2%}", f"{result.gpu_hours:.2f}", sizes
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import FLAGS as REPLAY_FLAGS
-from dynamo.cli.benchmark.replay_flags import set_replay_defaults
+from dynamo.cli.benchmark.replay_flags import named_flags, set_replay_defaults
 from dynamo.cli.parsing import Flag, Parser, format_table
 from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.errors import ConfigError
@@ -40,8 +40,7 @@ FLAGS: Mapping[str, Sequence[Flag]] = {
             False,
         ),
         Flag("--json", "print JSON", False),
-        Flag("--rows", "at most so many requests (0: all)", 0, "N"),
-        Flag("--speed", "divide the times between requests", 1.0, "X"),
+        *named_flags("--rows", "--speed"),
     )
 }
 SHARED_FLAGS = ("prompts computed by other workers",)

@@ -66,6 +66,6 @@ def short_record(trial_s: float, requests: int) -> str:
     if trial_s >= MIN_RECORD_S and requests >= MIN_REQUESTS:
         return ""
     return (
-        f"the record has {requests} requests in {trial_s / 60:.0f} minutes; a backtest needs "
+        f"the history has {requests} requests in {trial_s / 60:.0f} minutes; a backtest needs "
         f"{MIN_REQUESTS} in {MIN_RECORD_S / 60:.0f}"
     )
