@@ -308,6 +308,7 @@ ROUTES = {
     "/tokenizer_info": "the tokens that begin and end a text of the model `default`",
     "/health": "200 if requests can be served, else 503 with the reason",
     "/live": "200 while the process responds",
+    "/ready": "200 while requests should come here, otherwise 503 with the reason",
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
     "/metrics/targets": "the status ports of all processes, for Prometheus' `http_sd_configs`",
     "/version": "the version",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.conftest import Deployment, until
 from tests.support.kubernetes_server import KubernetesServer
+from tests.support.servers import free_port
 
 BODY = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
 Pod = Callable[..., Deployment]
@@ -36,10 +40,57 @@ def pod(kubernetes: KubernetesServer, tmp_path: Path) -> Iterator[Pod]:
         deployment.stop()
 
 
+def mock(model: Path, *flags: str) -> tuple[object, ...]:
+    return ("in=none", "out=mock", model, "--model-name", "tiny", *flags)
+
+
+def ready(deployment: Deployment, port: int = 0) -> int:
+    """Return the status of /ready, at the HTTP port or at another one; 0: nothing answers."""
+    return get_status(f"http://127.0.0.1:{port or deployment.port}/ready")
+
+
+def get_status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
 def test_a_frontend_finds_workers_of_other_pods(pod: Pod, tiny_model: Path) -> None:
-    mock = ("in=none", "out=mock", tiny_model, "--model-name", "tiny")
-    workers = [pod(f"worker-{number}", *mock) for number in range(2)]
+    workers = [pod(f"worker-{number}", *mock(tiny_model)) for number in range(2)]
     frontend = pod("frontend", "--workers", "0")
     frontend.wait_ready()
     until(lambda: frontend.post("/v1/chat/completions", BODY)[0] == 200)
     assert all(worker.process.poll() is None for worker in workers)
+
+
+def test_a_frontend_is_ready_once_each_role_has_answered_and_until_it_stops(
+    pod: Pod, kubernetes: KubernetesServer, tiny_model: Path
+) -> None:
+    frontend = pod("frontend", "--workers", "0", "--server.leave_s", "2")
+    port = free_port()
+    at = ("--runtime.status_port", str(port), "--workers", "0")
+    decode = pod("decode", *mock(tiny_model, *at, "--decode-workers", "1"), ready=False)
+    until(lambda: ready(decode, port) == 200)
+    until(lambda: ready(frontend) == 503)
+    kubernetes.run(kubernetes.pods.set_ready, "decode", ready=True)
+    until(lambda: "no prefill worker" in frontend.get("/ready")[1])
+    prefill = pod("prefill", *mock(tiny_model, "--workers", "0", "--prefill-workers", "1"))
+    until(lambda: ready(frontend) == 200)
+    assert frontend.post("/v1/chat/completions", BODY)[0] == 200
+
+    prefill.stop()
+    decode.process.send_signal(signal.SIGTERM)
+    until(lambda: ready(decode, port) in {0, 503})
+    decode.stop()
+    assert ready(frontend) == 200, "an outage of workers is answered in words"
+    assert frontend.post("/v1/chat/completions", BODY)[0] == 503
+
+    frontend.process.send_signal(signal.SIGTERM)
+    until(lambda: ready(frontend) == 503)
+    assert get_status(f"{frontend.url}/live") == 200, "new connections are accepted meanwhile"
+    assert frontend.process.wait(30) == 0
+    assert get_status(f"{frontend.url}/live") == 0

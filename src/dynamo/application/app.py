@@ -58,7 +58,13 @@ class RouterApplication:
         keys = ApiKeys(server.api_keys)
         self.check_headers = make_header_check(WebAccess.of_api(host, server), keys)
         pages = keys.protect_routes(routes)
-        status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
+        status = StatusHandler(
+            clock,
+            registry,
+            reasons=reasons,
+            facts=facts,
+            ready=lambda: "; ".join(reasons().values()),
+        )
         self._routes = FrontPage({**pages, **status.routes()}, page_path=ROUTER_VIEW).table
 
     async def handle(self, request: Request, response: Response) -> None:
@@ -96,8 +102,9 @@ class Application:
     `check_headers`.
 
     `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
-    (workers, planes). `metrics_source` knows the metrics of the other processes; None leaves out
-    what it answers. `pages`: further routes that need a key, as those of the observer.
+    (workers, planes), and `ready` why requests should not come. `metrics_source` knows the metrics
+    of the other processes; None leaves out what it answers. `pages`: further routes that need a
+    key, as those of the observer.
     `share_cache` is `engine.share_cache`. Without a `response_store`, responses are kept in memory.
     """
 
@@ -110,6 +117,7 @@ class Application:
         *,
         reasons: Callable[[], Mapping[str, str]] = dict,
         facts: Callable[[], Mapping[str, Any]] = dict,
+        ready: Callable[[], str] = str,
         metrics_source: MetricsSource | None = None,
         pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
         share_cache: bool = False,
@@ -120,17 +128,7 @@ class Application:
         self.generation = GenerationHandler(
             server, gateway, clock, self.metrics, CallerLimits(server, share_cache=share_cache)
         )
-        concurrency = self.generation.concurrency
-        registry.gauge(
-            "dynamo_frontend_inflight_requests",
-            "Generation requests in progress",
-            callback=lambda: concurrency.running,
-        )
-        registry.gauge(
-            "dynamo_frontend_queued_requests",
-            "Generation requests that wait for server.max_concurrent_requests",
-            callback=lambda: concurrency.waiting,
-        )
+        self._declare_gauges(registry)
         self._clock = clock
         self._log_requests = server.log_requests
         self._keys = ApiKeys(server.api_keys)
@@ -145,6 +143,7 @@ class Application:
             registry,
             reasons=self._unhealthy_reasons,
             facts=self._health_facts,
+            ready=ready,
             metrics_source=metrics_source,
         )
         further = {**AdaptersHandler(adapter_orders).routes(), **pages}
@@ -156,6 +155,19 @@ class Application:
         """Apply limits, the log_requests switch and `router.ttft_slo`, which may be reloaded."""
         self.generation.update_settings(server, ttft_slo)
         self._log_requests = server.log_requests
+
+    def _declare_gauges(self, registry: Registry) -> None:
+        concurrency = self.generation.concurrency
+        registry.gauge(
+            "dynamo_frontend_inflight_requests",
+            "Generation requests in progress",
+            callback=lambda: concurrency.running,
+        )
+        registry.gauge(
+            "dynamo_frontend_queued_requests",
+            "Generation requests that wait for server.max_concurrent_requests",
+            callback=lambda: concurrency.waiting,
+        )
 
     async def close(self, drain_s: float) -> None:
         """Wait for responses in the background at most `drain_s`, then close their store."""

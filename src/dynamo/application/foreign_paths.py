@@ -96,7 +96,7 @@ FOREIGN_PATHS: Mapping[str, Mapping[str, str]] = {
         "/redoc": "GET / in a browser, which lists the routes",
         "/openapi.json": "GET / in a browser, which lists the routes",
     },
-    "Kubernetes": {"/healthz": HEALTH, "/livez": "GET /live", "/readyz": HEALTH},
+    "Kubernetes": {"/healthz": HEALTH, "/livez": "GET /live", "/readyz": "GET /ready"},
 }
 """Paths by the API that has them, and what to use instead. A slash at the end begins a prefix."""
 ABSENT = {

@@ -1,4 +1,4 @@
-"""The routes /health, /live, /version, /metrics, /metrics/targets and /v1/models."""
+"""The routes /health, /live, /ready, /version, /metrics, /metrics/targets and /v1/models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedModel
 from dynamo.application.routes import Route
 from dynamo.core.clock import Clock
-from dynamo.telemetry.health import HealthReport
+from dynamo.telemetry.health import HealthReport, ready_answer
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Registry
 
 
@@ -26,7 +26,8 @@ class MetricsSource(Protocol):
 class StatusHandler:
     """Reports the state of this process.
 
-    `reasons` returns why the process is unhealthy; `facts` returns more fields of /health.
+    `reasons` returns why the process is unhealthy; `facts` returns more fields of /health. `ready`
+    returns why requests should not come here yet, or any more.
     `metrics_source` knows the other processes. None renders this process alone and leaves out
     /metrics/targets.
     """
@@ -38,8 +39,10 @@ class StatusHandler:
         *,
         reasons: Callable[[], Mapping[str, str]],
         facts: Callable[[], Mapping[str, Any]],
+        ready: Callable[[], str],
         metrics_source: MetricsSource | None = None,
     ) -> None:
+        self._ready = ready
         self._report = HealthReport(clock, reasons, facts)
         self._registry = registry
         self._metrics_source = metrics_source
@@ -49,6 +52,7 @@ class StatusHandler:
         routes = {
             "/health": {"GET": self.health},
             "/live": {"GET": self.live},
+            "/ready": {"GET": self.ready},
             "/metrics": {"GET": self.metrics},
             "/version": {"GET": self.version},
         }
@@ -65,6 +69,10 @@ class StatusHandler:
     async def live(self, exchange: Exchange) -> None:
         """GET /live: 200 while the process answers."""
         exchange.send_json(200, b'{"status":"live"}')
+
+    async def ready(self, exchange: Exchange) -> None:
+        """GET /ready: 200 while requests should come here, otherwise 503."""
+        exchange.send_json(*ready_answer(self._ready()))
 
     async def version(self, exchange: Exchange) -> None:
         """GET /version."""

@@ -63,7 +63,8 @@ class DistributedRuntime:
     a component may call it before the process is ready. `shared_memory` is what processes of a
     supervisor share. `stand_by` is set in a standby process; a component calls it before it serves,
     and it returns when the process is to serve. `on_leaving(drain_s)` runs before the
-    shutdown of a process whose clients can go to others. `publish_state` tells the state of the
+    shutdown of a process whose clients can go to others. `ready` says why no requests should come;
+    None: as the health says. `publish_state` tells the state of the
     process to `dynamo ps`, to discovery and to the supervisor. `shutdown` closes the `clients`."""
 
     discovery: Discovery
@@ -112,6 +113,7 @@ class DistributedRuntime:
         self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None
+        self.ready: Callable[[], str] | None = None
         self.publish_state: Callable[[ProcessState], Awaitable[None]] = _publish_nothing
         self.report: Callable[..., None] = lambda **_: None
         self.execute_order: Callable[[AdapterOrder], Awaitable[None]] = _refuse_order

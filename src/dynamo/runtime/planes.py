@@ -62,6 +62,12 @@ class Planes(msgspec.Struct, frozen=True):
         needs_secret = not self.discovery.startswith(("file:", "memory:")) and any(self._hosts())
         return needs_secret and not (options.secret or options.tls)
 
+    @property
+    def behind_service(self) -> bool:
+        """Whether clients come through a Service of Kubernetes, whose proxies learn late that a pod
+        leaves."""
+        return self.discovery.startswith("kubernetes:")
+
     def _hosts(self) -> Iterator[str]:
         """The hosts on which planes listen for TCP connections."""
         for url in (self.requests, self.events):

@@ -45,10 +45,12 @@ class FrontendService:
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Start serving. Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
+        self._was_routable = False
         gateway = Gateway()
         self._routing = routing = ProcessRouting(runtime)
         self._model_watcher = ModelWatcher(runtime, gateway, routing)
         server = runtime.settings.server
+        runtime.ready = self._unready_reason
         application = self._open_application(gateway)
         http = HttpServer(
             application.handle,
@@ -65,9 +67,7 @@ class FrontendService:
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         runtime.on_serving()  # a frontend that listens and hangs takes its share of connections
         port = await http.start(host, server.http_port, reuse_port=bool(runtime.supervisor))
-        runtime.on_leaving = lambda drain_s: http.leave(
-            min(drain_s, runtime.settings.server.leave_s), drain_s
-        )
+        runtime.on_leaving = lambda drain_s: _leave(runtime, http, drain_s)
         runtime.add_shutdown_hook(lambda drain_s: self._stop(drain_s, http, application))
         runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
         ServiceModelWatcher(runtime, gateway).start()
@@ -140,6 +140,7 @@ class FrontendService:
             runtime.metrics,
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,
+            ready=self._unready_reason,
             metrics_source=SharedPortMetrics(runtime),
             pages=RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
             share_cache=runtime.settings.engine.share_cache,
@@ -172,6 +173,17 @@ class FrontendService:
         if self._publisher is not None:
             await self._publisher.close()
 
+    def _unready_reason(self) -> str:
+        """Return why requests should not come. Once a model could be routed, the frontend is ready
+        until it stops: later outages of workers are answered in words."""
+        if self._runtime.stopping.cancelled:
+            return "the frontend is stopping"
+        if not self._was_routable:
+            reason = self._model_watcher.unroutable_reason()
+            self._was_routable = not reason
+            return reason
+        return ""
+
     @staticmethod
     def _set_body_limit(http: HttpServer, gateway: Gateway) -> None:
         http.budget.max_body_bytes = default_body_bytes(gateway.context_tokens)
@@ -198,6 +210,15 @@ class FrontendService:
             "planes": self._runtime.plane_status(),
             "instance": self._runtime.instance_id,
         }
+
+
+async def _leave(runtime: DistributedRuntime, http: HttpServer, drain_s: float) -> None:
+    """Let clients go elsewhere. Behind a Service new ones come for some time, and are accepted."""
+    leave_s = min(drain_s, runtime.settings.server.leave_s)
+    if runtime.planes.behind_service:
+        await runtime.clock.sleep(leave_s)
+        drain_s -= leave_s
+    await http.leave(min(leave_s, drain_s), drain_s)
 
 
 def _response_store(runtime: DistributedRuntime) -> ResponseStore:

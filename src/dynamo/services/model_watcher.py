@@ -291,6 +291,24 @@ class ModelWatcher:
             return True
         return any(state.state == "loaded" for state in self.other_states().values())
 
+    def unroutable_reason(self) -> str:
+        """Return why no model has had an answer from a worker of each role that it needs, or ""."""
+        reasons = [self._no_models_reason] if not self._pipelines else []
+        off = self._runtime.settings.router.disaggregation.mode == "off"
+        for name, pipeline in self._pipelines.items():
+            workers = pipeline.client.instances.values()
+            if reason := self._unreachable_reason(name):
+                reasons.append(reason)
+            elif not workers or off or pipeline.prefill_client.instances:
+                return ""  # without workers, it sleeps
+            elif all(map(only_decodes, workers)):
+                reasons.append(f"{name}: {NO_PREFILL_WORKER}")
+            else:
+                return ""
+        can_load = any(not load.backoff_s for load in self.desired.loads.values())
+        opened = any(state.state == "loaded" for state in self.other_states().values())
+        return "" if can_load or opened else "; ".join(reasons)
+
     def _check_health(self, name: str) -> str:
         """Return why a model has no worker, or "" if it or another one has."""
         return "" if self._serves_any() else self._unreachable_reason(name)

@@ -1,9 +1,11 @@
-"""The body of `/health`, for the HTTP server and for status ports."""
+"""The bodies of `/health` and `/ready`, for the HTTP server and for status ports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 import dynamo
 from dynamo.core.clock import Clock
@@ -33,6 +35,13 @@ class HealthReport:
             "reasons": reasons,
             **self._facts(),
         }
+
+
+def ready_answer(reason: str) -> tuple[int, bytes]:
+    """Return status and body of `/ready`: 503 with the reason why requests should not come."""
+    if reason:
+        return 503, msgspec.json.encode({"status": "not ready", "reason": reason})
+    return 200, b'{"status":"ready"}'
 
 
 def _uptime(seconds: float) -> str:

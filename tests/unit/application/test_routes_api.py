@@ -123,6 +123,7 @@ async def test_health(site: Any, connect: Any) -> None:
 async def test_version_and_head(site: Any, connect: Any) -> None:
     assert (await get(connect, site, "/version")).json == {"version": dynamo.__version__}
     assert (await get(connect, site, "/live", "HEAD")).status == 200
+    assert (await get(connect, site, "/ready")).json == {"status": "ready"}
 
 
 async def test_unknown_paths_name_the_nearest(site: Any, connect: Any) -> None:

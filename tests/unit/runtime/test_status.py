@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from tests.conftest import free_port
 
+from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings import Settings
-from dynamo.runtime.processes.status import StatusServer
+from dynamo.runtime.processes.status import StatusServer, unready_reason
 from dynamo.telemetry import Registry
 
 
@@ -20,7 +24,9 @@ def no_fields() -> Mapping[str, str]:
 def server(port: int, **runtime: str) -> StatusServer:
     base = Settings()
     settings = replace(base, runtime=replace(base.runtime, status_port=port, **runtime))
-    return StatusServer(settings, SystemClock(), Registry(), reasons=no_fields, details=no_fields)
+    return StatusServer(
+        settings, SystemClock(), Registry(), reasons=no_fields, details=no_fields, ready=str
+    )
 
 
 async def test_processes_of_a_host_use_consecutive_ports() -> None:
@@ -60,3 +66,36 @@ async def test_other_hosts_get_an_address_that_they_can_reach() -> None:
         hosts.append(status.public_url.removeprefix("http://").removesuffix(f":{port}"))
     assert (hosts[0], hosts[1], hosts[3]) == ("127.0.0.1", "127.0.0.1", "llm-1")
     assert hosts[2] != "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("states", "reasons", "expected"),
+    [
+        ((True, False), {"worker-2": "it restarts"}, ""),
+        ((False, False), {"worker-1": "it starts", "worker-2": "it dies"}, "it starts; it dies"),
+        ((), {}, "no process serves"),
+        ((True,), {"stopping": "the deployment is draining"}, "the deployment is draining"),
+    ],
+)
+def test_one_process_that_serves_makes_a_deployment_ready(
+    states: tuple[bool, ...], reasons: dict[str, str], expected: str
+) -> None:
+    children: Any = [SimpleNamespace(ready=ready, sleeping=False) for ready in states]
+    assert unready_reason(children, reasons) == expected
+
+
+async def test_ready_is_asked_at_the_status_port() -> None:
+    reasons = ["it starts"]
+    settings = Settings()
+    status = StatusServer(
+        settings, SystemClock(), Registry(), reasons=no_fields, details=no_fields,
+        ready=lambda: reasons[-1],
+    )  # fmt: skip
+    await status.start()
+    client = HttpClient(status.url, {}, None)
+    answer = await client.send("GET", "/ready")
+    assert (answer.status, answer.body) == (503, b'{"status":"not ready","reason":"it starts"}')
+    reasons.append("")
+    assert (await client.send("GET", "/ready")).status == 200
+    client.close()
+    await status.stop()

@@ -119,7 +119,8 @@ class ServerSettings(SettingsSection, frozen=True):
     leave_s: float = setting(
         5.0,
         "time for which a frontend that is replaced or removed answers on connections without a "
-        "request, with `connection: close`, before it closes them; at most runtime.drain_s",
+        "request, with `connection: close`, before it closes them; at most runtime.drain_s. With "
+        "discovery by Kubernetes it accepts new ones for as long before that",
         unit="seconds",
         ge=0,
         reload=True,

@@ -301,11 +301,11 @@ class ProcessRunner:
         await self._publish_state("ready")
 
     async def _leave(self) -> float:
-        """Let clients go elsewhere, unless all of the deployment ends. Returns the rest of the
-        time for draining."""
+        """Let clients go elsewhere, unless all of the deployment ends and has no others elsewhere.
+        Returns the rest of the time for draining."""
         runtime = self._runtime
         drain_s, began = runtime.settings.runtime.drain_s, runtime.clock.now()
-        if runtime.on_leaving is not None and self._leaves:
+        if runtime.on_leaving is not None and (self._leaves or runtime.planes.behind_service):
             await runtime.on_leaving(drain_s)
         return max(0.0, drain_s - (runtime.clock.now() - began))
 

@@ -181,6 +181,15 @@ def describe_children(
     return status, waiting
 
 
+def describe_restarts(children: Sequence[ChildProcess]) -> dict[str, dict[str, object]]:
+    """Return how often the children that died were started again, and how they ended."""
+    return {
+        child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
+        for child in children
+        if child.restarts
+    }
+
+
 class SupervisorDiscovery:
     """Announces a supervisor in discovery and which processes it keeps running, and deletes the
     records of dead ones there. The connection has a thread of its own."""

@@ -1,4 +1,4 @@
-"""The status port of every process: /health, /live and /metrics, with the process's own metrics."""
+"""The status port of every process: /health, /live, /ready, and /metrics of that process alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,13 @@ from dynamo.communication.http import (
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.telemetry import Registry
-from dynamo.telemetry.health import HealthReport
+from dynamo.telemetry.health import HealthReport, ready_answer
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
 from dynamo.telemetry.stderr import dropped_lines
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.processes.child import ChildProcess
 
 JSON_HEADERS = (("content-type", "application/json"),)
 RETRY_AFTER_S = 1
@@ -44,9 +45,9 @@ PORT_ATTEMPTS = 256
 
 
 class StatusServer:
-    """Serves /health, /live and /metrics. `reasons` returns why the process is unhealthy, by name.
-    `details` returns the other fields of /health. `public_url` is the URL for other hosts; a port
-    on loopback has none, and its `url` instead."""
+    """Serves /health, /live, /ready and /metrics. `reasons` returns why the process is unhealthy by
+    name, `details` the other fields of /health, and `ready` why requests should not come to it.
+    `public_url` is the URL for other hosts; a port on loopback has none, and its `url` instead."""
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class StatusServer:
         *,
         reasons: Callable[[], Mapping[str, str]],
         details: Callable[[], Mapping[str, Any]],
+        ready: Callable[[], str],
     ) -> None:
+        self._ready = ready
         self._host = settings.runtime.status_host
         self._port = settings.runtime.status_port
         self._public_host = settings.runtime.public_host
@@ -96,6 +99,9 @@ class StatusServer:
             response.send(405, (*JSON_HEADERS, ("allow", "GET")), b'{"error": "only GET"}')
         elif request.path == "/live":
             response.send(200, JSON_HEADERS, b'{"status": "live"}')
+        elif request.path == "/ready":
+            status, answer = ready_answer(self._ready())
+            response.send(status, JSON_HEADERS, answer)
         elif request.path == "/health":
             body = self._report.body()
             status = 503 if body["reasons"] else 200
@@ -108,10 +114,19 @@ class StatusServer:
         elif request.path == "/favicon.ico":  # browsers ask for it and show a 404 as an error
             response.send(204, (), b"")
         else:
-            response.send(404, JSON_HEADERS, b'{"error": "use /health, /live or /metrics"}')
+            response.send(404, JSON_HEADERS, b'{"error": "use /health, /live, /ready or /metrics"}')
 
 
 SHARED_SECTIONS = ("router", "index", "sampling", "discovery", "messaging", "nixl", "logging")
+
+
+def unready_reason(children: Sequence[ChildProcess], reasons: Mapping[str, str]) -> str:
+    """Return why no request should come to a deployment. A process that serves is enough, and a
+    deployment that stops takes none."""
+    serves = any(child.ready or child.sleeping for child in children)
+    if serves and "stopping" not in reasons:
+        return ""
+    return reasons.get("stopping") or "; ".join(reasons.values()) or "no process serves"
 
 
 def settings_hash(settings: Settings) -> str:
@@ -126,6 +141,9 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
     def reasons() -> Mapping[str, str]:
         stopping = {"stopping": "the process is draining"} if runtime.stopping.cancelled else {}
         return {**runtime.health.reasons, **stopping}
+
+    def ready() -> str:
+        return "; ".join(reasons().values()) if runtime.ready is None else runtime.ready()
 
     def details() -> Mapping[str, Any]:
         return {
@@ -151,7 +169,12 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
         merge="max",
     )
     return StatusServer(
-        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=details
+        runtime.settings,
+        runtime.clock,
+        runtime.metrics,
+        reasons=reasons,
+        details=details,
+        ready=ready,
     )
 
 

@@ -34,6 +34,7 @@ from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     SupervisorDiscovery,
     describe_children,
+    describe_restarts,
     describe_workers,
     process_key,
     supervisor_record,
@@ -41,7 +42,7 @@ from dynamo.runtime.processes.process_record import (
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.served_models import ModelSources, ServedModels
 from dynamo.runtime.processes.standby import take_over
-from dynamo.runtime.processes.status import StatusServer
+from dynamo.runtime.processes.status import StatusServer, unready_reason
 from dynamo.runtime.processes.supervisor_metrics import (
     AlertWatch,
     declare_supervisor_metrics,
@@ -100,9 +101,9 @@ class Supervisor:
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
         record = supervisor_record(deployment, settings.runtime.namespace, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
-        reasons, details = self._unhealthy_reasons, self._health_details
+        reasons, details, ready = self._unhealthy_reasons, self._health_details, self._unready
         self._status = StatusServer(
-            settings, self._clock, metrics, reasons=reasons, details=details
+            settings, self._clock, metrics, reasons=reasons, details=details, ready=ready
         )
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
@@ -249,6 +250,9 @@ class Supervisor:
             reasons["stopping"] = "the deployment is draining"
         return reasons
 
+    def _unready(self) -> str:
+        return unready_reason(self.children, self._unhealthy_reasons())
+
     def _health_details(self) -> Mapping[str, object]:
         return {
             "role": SUPERVISOR,
@@ -256,11 +260,7 @@ class Supervisor:
             "processes": {child.spec.name: child.pid for child in self.children},
             "warnings": [warning] if (warning := self._disk_space.warning) else [],
             "alerts": [] if self._alerts is None else self._alerts.list_active(),
-            "restarts": {
-                child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
-                for child in self.children
-                if child.restarts
-            },
+            "restarts": describe_restarts(self.children),
         }
 
     def _create_group(self, specs: Sequence[ChildSpec]) -> ProcessGroup:
