@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,14 +12,24 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
+import yaml
+from tests.conftest import until
 
-KUBECTL = Path(sysconfig.get_path("scripts")) / "kubectl"
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+KUBECTL, DYNAMO = SCRIPTS / "kubectl", SCRIPTS / "dynamo"
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
+MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
+SECRET = """
+apiVersion: v1
+kind: Secret
+metadata: {name: hf-token-secret}
+stringData: {HF_TOKEN: none}
+"""
 WEB = """
 apiVersion: apps/v1
 kind: Deployment
@@ -74,12 +85,60 @@ def kubectl(env: dict[str, str], *arguments: str, text: str = "") -> str:
     return done.stdout
 
 
+def address_of(env: dict[str, str], service: str) -> str:
+    """Return the address of a Service on this host."""
+    address = kubectl(env, "get", "svc", service, "-o", "jsonpath={.spec.clusterIP}")
+    return address.replace("10.", "127.", 1)
+
+
+@pytest.fixture(scope="module")
+def operator(cluster: dict[str, str]) -> Iterator[None]:
+    """Run the operator beside the cluster, with its kinds and a Secret that manifests refer to."""
+    crds = subprocess.run(
+        [DYNAMO, "kubernetes", "crds"], capture_output=True, text=True, check=True, timeout=60
+    )
+    kubectl(cluster, "apply", "--server-side", "-f", "-", text=crds.stdout)
+    kubectl(cluster, "apply", "-f", "-", text=SECRET)
+    process = subprocess.Popen(
+        [DYNAMO, "kubernetes", "operator"], env=cluster, stderr=subprocess.PIPE, text=True
+    )
+    yield
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.usefixtures("operator")
+def test_mocker_example_serves_disaggregated(cluster: dict[str, str], tiny_model: Path) -> None:
+    graph = yaml.safe_load((MANIFESTS / "v1beta1_mocker_disagg.yaml").read_text())
+    for component in graph["spec"]["components"]:
+        (main,) = component["podTemplate"]["spec"]["containers"]
+        main["image"] = "dynamo:latest-vllm"
+        port = "status" if "args" in main else "http"
+        main["readinessProbe"] = {"httpGet": {"path": "/live", "port": port}}
+        if "args" in main:
+            main["args"][1], main["args"][3] = str(tiny_model), "tiny"
+    kubectl(cluster, "apply", "-f", "-", text=yaml.safe_dump(graph))
+    kubectl(cluster, "wait", "--for=condition=Ready", "dgd/mocker-disagg", "--timeout=90s")
+    url = f"http://{address_of(cluster, 'mocker-disagg-frontend')}:8000"
+    body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+    request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+    until(lambda: b'"tiny"' in urlopen(f"{url}/v1/models", timeout=60).read())
+    with urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 8
+    logs = kubectl(cluster, "logs", "-l", "nvidia.com/dynamo-component=decode", "--tail=-1")
+    assert "connected to a peer's KV blocks" in logs
+    kubectl(cluster, "delete", "dgd", "mocker-disagg")
+    kubectl(cluster, "wait", "--for=delete", "pod", "--all", "--timeout=90s")
+    assert not kubectl(cluster, "get", "deploy,svc,pdb,netpol,role", "-o", "name")
+
+
 def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     assert "node-0" in kubectl(cluster, "get", "nodes")
     kubectl(cluster, "apply", "-f", "-", text=WEB)
     kubectl(cluster, "rollout", "status", "deploy/web", "--timeout=60s")
-    address = kubectl(cluster, "get", "svc", "web", "-o", "jsonpath={.spec.clusterIP}")
-    with urlopen(f"http://{address.replace('10.', '127.', 1)}:8080/", timeout=60) as answer:
+    with urlopen(f"http://{address_of(cluster, 'web')}:8080/", timeout=60) as answer:
         assert b"Directory listing" in answer.read()
     assert "GET / HTTP/1.1" in kubectl(cluster, "logs", "-l", "app=web")
     assert "Service Account" in kubectl(cluster, "describe", "pods")

@@ -339,6 +339,8 @@ class ObjectRequest:
     def _body(self) -> Any:
         data = bytes(self._request.body)
         form = self._request.header(b"content-type") or ""
+        if "protobuf" in form:
+            raise ApiFailure(415, "the server reads JSON and YAML, not protobuf: use kubectl apply")
         try:
             if "yaml" in form and data[:1] not in (b"{", b"["):
                 return msgspec.yaml.decode(data)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynamo.communication.kubernetes.link import ACCOUNT_FOLDER, ACCOUNT_FOLDER_VARIABLE
 from dynamo.testing.kubernetes.kinds import Object
 from dynamo.testing.kubernetes.selectors import get_path
 from dynamo.testing.kubernetes.store import ClusterStore
 
-ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 _VARIABLE = re.compile(r"\$(\$|\(([\w.-]+)\))")
 _SELF = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]")
 
@@ -68,14 +68,14 @@ class PodFiles:
         """Return the process of a container, under the variables of `base` and its own. Raises
         `LaunchError`."""
         volumes = {v["name"]: self._place(v) for v in pod["spec"].get("volumes") or ()}
-        places = {ACCOUNT_PATH: self._account}
+        places = {ACCOUNT_FOLDER: self._account}
         for mount in container.get("volumeMounts") or ():
             place = volumes[mount["name"]] / mount.get("subPath", "")
             places[mount["mountPath"].rstrip("/")] = place
         env = {
             **base, "HOME": str(self.folder), "TMPDIR": str(self.folder / "tmp"),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
-            "DYN_SERVICE_ACCOUNT_FOLDER": str(self._account),
+            ACCOUNT_FOLDER_VARIABLE: str(self._account),
         }  # fmt: skip
         for name, text in self._environment(pod, container):
             env[name] = self._localise(_expand(text, env), places)
@@ -109,7 +109,7 @@ class PodFiles:
     def _environment(self, pod: Object, container: Object) -> Iterator[tuple[str, str]]:
         for source in container.get("envFrom") or ():
             for name, data in self._content(pod, source, in_environment=True).items():
-                yield f"{source.get('prefix', '')}{name}", data.decode()
+                yield f"{source.get('prefix', '')}{name}", data.decode(errors="surrogateescape")
         for variable in container.get("env") or ():
             source = variable.get("valueFrom")
             text = variable.get("value", "") if not source else self._value(pod, source)
@@ -124,7 +124,7 @@ class PodFiles:
             return None
         content = self._content(pod, source, in_environment=True)
         if reference["key"] in content:
-            return content[reference["key"]].decode()
+            return content[reference["key"]].decode(errors="surrogateescape")
         if reference.get("optional"):
             return None
         where = f"{pod['metadata']['namespace']}/{reference['name']}"
